@@ -1,0 +1,1195 @@
+"""
+Documents in parquet shards to packed (B, T) batches for pretraining, by threads of one process.
+
+    shards -> DocumentReader -> TokenizingPool -> packer -> row -> batch -> device -> (inputs, targets)
+
+Each arrow is a pull by the stage on its right. Documents are dealt to `num_lanes` lanes, each with its own
+cursor and its own packer, and row g of the run comes from lane g % num_lanes: so the rows are the same for
+every world size, batch size, thread count and stop point, and a state is a list of document references.
+
+    python dataloader.py --show       a batch of every packer, drawn in the terminal
+    python dataloader.py --compare    what each packer loses, cuts and costs on the corpus at hand
+    python dataloader.py --bench      tokens per second, from text and from tokens
+
+The trade-off: a resumed run reads and tokenizes the buffered documents once more (under a second a lane),
+so that a state is a few kilobytes of JSON and never holds a token.
+"""
+
+import collections
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import time
+import warnings
+from bisect import bisect_left, bisect_right, insort
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, get_worker_info
+
+from dataset import find_data, list_shards
+
+# ---------------------------------------------------------------------------------------------------------
+# Reading: which documents are whose
+
+class Slice(NamedTuple):
+    """The documents of one row group that belong to one lane, in the order of their delivery."""
+    epoch: int
+    shard: int          # index into the split's sorted shards
+    row_group: int
+    rows: np.ndarray    # rows of the row group
+    start: int          # how many of `rows` were delivered before
+    dealt: int          # what this epoch had dealt before this row group: row groups, or documents
+
+
+def shuffled(n, seed, epoch, kind, shard=0, row_group=0):
+    """
+    The order of n things in one epoch, as an array of indices; 0, 1, ... where seed is None.
+    Drawn from the tuple, so that no two places share an order. PCG64's raw stream is fixed by NumPy's
+    compatibility policy; Generator.permutation is not.
+    """
+    if seed is None:
+        return np.arange(n)
+    raw = np.random.PCG64((seed, epoch, kind, shard, row_group)).random_raw(n)
+    return np.argsort(raw, kind="stable")
+
+
+class DocumentReader:
+    """
+    One source: its shards, and how their documents are dealt to lanes.
+
+    Row groups, counted through the epoch in its order, go to the lanes round robin. Where the split has
+    fewer row groups than lanes, documents do. A cursor is [epoch, shard, row_group, n, dealt]: of that row
+    group the lane was given n documents; shard -1 is the beginning of the epoch.
+    """
+
+    def __init__(self, shards, num_lanes, seed=None, by_document=None, grown=()):
+        self.shards, self.num_lanes, self.seed = shards, num_lanes, seed
+        self.grown = [*grown, len(shards)] if len(shards) not in grown else list(grown)
+        self.by_document = self._too_few_row_groups() if by_document is None else by_document
+        self._cached_read = lru_cache(maxsize=4)(self._read)
+
+    def _too_few_row_groups(self):
+        row_groups = documents = 0
+        for shard in self.shards:    # thousands of shards: the first few footers settle it
+            row_groups += sum(n > 0 for n in shard.rows)
+            documents += sum(shard.rows)
+            if row_groups >= self.num_lanes:
+                return False
+        if documents < self.num_lanes:
+            raise ValueError(
+                f"{documents} documents in {len(self.shards)} shards cannot feed {self.num_lanes} lanes; "
+                f"launch with num_lanes (and a world size) of at most {documents}, or add data")
+        return True
+
+    def fingerprint(self, n=None):
+        """Of the names and sizes of the first n shards (default: all)."""
+        named = [[shard.name, shard.size] for shard in self.shards[:n]]
+        return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+
+    def shard_order(self, epoch):
+        """Shards that were appended during the first epoch come behind those it began with."""
+        if epoch > 1:
+            return shuffled(len(self.shards), self.seed, epoch, 1).tolist()
+        parts = itertools.pairwise([0, *self.grown])
+        return [a + i for a, b in parts for i in shuffled(b - a, self.seed, 1, 1, a).tolist()]
+
+    def slices(self, lane, cursor, epochs=None):
+        """All slices of a lane from the cursor on, without end unless `epochs` is given."""
+        epoch, at_shard, at_row_group, start, dealt = cursor
+        while epochs is None or epoch <= epochs:
+            order = self.shard_order(epoch)
+            for shard in order[0 if at_shard < 0 else order.index(at_shard):]:
+                counts = self.shards[shard].rows
+                groups = shuffled(len(counts), self.seed, epoch, 2, shard).tolist()
+                if shard == at_shard:    # a row group past the last (nanochat's states): the next shard
+                    groups = groups[groups.index(at_row_group):] if at_row_group < len(groups) else []
+                for row_group in groups:
+                    here = shard == at_shard and row_group == at_row_group
+                    rows, units = self._share(lane, epoch, shard, row_group, counts[row_group], dealt)
+                    if len(rows):
+                        yield Slice(epoch, shard, row_group, rows, start if here else 0, dealt)
+                    dealt += units
+            epoch, at_shard, at_row_group, start, dealt = epoch + 1, -1, -1, 0, 0
+
+    def _share(self, lane, epoch, shard, row_group, n, dealt):
+        """The lane's rows of a row group, and how many units it adds to what the epoch has dealt."""
+        if not self.by_document and dealt % self.num_lanes != lane:
+            return (), n > 0
+        rows = shuffled(n, self.seed, epoch, 3, shard, row_group)
+        if not self.by_document:
+            return rows, n > 0
+        return rows[(lane - dealt) % self.num_lanes::self.num_lanes], n
+
+    def read(self, shard, row_group, rows):
+        """The documents at `rows` of one row group, as an Arrow array of strings or of token bytes."""
+        array = (self._cached_read if self.by_document else self._read)(shard, row_group)
+        if len(rows) == len(array) and np.array_equal(rows, np.arange(len(rows))):
+            return array
+        if self.shards[shard].kind == "text" and pa.types.is_string(array.type):
+            array = array.cast(pa.large_string())    # take() of 2 GB of text overflows 32-bit offsets
+        return array.take(pa.array(rows))
+
+    def _read(self, shard, row_group):
+        return self.shards[shard].read(row_group)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tokenizing: chunks of documents, in order, by threads
+
+class Chunk(NamedTuple):
+    """Tokenized documents of one slice; document i is ids[bounds[i]:bounds[i + 1]], BOS in front."""
+    ids: np.ndarray
+    bounds: list        # a null document has no tokens
+    source: Slice
+    first: int          # place of document 0 in source.rows
+
+    def reference(self, i, offset=0):
+        where = self.source
+        return [where.epoch, where.shard, where.row_group, int(where.rows[self.first + i]), offset]
+
+    def document(self, i, came, most=None):
+        """A copy, lest a buffered document keep its whole chunk alive; None for a null document."""
+        a, b = self.bounds[i], self.bounds[i + 1]
+        if a == b:
+            return None
+        return Document(self.ids[a:b][:most].copy(), self.reference(i), came)
+
+    def cursor(self, i):
+        where = self.source
+        return [where.epoch, where.shard, where.row_group, self.first + i, where.dealt]
+
+
+def in_order(tasks, submit, depth):
+    """The results of submit(task) in the order of the tasks, `depth` of them under way behind each."""
+    waiting = collections.deque()
+    for task in tasks:
+        waiting.append(submit(task))
+        if len(waiting) > depth:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def column_views(array):
+    """An Arrow string or binary array as (data, offsets, valid): memoryview, int array, bool array."""
+    wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+    _, offsets, data = array.buffers()
+    offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)
+    offsets = offsets[array.offset:array.offset + len(array) + 1]
+    return memoryview(data or b""), offsets, ~np.asarray(array.is_null())
+
+
+class TokenizingPool:
+    """
+    Reads row groups and encodes their documents, ahead of the consumer and in order.
+
+    One executor for the loader's life, and in each thread an Encoding of its own (see tokenizer.py). A
+    tokenizer with nanochat's face only is called as nanochat calls it, from one thread, with its own.
+    """
+
+    def __init__(self, tokenizer, threads, batch=None, limit=None):
+        self.bos, self.threads = tokenizer.get_bos_token_id(), threads
+        self.batch, self.limit = batch, limit    # documents a chunk (None: free to choose), tokens a document
+        self.own = hasattr(tokenizer, "encode_documents")
+        self.tokenizer, self.dtype = tokenizer, np.dtype(getattr(tokenizer, "dtype", np.uint32))
+        self.executor = ThreadPoolExecutor(threads if self.own else 1, "tokenize")
+        self.tokenized = self.nulls = 0
+
+    def chunks(self, reader, slices, depth):
+        """Chunks of all documents of the slices. `depth`: how many are under way behind the next."""
+        arrays = in_order(slices, lambda s: self.executor.submit(self._read, reader, s), 1)
+        parts = ((reader, *part) for s, array in arrays for part in self._cut(s, array))
+        return in_order(parts, lambda part: self.executor.submit(self._encode_part, *part), depth)
+
+    def documents(self, reader, references):
+        """Read and encode just the documents of these references: {(shard, row_group, row): ids}."""
+        wanted = collections.defaultdict(set)
+        for _, shard, row_group, row, _ in references:
+            wanted[shard, row_group].add(row)
+        parts = [(shard, group, rows[i:i + 64]) for (shard, group), rows in
+                 ((key, sorted(value)) for key, value in wanted.items()) for i in range(0, len(rows), 64)]
+
+        def encode(part):
+            shard, row_group, rows = part
+            return self._encode(reader, shard, row_group, rows, reader.read(shard, row_group, rows))
+
+        found = {}
+        for (shard, row_group, rows), (ids, bounds) in zip(parts, self.executor.map(encode, parts),
+                                                           strict=True):
+            for row, a, b in zip(rows, bounds, bounds[1:], strict=False):
+                found[shard, row_group, row] = ids[a:b].copy()
+        return found
+
+    def _read(self, reader, s):
+        return s, reader.read(s.shard, s.row_group, s.rows[s.start:])
+
+    def _cut(self, s, array):
+        """A slice in parts of whole documents: tokenizer batches where the packer counts in them."""
+        size = self.batch or (32 if is_text(array) else len(s.rows))
+        first = s.start
+        while first < len(s.rows):
+            stop = min(len(s.rows), first - first % size + size)
+            yield s, first, array[first - s.start:stop - s.start]
+            first = stop
+
+    def _encode_part(self, reader, s, first, array):
+        rows = s.rows[first:first + len(array)]
+        return Chunk(*self._encode(reader, s.shard, s.row_group, rows, array), s, first)
+
+    def _encode(self, reader, shard, row_group, rows, array):
+        """(ids, bounds) of an array of documents; an error names shard, row group and rows."""
+        try:
+            ids, bounds = self._encode_text(array) if is_text(array) else self._view_tokens(array)
+        except BaseException as error:    # tiktoken's panics are no Exceptions
+            if len(rows) > 1:    # one by one, to find the culprit
+                for i in range(len(rows)):
+                    self._encode(reader, shard, row_group, rows[i:i + 1], array[i:i + 1])
+            raise RuntimeError(f"{reader.shards[shard].path}, row group {row_group}, row {int(rows[0])}: "
+                               f"{type(error).__name__}: {error}") from error
+        self.tokenized += len(ids)
+        self.nulls += array.null_count
+        return ids, bounds
+
+    def _encode_text(self, array):
+        data, offsets, valid = column_views(array)
+        texts = [data[a:b] if ok else None for a, b, ok in
+                 zip(offsets.tolist(), offsets[1:].tolist(), valid.tolist(), strict=False)]
+        if self.own:
+            ids, bounds = self.tokenizer.encode_documents(texts, self.limit)
+            return ids, bounds.tolist()
+        strings = [str(text, "utf-8") for text in texts if text is not None]
+        encoded = iter(self.tokenizer.encode(strings, prepend=self.bos, num_threads=self.threads))
+        arrays = [np.array(() if text is None else next(encoded), self.dtype) for text in texts]
+        return np.concatenate(arrays), [0, *itertools.accumulate(map(len, arrays))]
+
+    def _view_tokens(self, array):
+        """No copy: the ids of a token shard as they lie in the column's buffer."""
+        data, offsets, valid = column_views(array)
+        size, lengths = self.dtype.itemsize, np.diff(offsets)
+        if (lengths % size).any():
+            raise ValueError(f"a document is no whole number of {self.dtype} tokens")
+        ids = np.frombuffer(data[offsets[0]:offsets[-1]], self.dtype)
+        bounds = (offsets - offsets[0]) // size
+        if (lengths[valid] == 0).any() or (ids[bounds[:-1][valid]] != self.bos).any():
+            raise ValueError(f"a document does not begin with BOS ({self.bos})")
+        return ids, bounds.tolist()
+
+    def close(self):
+        self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+def is_text(array):
+    return pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Packing: documents to rows of T + 1 tokens. Pure: no files, no threads, no rank, no chance.
+#
+# take(chunk, i)  is given the documents of a chunk from i on; returns the first that it did not take
+# row(ended)      the next row as a list of arrays; None: it wants documents first. Once no more can come,
+#                 the last row may be short and [] is the end
+# references()    what it holds, oldest first; restore(documents, rows) puts it back
+
+class Document(NamedTuple):
+    """A buffered document, or the rest of one: then its first token stands for a BOS of its own."""
+    ids: np.ndarray
+    ref: list           # [epoch, shard, row_group, row, offset]
+    came: int           # the lane's row count when it came
+
+
+class FlatPacker:
+    """All documents behind one another, cut every T tokens; the last token of a row opens the next."""
+
+    def __init__(self, T):
+        self.T, self.rows = T, 0
+        self.parts, self.held = [], 0          # arrays not yet delivered, and their tokens
+        self.last, self.end = None, 0          # the document they end with: reference and length
+        self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
+
+    def take(self, chunk, i):
+        """As many documents as the next row needs, as one array."""
+        bounds = chunk.bounds
+        stop = min(len(bounds) - 1, bisect_left(bounds, bounds[i] + self.T + 1 - self.held, i + 1))
+        if bounds[stop] > bounds[i]:
+            self.parts.append(chunk.ids[bounds[i]:bounds[stop]])
+            self.held += bounds[stop] - bounds[i]
+            last = bisect_left(bounds, bounds[stop], i, stop) - 1    # null documents have no tokens
+            self.last, self.end = chunk.reference(last), bounds[stop] - bounds[last]
+        self.documents += stop - i
+        return stop
+
+    def row(self, ended):
+        if self.held <= self.T:
+            return self._last_row() if ended else None
+        self.held -= self.T
+        *whole, part = self.parts
+        cut = len(part) - self.held
+        self.parts = [part[cut:]]
+        self.rows += 1
+        return [*whole, part[:cut + 1]]
+
+    def _last_row(self):
+        overlap = 1 if self.rows else 0        # the first token held was the last target of the row before
+        row, held = self.parts, self.held
+        self.parts, self.held = [], 0
+        self.rows += held > overlap
+        return row if held > overlap else []
+
+    def references(self):
+        return [[*self.last[:4], self.end - self.held]] if self.held else []
+
+    def restore(self, documents, rows):
+        self.rows = self.restored = rows
+        for document in documents:    # one at most
+            *self.last, offset = document.ref
+            self.parts, self.held = [document.ids[offset:]], len(document.ids) - offset
+            self.end = len(document.ids)
+
+
+def choose_best_fit(sizes, free):
+    """
+    The next buffered document for a row with `free` empty token slots: the largest that fits, else the
+    shortest, whose tail is then dropped; the oldest among equals.
+
+    sizes: sorted list of (n_tokens, arrival). Returns (index, tokens to copy).
+    Example: [(3, 7), (5, 2), (9, 0)], free=6 -> (1, 5);  [(8, 4), (9, 0)], free=6 -> (0, 6)
+    """
+    i = bisect_left(sizes, (free + 1,))
+    if i == 0:
+        return 0, free
+    n = sizes[i - 1][0]
+    return bisect_left(sizes, (n,)), n
+
+
+class BestFitPacker:
+    """
+    nanochat's rows: at least `buffer_size` documents buffered before every placement, refilled a tokenizer
+    batch at a time; the largest that fits, and where none does the shortest, cut to fill the row. Long
+    documents pile up in the buffer until they are all it holds.
+    Source: github.com/karpathy/nanochat, nanochat/dataloader.py.
+    """
+
+    def __init__(self, T, buffer_size):
+        self.R, self.buffer_size, self.rows = T + 1, buffer_size, 0
+        self.buffer, self.sizes = {}, []       # arrival -> Document; sorted (length, arrival)
+        self.arrivals = itertools.count()
+        self.pieces, self.free = [], self.R    # the row under construction
+        self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
+
+    def take(self, chunk, i):
+        """All of it: a chunk is a tokenizer batch."""
+        for i in range(i, len(chunk.bounds) - 1):    # noqa: B020
+            if document := chunk.document(i, self.rows):
+                self._put(document)
+                self.documents += 1
+        return len(chunk.bounds) - 1
+
+    def _put(self, document):
+        arrival = next(self.arrivals)
+        self.buffer[arrival] = document
+        insort(self.sizes, (len(document.ids), arrival))
+
+    def row(self, ended):
+        while self.free:
+            if len(self.sizes) < self.buffer_size and not ended:
+                return None
+            if not self.sizes:
+                break
+            i, n = choose_best_fit(self.sizes, self.free)
+            length, arrival = self.sizes.pop(i)
+            document = self.buffer.pop(arrival)
+            self.pieces.append(document.ids[:n])
+            self.free -= n
+            self.dropped += length - n
+            self.cut += n < length <= self.R
+            self.longest_wait = max(self.longest_wait, self.rows - document.came)
+        row, self.pieces, self.free = self.pieces, [], self.R
+        self.rows += bool(row)
+        return row
+
+    def references(self):
+        return [document.ref for document in self.buffer.values()]
+
+    def restore(self, documents, rows):
+        self.rows = self.restored = rows
+        for document in documents:
+            self._put(document)
+
+
+SPARE = 64
+
+
+def fill_gap(gap, lengths, copies, bits):
+    """
+    Choose buffered documents that fill `gap` tokens exactly, or else as much of it as can be.
+
+    lengths: sorted, distinct; copies[n]: documents of n tokens; bits: an integer with bit n set for every
+    n in lengths. Subset sum with one integer as the set of reachable sums, the longest documents first,
+    until the gap is reachable. Of those longer than half the gap only one can be part of a filling, so
+    they enter all at once: 1,000 documents then cost hardly more than 100.
+    Example: lengths [2, 3, 4, 7], one copy each: gap=10 -> [3, 7];  gap=8 -> [7], one token stays open
+    """
+    if bits >> gap & 1:
+        return [gap]
+    half, window = gap // 2, (1 << gap + 1) - 1
+    reach = 1 | (bits & window) >> half + 1 << half + 1
+    steps = []                                 # (length, what was reachable before it)
+    for length in reversed(lengths[:bisect_right(lengths, half)]):
+        for _ in range(min(copies(length), gap // length)):
+            steps.append((length, reach))
+            reach |= reach << length & window
+        if reach >> gap:
+            break
+    chosen, target = [], reach.bit_length() - 1
+    for length, before in reversed(steps):
+        if not before >> target & 1:
+            chosen.append(length)
+            target -= length
+    return [*chosen, target] if target else chosen
+
+
+def longest_prefix(T):
+    """How many tokens of a document tails="drop" may deliver: a row, and a little that fills a gap before."""
+    return T + 1 + SPARE
+
+
+class ExactFitPacker:
+    """
+    Rows filled exactly with whole documents; every piece of one begins with BOS.
+
+    The oldest document opens the row, so none waits for more rows than there were documents before it.
+    tails="keep": one longer than a row fills rows of its own, the rest going to the back of the buffer each
+    time. tails="drop": one row is all it gets. A gap is filled by fill_gap, with documents of which nothing
+    was delivered yet, so that a document's rows stand far apart. Where no subset fits, the oldest long
+    document gives what is missing and goes to the back, for it is cut anyway; only where there is none, the
+    shortest that is longer does. `buffer_size` counts documents shorter than a row.
+    """
+
+    def __init__(self, T, bos, buffer_size, tails):
+        self.R, self.buffer_size, self.keep, self.rows = T + 1, buffer_size, tails == "keep", 0
+        self.most = None if self.keep else longest_prefix(T)
+        self.bos = bos                         # array of one token
+        self.buffer = {}                       # arrival -> Document, oldest first
+        self.arrivals = itertools.count()
+        self.long = collections.deque()        # arrivals of those longer than a row, oldest first
+        self.by_length = {}                    # length -> arrivals of whole others, oldest first
+        self.lengths, self.bits = [], 0        # its keys, sorted, and as a bitset
+        self.short = self.tokens = 0           # documents in by_length; tokens of all
+        self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
+
+    def take(self, chunk, i):
+        stop = len(chunk.bounds) - 1
+        while i < stop and self._wants_more():
+            if document := chunk.document(i, self.rows, self.most):
+                self._put(document)
+                self.documents += 1
+                self.dropped += chunk.bounds[i + 1] - chunk.bounds[i] - len(document.ids)
+            i += 1
+        return i
+
+    def _wants_more(self):
+        """
+        The buffer grows with the lane's first rows, so that the first batch of many lanes comes soon. Long
+        documents are many tokens: of those no more than keeps the rows of one apart.
+        """
+        size = min(self.buffer_size, 32 + 4 * self.rows)
+        room = self.tokens < 2 * size * self.R or len(self.buffer) < size // 4
+        return self.tokens < self.R or (self.short < size and room)
+
+    def row(self, ended):
+        if not ended and self._wants_more():
+            return None
+        if not self.buffer:
+            return []
+        opener = self._pop(next(iter(self.buffer)))
+        gap = self.R - len(opener.ids)
+        pieces = self._deliver(opener, min(self.R, len(opener.ids)))
+        if gap > 0:
+            filling = fill_gap(gap, self.lengths, self._copies, self.bits)
+            for length in filling:
+                pieces += self._deliver(self._pop(self.by_length[length][0]), length)
+            if left := gap - sum(filling):
+                pieces += self._crop(left)
+        self.rows += 1
+        return pieces
+
+    def _crop(self, left):
+        """Fill what no subset does; a row stays short only where a finite run has nothing more."""
+        pieces = []
+        while left and self.buffer:
+            i = bisect_right(self.lengths, left)
+            if self.long:
+                arrival = self.long[0]
+            elif i < len(self.lengths):
+                arrival = self.by_length[self.lengths[i]][0]
+            else:
+                arrival = next(iter(self.buffer))
+            document = self._pop(arrival)
+            n = min(left, len(document.ids))
+            pieces += self._deliver(document, n)
+            left -= n
+        return pieces
+
+    def _deliver(self, document, n):
+        """The arrays of a document's first n tokens; what is left goes to the back, behind a BOS."""
+        ids, ref, came = document
+        self.longest_wait = max(self.longest_wait, self.rows - came)
+        resumed = ref[4] > 0
+        if n < len(ids) and (self.keep or n < self.R):
+            self.cut += len(ids) <= self.R and not resumed
+            self._put(Document(ids[n - 1:], [*ref[:4], ref[4] + n - resumed], self.rows))
+        elif n < len(ids):
+            self.dropped += len(ids) - n
+        return [self.bos, ids[1:n]] if resumed else [ids[:n]]
+
+    def _put(self, document):
+        n, arrival = len(document.ids), next(self.arrivals)
+        self.buffer[arrival] = document
+        self.tokens += n
+        if n > self.R:
+            self.long.append(arrival)
+        elif document.ref[4] == 0:
+            self.short += 1
+            if n in self.by_length:
+                self.by_length[n].append(arrival)
+            else:
+                self.by_length[n] = collections.deque([arrival])
+                insort(self.lengths, n)
+                self.bits |= 1 << n
+
+    def _pop(self, arrival):
+        """Always the oldest of its kind: of all, of the long ones, or of its length."""
+        document = self.buffer.pop(arrival)
+        n = len(document.ids)
+        self.tokens -= n
+        if n > self.R:
+            self.long.popleft()
+        elif document.ref[4] == 0:
+            self.short -= 1
+            self.by_length[n].popleft()
+            if not self.by_length[n]:
+                del self.by_length[n]
+                self.lengths.pop(bisect_left(self.lengths, n))
+                self.bits ^= 1 << n
+        return document
+
+    def _copies(self, length):
+        return len(self.by_length[length])
+
+    def references(self):
+        return [document.ref for document in self.buffer.values()]
+
+    def restore(self, documents, rows):
+        """The rest of a document that was cut keeps one token in front, to stand for its BOS."""
+        self.rows = self.restored = rows
+        for document in documents:
+            offset = document.ref[4]
+            self._put(document._replace(ids=document.ids[:self.most][max(0, offset - 1):]))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Lanes: independent streams of rows
+
+class Stream:
+    """One source within one lane: chunks into a packer, and the cursor behind what it was given."""
+
+    def __init__(self, packer, chunks, cursor):
+        self.packer, self.chunks, self.cursor = packer, chunks, cursor
+        self.chunk, self.i, self.ended = None, 0, False
+        self.fed_in = cursor[0]    # the last epoch that had a token for this lane
+
+    def next_row(self):
+        """The arrays of the next row: T + 1 tokens, fewer in a finite stream's last row, [] behind it."""
+        while (row := self.packer.row(self.ended)) is None:
+            if self.chunk is None or self.i == len(self.chunk.bounds) - 1:
+                self._next_chunk()
+            else:
+                self.i = self.packer.take(self.chunk, self.i)
+        return row
+
+    def _next_chunk(self):
+        chunk = next(self.chunks, None)
+        if chunk is None:
+            self.cursor, self.chunk, self.ended = self._cursor(), None, True
+            return
+        self.chunk, self.i = chunk, 0
+        if len(chunk.ids):
+            self.fed_in = chunk.source.epoch
+        elif chunk.source.epoch > self.fed_in + 1:
+            raise ValueError("a lane's documents are all null: a whole epoch gave it no token; launch with "
+                             "fewer lanes, or convert the data again without null documents")
+
+    def _cursor(self):
+        return self.cursor if self.chunk is None else self.chunk.cursor(self.i)
+
+    def snapshot(self):
+        return {"rows": self.packer.rows, "cursor": self._cursor(), "buffer": self.packer.references()}
+
+
+def whose_turn(taken, weights):
+    """
+    Index of the source that gives a lane's next row, so that after every row each source i has given its
+    exact share of them to within one row (strictly): taken[i] rows so far, weights positive integers.
+    Every source's next row has a first and a last row of the lane where it may stand; of those that may
+    stand here, the earliest deadline goes first. Source: Pfair scheduling, Baruah et al. 1996.
+    Example: weights [2, 1] -> 0, 1, 0, 0, 1, 0, ...
+    """
+    now, total = sum(taken), sum(weights)
+    due = [(-(-(n + 1) * total // w), i) for i, (n, w) in enumerate(zip(taken, weights, strict=True))
+           if n * total // w <= now]
+    return min(due)[1]
+
+
+class Lane:
+    """The streams of one lane, one a source, taking turns by their weights."""
+
+    def __init__(self, streams, weights, taken):
+        self.streams, self.weights = streams, weights    # by name of the source
+        self.taken = taken                               # rows since these shares began; None: has ended
+        self._set_live()
+
+    def _set_live(self):
+        self.live = [name for name in self.streams if self.taken[name] is not None]
+        self.shares = whole_numbers([self.weights[name] for name in self.live])
+
+    def next_row(self):
+        """A source that ends leaves its share to the others, whose shares begin anew."""
+        while self.live:
+            i = whose_turn([self.taken[name] for name in self.live], self.shares) if len(self.live) > 1 else 0
+            name = self.live[i]
+            if row := self.streams[name].next_row():
+                self.taken[name] += 1
+                return row
+            self.taken = {other: 0 if other in self.live and other != name else None for other in self.taken}
+            self._set_live()
+        return []
+
+    def snapshot(self):
+        return {name: {"taken": self.taken[name], **stream.snapshot()}
+                for name, stream in self.streams.items()}
+
+
+def whole_numbers(weights):
+    """Weights as integers in the same proportions: [0.7, 0.2, 0.1] -> [7, 2, 1]."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = np.lcm.reduce([fraction.denominator for fraction in exact], dtype=object) if exact else 1
+    return [int(fraction * scale) for fraction in exact]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The loader
+
+VERSION = 1
+
+
+class Batch(NamedTuple):
+    inputs: torch.Tensor
+    targets: torch.Tensor
+    state: tuple          # (rows of the run up to here, {lane: snapshot})
+    full: bool            # every row holds a document: at the end of a finite run some do not
+    more: bool            # it holds one, or some lane may still have one
+    copied: object        # CUDA event: the copy to the device
+
+
+class PackedLoader(IterableDataset):
+    """
+    An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs one token on.
+
+    packing: "flat", "bestfit" or "exactfit" (tails: "keep" or "drop"). data_dir: a folder or URI of
+    shards, or {folder: weight}, weights being shares of tokens. num_lanes: any multiple of world_size;
+    every world size that divides it gives the same rows. epochs: n, or {folder: n}: a finite run. Its
+    last rows are completed with BOS whose targets are -1, and where lanes differ in length, `uneven` says
+    what ranks do: "pad" (go on with such rows until the longest is done), "stop" (with the shortest),
+    "error", or "free" (each rank ends by itself; no process group is asked). prefetch: batches made
+    ahead by a thread. A batch that was yielded is never written again.
+    """
+
+    def __init__(self, tokenizer, B, T, split, *, packing="exactfit", tails="keep", buffer_size=None,
+                 data_dir=None, rank=None, world_size=None, num_lanes=None, shuffle_seed=None, epochs=None,
+                 uneven="pad", device="cpu", threads=None, prefetch=2, tokenizer_batch_size=128):
+        rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+        world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+        check_arguments(B, T, split, packing, tails, uneven, rank, world_size, num_lanes or world_size)
+        self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
+        self.packing, self.tails, self.tokenizer_batch_size = packing, tails, tokenizer_batch_size
+        self.buffer_size = buffer_size or {"flat": 1, "bestfit": 1000, "exactfit": 256}[packing]
+        self.rank, self.world_size, self.shuffle_seed = rank, world_size, shuffle_seed
+        self.uneven, self.device = uneven, torch.device(device)
+        self.threads, self.prefetch = threads or cores_of_this_rank(), prefetch
+        self.weights, self.epochs = sources_of(data_dir, epochs)
+        self._finite = any(self.epochs.values())
+        self.shards = {name: list_shards(name, split) for name in self.weights}
+        self._asked_lanes = num_lanes
+        self._set_readers(num_lanes or world_size, {})
+        self._group = self._own_group()
+        self._resume = {"rows": 0, "lanes": {}}    # what to start from: the part of a state that moves
+        self._state = None                         # (rows, snapshots) behind the last batch delivered
+        self._owner = None                         # process whose threads are running
+        self._closed, self._waited = False, 0.0
+
+    # Setting up ------------------------------------------------------------------------------------------
+
+    def _set_readers(self, num_lanes, saved):
+        """saved: what a state says of each source, {} for a new run."""
+        self.num_lanes = num_lanes
+        self.readers = {}
+        for name, shards in self.shards.items():
+            old = saved.get(name, {"by_document": None, "grown": []})
+            self.readers[name] = DocumentReader(shards, num_lanes, self.shuffle_seed, old["by_document"],
+                                                old["grown"])
+
+    def _own_group(self):
+        """Only a finite run on several ranks needs them to talk: one small message a batch, over gloo."""
+        if not self._finite or self.world_size == 1 or self.uneven == "free":
+            return None
+        if not dist.is_initialized():
+            raise ValueError(f"a finite run (epochs) keeps {self.world_size} ranks in step through "
+                             "torch.distributed; call torch.distributed.init_process_group() before, or "
+                             'pass uneven="free" and let every rank end by itself')
+        return dist.new_group(backend="gloo")
+
+    def _start(self):
+        """Threads, lanes, and what the lanes' packers held. In the process that iterates, not before."""
+        rows, saved = self._resume["rows"], self._resume["lanes"]
+        limit = longest_prefix(self.T) if (self.packing, self.tails) == ("exactfit", "drop") else None
+        batch = self.tokenizer_batch_size if self.packing == "bestfit" else None
+        self._pool = TokenizingPool(self.tokenizer, self.threads, batch, limit)
+        self._packing = ThreadPoolExecutor(1, "pack")
+        self._rows = np.empty((self.B, self.T + 1), self._pool.dtype)
+        mine = range(self.num_lanes // self.world_size)
+        self._order = [(rows + self.rank + i * self.world_size) % self.num_lanes for i in mine]
+        self._lanes = {lane: self._make_lane(lane, saved.get(str(lane), {})) for lane in self._order}
+        self._restore_buffers(saved)
+        self._made = self._state = rows, {lane: self._lanes[lane].snapshot() for lane in self._order}
+        self._turn, self._error, self._finished, self._dry = 0, None, False, set()
+        self._ahead, self._owner, self._began = collections.deque(), os.getpid(), time.perf_counter()
+
+    def _make_lane(self, lane, saved):
+        depth = -(-2 * self.threads // (len(self._order) * len(self.readers)))
+        streams, taken = {}, {}
+        for name, reader in self.readers.items():
+            part, epochs = saved.get(name, {"cursor": [1, -1, -1, 0, 0], "taken": 0}), self.epochs[name]
+            slices = reader.slices(lane, part["cursor"], epochs)
+            chunks = self._pool.chunks(reader, slices, depth)
+            streams[name], taken[name] = Stream(self._make_packer(), chunks, part["cursor"]), part["taken"]
+            if taken[name] is None and (epochs is None or epochs > part["cursor"][0]):
+                taken[name] = 0    # it had ended, and was given more epochs
+        return Lane(streams, self.weights, taken)
+
+    def _make_packer(self):
+        if self.packing == "flat":
+            return FlatPacker(self.T)
+        if self.packing == "bestfit":
+            return BestFitPacker(self.T, self.buffer_size)
+        bos = np.array([self._pool.bos], self._pool.dtype)
+        return ExactFitPacker(self.T, bos, self.buffer_size, self.tails)
+
+    def _restore_buffers(self, saved):
+        """Read and tokenize the documents that the packers held, each row group once for all lanes."""
+        for name, reader in self.readers.items():
+            held = {lane: saved[str(lane)][name] for lane in self._order if name in saved.get(str(lane), {})}
+            ids = self._pool.documents(reader, [ref for part in held.values() for ref in part["buffer"]])
+            for lane, part in held.items():
+                documents = [Document(ids[tuple(ref[1:4])], ref, part["rows"]) for ref in part["buffer"]]
+                self._lanes[lane].streams[name].packer.restore(documents, part["rows"])
+
+    # Iterating -------------------------------------------------------------------------------------------
+
+    def __iter__(self):
+        info = get_worker_info()
+        if info is not None and info.num_workers > 1:
+            raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
+                             "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
+        return self
+
+    def __next__(self):
+        if self._closed:
+            raise RuntimeError("this PackedLoader was closed; make a new one and load the state into it")
+        if self._owner != os.getpid():    # the first batch, or the first in a forked worker
+            self._start()
+        if self._finished:
+            raise StopIteration
+        asked = time.perf_counter()
+        while len(self._ahead) <= self.prefetch:
+            self._ahead.append(self._packing.submit(self._make_batch))
+        batch = self._ahead[0].result()    # stays first until it is here: Ctrl-C loses no batch
+        self._ahead.popleft()
+        self._finished = self._is_end(batch)
+        self._waited += time.perf_counter() - asked
+        if self._finished:
+            raise StopIteration
+        self._state = batch.state
+        if batch.copied is not None:
+            here = torch.cuda.current_stream(self.device)
+            here.wait_event(batch.copied)
+            batch.inputs.record_stream(here)
+            batch.targets.record_stream(here)
+        return batch.inputs, batch.targets
+
+    def _make_batch(self):
+        """In the packing thread. After an error every later batch is that error: none is skipped."""
+        if self._error is not None:
+            raise self._error
+        try:
+            return self._pack_batch()
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def _pack_batch(self):
+        pieces, short, touched = [], [], set()
+        for b in range(self.B):
+            lane = self._order[(self._turn + b) % len(self._order)]
+            row = self._lanes[lane].next_row()
+            touched.add(lane)
+            n = sum(map(len, row)) if self._finite else self.T + 1
+            if n == 0:
+                self._dry.add(lane)
+            if n <= self.T:
+                row = [*row, np.full(self.T + 1 - n, self._pool.bos, self._rows.dtype)]
+                short.append((b, n))
+            pieces += row
+        np.concatenate(pieces, out=self._rows.reshape(-1))
+        both = torch.empty((2, self.B, self.T), dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        np.copyto(both[0].numpy(), self._rows[:, :-1])
+        np.copyto(both[1].numpy(), self._rows[:, 1:])
+        for b, n in short:
+            both[1, b, max(0, n - 1):] = -1
+        self._turn += self.B
+        rows, snapshots = self._made
+        self._made = (rows + self.B * self.world_size,
+                      {**snapshots, **{lane: self._lanes[lane].snapshot() for lane in touched}})
+        full = all(n for _, n in short)
+        more = len(short) < self.B or any(n for _, n in short) or len(self._dry) < len(self._order)
+        return self._to_device(both, self._made, full, more)
+
+    def _to_device(self, both, *about):
+        """On CUDA from pinned memory, on a stream of its own; the consumer's stream waits for the event."""
+        if self.device.type != "cuda":
+            both = both.to(self.device)
+            return Batch(both[0], both[1], *about, None)
+        stream = self._copy_stream = getattr(self, "_copy_stream", None) or torch.cuda.Stream(self.device)
+        with torch.cuda.stream(stream):
+            both = both.to(self.device, non_blocking=True)
+        return Batch(both[0], both[1], *about, stream.record_event())
+
+    # The end of a finite run -----------------------------------------------------------------------------
+
+    def _is_end(self, batch):
+        """Whether the run ends before this batch: asked of all ranks where there are several."""
+        if not self._finite:
+            return False
+        more, lacking, _ = self._ask_all(batch.more, not batch.full, False)
+        if lacking and self.uneven == "error":
+            self._refuse_uneven()
+        return bool(lacking) if self.uneven == "stop" else not more
+
+    def _ask_all(self, *flags):
+        """Each flag: is it set on any rank? The last one: a rank has left."""
+        if self._group is None:
+            return flags
+        flags = torch.tensor(flags, dtype=torch.int32)
+        try:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        except RuntimeError as error:
+            raise RuntimeError("this finite run has lost a rank: its process ended too soon") from error
+        if flags[-1]:
+            raise RuntimeError("this finite run has lost a rank: it closed its loader too soon")
+        return flags.tolist()
+
+    def _refuse_uneven(self):
+        """Pack what is left, undelivered, to say by how much the lanes differ."""
+        counts = torch.zeros(self.num_lanes, dtype=torch.int64)
+        for lane, rows in self._packing.submit(self._count_rows).result().items():
+            counts[lane] = rows
+        if self._group is not None:
+            dist.all_reduce(counts, group=self._group)
+        if counts.min() < counts.max():
+            raise ValueError('uneven="error": the lanes have different numbers of rows: ' + ", ".join(
+                f"lane {lane}: {rows}" for lane, rows in enumerate(counts.tolist())))
+
+    def _count_rows(self):
+        for lane in self._lanes.values():
+            while lane.next_row():
+                pass
+        return {number: sum(stream.packer.rows for stream in lane.streams.values())
+                for number, lane in self._lanes.items()}
+
+    # State -----------------------------------------------------------------------------------------------
+
+    def state_dict(self):
+        """
+        Load this and the next batch is the one that would have come next. Plain JSON: references to
+        documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
+        """
+        if self._owner is None and not self._resume["lanes"]:
+            self._start()
+        rows, snapshots = self._state or (self._resume["rows"], self._resume["lanes"])
+        cursor = next(iter(next(iter(snapshots.values())).values()))["cursor"]
+        return {"version": VERSION,
+                "epoch": cursor[0], "pq_idx": max(0, cursor[1]), "rg_idx": max(0, cursor[2]),
+                "num_lanes": self.num_lanes, "rows": rows, **self._settings(),
+                "sources": {name: self._describe(name) for name in self.readers},
+                "lanes": {str(lane): snapshot for lane, snapshot in snapshots.items()}}
+
+    def _settings(self):
+        """What must be the same for the rows to be the same."""
+        settings = {"split": self.split, "T": self.T, "packing": self.packing,
+                    "shuffle_seed": self.shuffle_seed, "tokenizer": tokenizer_fingerprint(self.tokenizer)}
+        if self.packing == "exactfit":
+            settings["tails"] = self.tails
+        if self.packing == "bestfit":
+            settings["tokenizer_batch_size"] = self.tokenizer_batch_size
+        if self.packing != "flat":
+            settings["buffer_size"] = self.buffer_size
+        return settings
+
+    def _describe(self, name):
+        reader = self.readers[name]
+        return {"weight": self.weights[name], "shards": len(reader.shards),
+                "fingerprint": reader.fingerprint(), "by_document": reader.by_document, "grown": reader.grown}
+
+    def load_state_dict(self, state):
+        """
+        Go on where a state ends; also on a loader that was iterated. ValueError, and nothing changed, where
+        it does not fit. nanochat's three keys resume approximately: at the row group behind theirs.
+        """
+        if set(state) <= {"pq_idx", "rg_idx", "epoch"}:
+            return self._load_approximately(state)
+        self._check_settings(state)
+        state = self._match_sources(state)
+        lanes = state["lanes"]
+        mine = {(state["rows"] + self.rank + i * self.world_size) % state["num_lanes"]
+                for i in range(state["num_lanes"] // self.world_size)}
+        if missing := sorted(mine - set(map(int, lanes))):
+            raise ValueError(f"this state lacks lanes {missing} of {state['num_lanes']}: it is one rank's; "
+                             "load merge_states([...]) of the states of all ranks, taken at one step")
+        self._reset()
+        self._set_readers(state["num_lanes"], state["sources"])
+        self._resume = {"rows": state["rows"], "lanes": {str(lane): lanes[str(lane)] for lane in mine}}
+
+    def _check_settings(self, state):
+        if state.get("version") != VERSION:
+            raise ValueError(f"this state has version {state.get('version')!r}, this code reads {VERSION}; "
+                             "resume with the code that wrote it")
+        for key, ours in self._settings().items():
+            if state.get(key) != ours:
+                raise ValueError(f"{key} of the state is {state.get(key)!r}, of this loader {ours!r}; "
+                                 "resume with the same, or start a new run without the state")
+        lanes = state["num_lanes"]
+        if self._asked_lanes not in (None, lanes):
+            raise ValueError(f"num_lanes of the state is {lanes}, of this loader {self._asked_lanes}; "
+                             f"resume with num_lanes={lanes}, or leave it out")
+        if lanes % self.world_size:
+            raise ValueError(f"this state has {lanes} lanes, which {self.world_size} ranks cannot share "
+                             f"evenly; resume with a world size in {divisors(lanes)}")
+
+    def _match_sources(self, state):
+        """Sources are known by name; where both sides have one only, it may have moved."""
+        saved, lanes = state["sources"], state["lanes"]
+        if len(saved) == len(self.readers) == 1 and list(saved) != list(self.readers):
+            (old,), (new,) = saved, self.readers
+            saved = {new: saved[old]}
+            lanes = {lane: {new: part[old]} for lane, part in lanes.items()}
+        for name in self.readers.keys() & saved.keys():
+            self._check_shards(name, saved[name], [part[name]["cursor"][0] for part in lanes.values()])
+        weights = {name: source["weight"] for name, source in saved.items()}
+        if weights != self.weights:
+            lanes = {lane: {name: {**source, "taken": 0} for name, source in part.items()}
+                     for lane, part in lanes.items()}
+            if self.rank == 0 and len(weights | self.weights) > 1:
+                self._tell_shares(weights)
+        return {**state, "sources": saved, "lanes": lanes}
+
+    def _tell_shares(self, before):
+        for name in before | self.weights:
+            was, now = before.get(name), self.weights.get(name)
+            if was != now:
+                change = "added" if was is None else "removed" if now is None else "changed"
+                print(f"data: source {name} {change}: weight {was or 0} -> {now or 0}")
+
+    def _check_shards(self, name, saved, epochs):
+        reader, n = self.readers[name], saved["shards"]
+        ours = reader.fingerprint(n) if len(reader.shards) >= n else reader.fingerprint()
+        if ours != saved["fingerprint"]:
+            raise ValueError(
+                f"shards of {name}: the state knows {n} with fingerprint {saved['fingerprint']}, here are "
+                f"{len(reader.shards)} with {ours}; put the same files back (names and sizes), or start anew")
+        if len(reader.shards) > n and (self.split != "train" or max(epochs) > 1):
+            raise ValueError(
+                f"shards of {name}: the state knows {n}, here are {len(reader.shards)}; they may be added to "
+                "the train split during a run's first epoch only: take the new ones away, or start anew")
+
+    def _load_approximately(self, state):
+        warnings.warn("a state of nanochat's three keys resumes approximately, at the next row group; the "
+                      "rows that were buffered are lost. Save state_dict() to resume exactly", stacklevel=3)
+        self._reset()
+        row_group = (state["rg_idx"] // self.num_lanes + 1) * self.num_lanes
+        cursor = [state.get("epoch", 1), state["pq_idx"], row_group, 0, 0]
+        fresh = {"taken": 0, "rows": 0, "cursor": cursor, "buffer": []}
+        self._resume = {"rows": 0, "lanes": {str(lane): dict.fromkeys(self.readers, fresh)
+                                             for lane in range(self.num_lanes)}}
+
+    # Reporting and closing -------------------------------------------------------------------------------
+
+    def stats(self):
+        """
+        Since the start or the last load, in this process: tokens, documents and rows packed, prefetched
+        ones included; share of documents that fit a row and yet were cut; longest wait of a document in
+        rows of its lane; seconds that next() waited. Per source under "sources".
+        """
+        if self._owner is None:
+            return {}
+        per_source = {name: self._count([lane.streams[name].packer for lane in self._lanes.values()])
+                      for name in self.readers}
+        seconds = time.perf_counter() - self._began
+        packers = [stream.packer for lane in self._lanes.values() for stream in lane.streams.values()]
+        total = self._count(packers)
+        return {**total, "tokens_tokenized": self._pool.tokenized, "null_documents": self._pool.nulls,
+                "rows_per_second": total["rows"] / seconds, "waited_s": self._waited, "sources": per_source}
+
+    def _count(self, packers):
+        """Flat counts what it was given in documents, the others know each one's length."""
+        documents = sum(packer.documents for packer in packers)
+        rows = sum(packer.rows - packer.restored for packer in packers)
+        return {"rows": rows, "tokens_delivered": rows * self.T,
+                "tokens_dropped": sum(packer.dropped for packer in packers), "documents": documents,
+                "cut_share": sum(packer.cut for packer in packers) / max(1, documents),
+                "longest_wait_rows": max(packer.longest_wait for packer in packers)}
+
+    def _reset(self):
+        """Stop the threads, without waiting for what they are at."""
+        if self._owner == os.getpid():
+            self._pool.close()
+            self._packing.shutdown(wait=False, cancel_futures=True)
+        self._owner = self._state = None
+
+    def close(self):
+        """Stop the threads. In a finite run, also tell the other ranks, which would wait for this one."""
+        if self._group is not None and self._owner and not self._finished and not self._closed:
+            flags = torch.tensor([0, 0, 1], dtype=torch.int32)
+            with contextlib.suppress(RuntimeError):
+                self._farewell = dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True)
+        self._reset()
+        self._closed = True
+
+
+def merge_states(states):
+    """The states of all ranks, taken at one step, as one that every allowed world size loads."""
+    first = states[0]
+    moving = ("lanes", "epoch", "pq_idx", "rg_idx")
+    for state in states[1:]:
+        for key in first.keys() - moving:
+            if state.get(key) != first[key]:
+                raise ValueError(f"states of different steps or runs: {key} is {first[key]!r} in one and "
+                                 f"{state.get(key)!r} in another; merge states taken at the same step")
+    lanes = {lane: part for state in states for lane, part in state["lanes"].items()}
+    if missing := sorted(set(range(first["num_lanes"])) - set(map(int, lanes))):
+        raise ValueError(f"lanes {missing} of {first['num_lanes']} are in none of the {len(states)} states; "
+                         "merge the states of all ranks")
+    return {**first, "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Arguments
+
+def check_arguments(B, T, split, packing, tails, uneven, rank, world_size, num_lanes):
+    choices = [("split", split, ("train", "val")), ("packing", packing, ("flat", "bestfit", "exactfit")),
+               ("tails", tails, ("keep", "drop")), ("uneven", uneven, ("pad", "stop", "error", "free"))]
+    for name, value, allowed in choices:
+        if value not in allowed:
+            raise ValueError(f"{name}={value!r}; choose one of {', '.join(allowed)}")
+    if B < 1 or T < 1:
+        raise ValueError(f"B={B}, T={T}; a batch has at least one row and a row at least one token")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} of world_size={world_size}; a rank lies between 0 and world_size - 1")
+    if num_lanes % world_size:
+        raise ValueError(f"{num_lanes} lanes cannot be shared evenly by {world_size} ranks; choose num_lanes "
+                         f"a multiple of {world_size}, or a world size in {divisors(num_lanes)}")
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def sources_of(data_dir, epochs):
+    """data_dir and epochs as {source: weight} and {source: epochs}."""
+    weights = data_dir if isinstance(data_dir, dict) else {find_data(data_dir): 1}
+    for name, weight in weights.items():
+        if not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
+            raise ValueError(f"weight {weight!r} of source {name}; a weight is a positive number, a share "
+                             "of the tokens")
+    if not weights:
+        raise ValueError("data_dir is an empty dict; name at least one source: {folder: weight}")
+    if not isinstance(epochs, dict):
+        epochs = dict.fromkeys(weights, epochs)
+    if unknown := epochs.keys() - weights.keys():
+        raise ValueError(f"epochs names {sorted(unknown)}, data_dir has {sorted(weights)}")
+    return {str(name): weight for name, weight in weights.items()}, {
+        str(name): epochs.get(name) for name in weights}
+
+
+def cores_of_this_rank():
+    """The cores that this process may use, shared among the ranks of its node."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+def tokenizer_fingerprint(tokenizer):
+    """A tokenizer without a fingerprint of its own is known by what it makes of a line of text."""
+    if hasattr(tokenizer, "fingerprint"):
+        return tokenizer.fingerprint()
+    probe = "The quick brown fox,\n\tjumps over 1234567890 lazy dogs; na\u00efve \u4f60\u597d <|endoftext|>"
+    ids = [tokenizer.get_bos_token_id(), *tokenizer.encode([probe])[0]]
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# nanochat's four generators
+
+def tokenizing_distributed_data_loader_with_state(
+        tokenizer, B, T, split, tokenizer_threads=4, tokenizer_batch_size=128, device="cuda",
+        resume_state_dict=None):
+    """Packs "flat"; yields (inputs, targets, state_dict)."""
+    return _with_state(resume_state_dict, tokenizer, B, T, split, packing="flat", threads=tokenizer_threads,
+                       tokenizer_batch_size=tokenizer_batch_size, device=device)
+
+
+def tokenizing_distributed_data_loader(*args, **kwargs):
+    """The same without the state."""
+    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state(*args, **kwargs):
+        yield inputs, targets
+
+
+def tokenizing_distributed_data_loader_with_state_bos_bestfit(
+        tokenizer, B, T, split, tokenizer_threads=4, tokenizer_batch_size=128, device="cuda",
+        resume_state_dict=None, buffer_size=1000):
+    """Packs "bestfit", nanochat's rows token for token; yields (inputs, targets, state_dict)."""
+    return _with_state(resume_state_dict, tokenizer, B, T, split, packing="bestfit", buffer_size=buffer_size,
+                       threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size, device=device)
+
+
+def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs):
+    """The same without the state."""
+    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(*args, **kwargs):
+        yield inputs, targets
+
+
+def _with_state(resume, *args, **kwargs):
+    """nanochat saves rank 0's state only, which gives the other ranks their place, not their rows."""
+    loader = PackedLoader(*args, **kwargs)
+    if resume is not None and len(resume.get("lanes", ())) < resume.get("num_lanes", 0):
+        resume = {key: resume[key] for key in ("pq_idx", "rg_idx", "epoch")}
+    if resume is not None:
+        loader.load_state_dict(resume)
+    for inputs, targets in loader:
+        yield inputs, targets, loader.state_dict()
