@@ -15,16 +15,22 @@ The trade-off: a resumed run reads and tokenizes the buffered documents once mor
 so that a state is a few kilobytes of JSON and never holds a token.
 """
 
+import argparse
 import collections
 import contextlib
 import hashlib
+import io
 import itertools
 import json
+import multiprocessing
 import os
+import resource
+import sys
+import tempfile
 import time
 import warnings
 from bisect import bisect_left, bisect_right, insort
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -201,6 +207,7 @@ class TokenizingPool:
         self.batch, self.limit = batch, limit    # documents a chunk (None: free to choose), tokens a document
         self.own = hasattr(tokenizer, "encode_documents")
         self.tokenizer, self.dtype = tokenizer, np.dtype(getattr(tokenizer, "dtype", np.uint32))
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.executor = ThreadPoolExecutor(threads if self.own else 1, "tokenize")
         self.tokenized = self.nulls = 0
 
@@ -248,7 +255,8 @@ class TokenizingPool:
     def _encode(self, reader, shard, row_group, rows, array):
         """(ids, bounds) of an array of documents; an error names shard, row group and rows."""
         try:
-            ids, bounds = self._encode_text(array) if is_text(array) else self._view_tokens(array)
+            ids, bounds = (self._encode_text(array) if is_text(array)
+                           else self._view_tokens(array, reader.shards[shard]))
         except BaseException as error:    # tiktoken's panics are no Exceptions
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
@@ -271,13 +279,16 @@ class TokenizingPool:
         arrays = [np.array(() if text is None else next(encoded), self.dtype) for text in texts]
         return np.concatenate(arrays), [0, *itertools.accumulate(map(len, arrays))]
 
-    def _view_tokens(self, array):
+    def _view_tokens(self, array, shard):
         """No copy: the ids of a token shard as they lie in the column's buffer."""
+        if shard.fingerprint != self.fingerprint:
+            raise ValueError(f"tokens of the tokenizer {shard.fingerprint}, but this run's is "
+                             f"{self.fingerprint}; make them anew: python dataset.py tokenize")
         data, offsets, valid = column_views(array)
-        size, lengths = self.dtype.itemsize, np.diff(offsets)
+        size, lengths = shard.dtype.itemsize, np.diff(offsets)
         if (lengths % size).any():
-            raise ValueError(f"a document is no whole number of {self.dtype} tokens")
-        ids = np.frombuffer(data[offsets[0]:offsets[-1]], self.dtype)
+            raise ValueError(f"a document is no whole number of {shard.dtype} tokens")
+        ids = np.frombuffer(data[offsets[0]:offsets[-1]], shard.dtype).astype(self.dtype, copy=False)
         bounds = (offsets - offsets[0]) // size
         if (lengths[valid] == 0).any() or (ids[bounds[:-1][valid]] != self.bos).any():
             raise ValueError(f"a document does not begin with BOS ({self.bos})")
@@ -694,7 +705,7 @@ VERSION = 1
 class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
-    state: tuple          # (rows of the run up to here, {lane: snapshot})
+    place: tuple          # behind it: rows of the run, and a snapshot of each lane
     full: bool            # every row holds a document: at the end of a finite run some do not
     more: bool            # it holds one, or some lane may still have one
     copied: object        # CUDA event: the copy to the device
@@ -731,9 +742,8 @@ class PackedLoader(IterableDataset):
         self._asked_lanes = num_lanes
         self._set_readers(num_lanes or world_size, {})
         self._group = self._own_group()
-        self._resume = {"rows": 0, "lanes": {}}    # what to start from: the part of a state that moves
-        self._state = None                         # (rows, snapshots) behind the last batch delivered
-        self._owner = None                         # process whose threads are running
+        self._place = 0, {}      # where to go on: rows of the run, and a snapshot of each of our lanes
+        self._owner = None       # the process whose threads are running
         self._closed, self._waited = False, 0.0
 
     # Setting up ------------------------------------------------------------------------------------------
@@ -759,7 +769,7 @@ class PackedLoader(IterableDataset):
 
     def _start(self):
         """Threads, lanes, and what the lanes' packers held. In the process that iterates, not before."""
-        rows, saved = self._resume["rows"], self._resume["lanes"]
+        rows, saved = self._place
         limit = longest_prefix(self.T) if (self.packing, self.tails) == ("exactfit", "drop") else None
         batch = self.tokenizer_batch_size if self.packing == "bestfit" else None
         self._pool = TokenizingPool(self.tokenizer, self.threads, batch, limit)
@@ -767,9 +777,9 @@ class PackedLoader(IterableDataset):
         self._rows = np.empty((self.B, self.T + 1), self._pool.dtype)
         mine = range(self.num_lanes // self.world_size)
         self._order = [(rows + self.rank + i * self.world_size) % self.num_lanes for i in mine]
-        self._lanes = {lane: self._make_lane(lane, saved.get(str(lane), {})) for lane in self._order}
+        self._lanes = {lane: self._make_lane(lane, saved.get(lane, {})) for lane in self._order}
         self._restore_buffers(saved)
-        self._made = self._state = rows, {lane: self._lanes[lane].snapshot() for lane in self._order}
+        self._made = self._place = rows, {lane: self._lanes[lane].snapshot() for lane in self._order}
         self._turn, self._error, self._finished, self._dry = 0, None, False, set()
         self._ahead, self._owner, self._began = collections.deque(), os.getpid(), time.perf_counter()
 
@@ -796,7 +806,7 @@ class PackedLoader(IterableDataset):
     def _restore_buffers(self, saved):
         """Read and tokenize the documents that the packers held, each row group once for all lanes."""
         for name, reader in self.readers.items():
-            held = {lane: saved[str(lane)][name] for lane in self._order if name in saved.get(str(lane), {})}
+            held = {lane: saved[lane][name] for lane in self._order if name in saved.get(lane, {})}
             ids = self._pool.documents(reader, [ref for part in held.values() for ref in part["buffer"]])
             for lane, part in held.items():
                 documents = [Document(ids[tuple(ref[1:4])], ref, part["rows"]) for ref in part["buffer"]]
@@ -827,7 +837,7 @@ class PackedLoader(IterableDataset):
         self._waited += time.perf_counter() - asked
         if self._finished:
             raise StopIteration
-        self._state = batch.state
+        self._place = batch.place
         if batch.copied is not None:
             here = torch.cuda.current_stream(self.device)
             here.wait_event(batch.copied)
@@ -931,9 +941,9 @@ class PackedLoader(IterableDataset):
         Load this and the next batch is the one that would have come next. Plain JSON: references to
         documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
         """
-        if self._owner is None and not self._resume["lanes"]:
+        if not self._place[1]:
             self._start()
-        rows, snapshots = self._state or (self._resume["rows"], self._resume["lanes"])
+        rows, snapshots = self._place
         cursor = next(iter(next(iter(snapshots.values())).values()))["cursor"]
         return {"version": VERSION,
                 "epoch": cursor[0], "pq_idx": max(0, cursor[1]), "rg_idx": max(0, cursor[2]),
@@ -975,7 +985,7 @@ class PackedLoader(IterableDataset):
                              "load merge_states([...]) of the states of all ranks, taken at one step")
         self._reset()
         self._set_readers(state["num_lanes"], state["sources"])
-        self._resume = {"rows": state["rows"], "lanes": {str(lane): lanes[str(lane)] for lane in mine}}
+        self._place = state["rows"], {lane: lanes[str(lane)] for lane in mine}
 
     def _check_settings(self, state):
         if state.get("version") != VERSION:
@@ -1036,8 +1046,8 @@ class PackedLoader(IterableDataset):
         row_group = (state["rg_idx"] // self.num_lanes + 1) * self.num_lanes
         cursor = [state.get("epoch", 1), state["pq_idx"], row_group, 0, 0]
         fresh = {"taken": 0, "rows": 0, "cursor": cursor, "buffer": []}
-        self._resume = {"rows": 0, "lanes": {str(lane): dict.fromkeys(self.readers, fresh)
-                                             for lane in range(self.num_lanes)}}
+        mine = range(self.rank, self.num_lanes, self.world_size)
+        self._place = 0, {lane: dict.fromkeys(self.readers, fresh) for lane in mine}
 
     # Reporting and closing -------------------------------------------------------------------------------
 
@@ -1071,7 +1081,7 @@ class PackedLoader(IterableDataset):
         if self._owner == os.getpid():
             self._pool.close()
             self._packing.shutdown(wait=False, cancel_futures=True)
-        self._owner = self._state = None
+        self._owner = None
 
     def close(self):
         """Stop the threads. In a finite run, also tell the other ranks, which would wait for this one."""
@@ -1193,3 +1203,224 @@ def _with_state(resume, *args, **kwargs):
         loader.load_state_dict(resume)
     for inputs, targets in loader:
         yield inputs, targets, loader.state_dict()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# python dataloader.py --show, --compare, --bench
+
+CHOICES = [("flat", "keep"), ("bestfit", "keep"), ("exactfit", "drop"), ("exactfit", "keep")]
+FIRST, SECOND, LAST = 1, 2, 4
+
+
+class Outline:
+    """A tokenizer whose tokens say only where in its document each one stands."""
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def get_bos_token_id(self):
+        return FIRST
+
+    def fingerprint(self):
+        return self.tokenizer.fingerprint()
+
+    def encode_documents(self, texts, limit=None):
+        ids, bounds = self.tokenizer.encode_documents(texts)
+        outline, starts, ends = np.zeros(len(ids), np.uint8), bounds[:-1], bounds[1:]
+        outline[starts[starts < ends]] |= FIRST
+        outline[starts[starts + 1 < ends] + 1] |= SECOND
+        outline[ends[starts < ends] - 1] |= LAST
+        return outline, bounds
+
+
+def show(tokenizer, data_dir, T, columns=72, colour=False):
+    """A few rows of every packer, a block a document: ] ends one, > is where it was cut, < goes on with it."""
+    for packing, tails in CHOICES:
+        loader = PackedLoader(Outline(tokenizer), 256, T, "train", packing=packing, tails=tails,
+                              data_dir=data_dir)
+        inputs, targets = next(loader)
+        stats = loader.stats()
+        loader.close()
+        yield f"{packing_name(packing, tails)}   {describe_stats(stats)}"
+        rows = torch.cat([inputs[-8:, :1], targets[-8:]], dim=1).numpy()
+        for row in rows:
+            yield "  " + draw_row(row, columns, colour)
+        yield ""
+
+
+def draw_row(row, columns, colour):
+    """One character for every len(row) / columns tokens."""
+    starts = [0, *(i for i in range(1, len(row)) if row[i] & FIRST)]
+    text = ""
+    for k, (a, b) in enumerate(itertools.pairwise([*starts, len(row)])):
+        width = round(b * columns / len(row)) - round(a * columns / len(row))
+        whole_start = row[a] & FIRST and (b - a == 1 or row[a + 1] & SECOND)
+        block = ("[" if whole_start else "<") + "=" * (width - 2) + ("]" if row[b - 1] & LAST else ">")
+        block = block[:width] if width < 2 else block
+        text += f"\\033[30;{41 + k % 6}m{block}\\033[0m" if colour else block
+    return text
+
+
+def packing_name(packing, tails):
+    return f"{packing} {tails}" if packing == "exactfit" else packing
+
+
+def describe_stats(stats):
+    seen = stats["tokens_delivered"] + stats["tokens_dropped"]
+    return (f"{100 * stats['tokens_dropped'] / max(1, seen):.1f} % of tokens lost, "
+            f"{100 * stats['cut_share']:.2f} % of documents cut in need, wait {stats['longest_wait_rows']} rows")
+
+
+def compare(tokenizer, data_dir, B, T):
+    """
+    Lines of a table. Lost: of the tokens that left the buffer. Held: tokens in the buffer at the end, in rows.
+    Speed: from text, all threads.
+    """
+    yield (f"{'packing':<15}{'tokens lost':>12}{'docs cut in need':>18}{'longest wait':>14}{'held':>11}"
+           f"{'M tokens/s':>12}")
+    for packing, tails in CHOICES:
+        options = {"packing": packing, "tails": tails, "data_dir": data_dir}
+        outline = PackedLoader(Outline(tokenizer), B, T, "train", **options)
+        for _ in range(max(1, 8192 // B)):
+            next(outline)
+        stats = outline.stats()
+        packers = [stream.packer for stream in outline._lanes[0].streams.values()]
+        held = sum(len(document.ids) for packer in packers
+                   for document in getattr(packer, "buffer", {}).values()) / (T + 1)
+        outline.close()
+        loader = PackedLoader(tokenizer, B, T, "train", **options)
+        speed_of(loader, 2)
+        speed = speed_of(loader, 4)
+        loader.close()
+        lost = stats["tokens_dropped"] / (stats["tokens_dropped"] + stats["tokens_delivered"])
+        yield (f"{packing_name(packing, tails):<15}{100 * lost:>10.1f} %{100 * stats['cut_share']:>16.2f} %"
+               f"{stats['longest_wait_rows']:>9,} rows{held:>6,.0f} rows{speed / 1e6:>12.2f}")
+
+
+def speed_of(loader, seconds):
+    """Tokens per second delivered, over `seconds`."""
+    began, batches = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        next(loader)
+        batches += 1
+    return batches * loader.B * loader.T / (time.perf_counter() - began)
+
+
+def ceiling(pool, reader, seconds):
+    """Tokens per second of the pool alone, thrown away."""
+    chunks = pool.chunks(reader, reader.slices(0, [1, -1, -1, 0, 0]), 2 * pool.threads)
+    next(chunks)
+    began, tokens = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        tokens += len(next(chunks).ids)
+    return tokens / (time.perf_counter() - began)
+
+
+class SharedEncoding:
+    """nanochat's way to tokenize: 128 documents a call, all threads on one Encoding."""
+
+    def __init__(self, tokenizer):
+        self.inner = tokenizer
+
+    def get_bos_token_id(self):
+        return self.inner.get_bos_token_id()
+
+    def encode(self, texts, prepend, num_threads):
+        return [[prepend, *ids] for ids in self.inner.enc.encode_ordinary_batch(texts, num_threads=num_threads)]
+
+
+def measure(job):
+    """One line of the benchmark, in a process of its own. threads=1 means one core as well."""
+    from tokenizer import RustBPETokenizer
+
+    folder, data_dir, packing, tails, B, T, threads, seconds = job
+    if threads == 1 and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    tokenizer, before = RustBPETokenizer.from_directory(folder), peak_memory()
+
+    def make():
+        return PackedLoader(tokenizer, B, T, "train", packing=packing, tails=tails, data_dir=data_dir,
+                            threads=threads)
+
+    loader = make()
+    first, _ = timed(lambda: next(loader))
+    speed_of(loader, 1)
+    (reader,), pool = loader.readers.values(), TokenizingPool(tokenizer, threads)
+    turns = [(speed_of(loader, seconds), ceiling(pool, reader, seconds)) for _ in range(3)]
+    again, state = make(), loader.state_dict()
+    resume, _ = timed(lambda: (again.load_state_dict(state), next(again)))
+    loader.close(), again.close()
+    speed, top = (float(np.median(column)) for column in zip(*turns, strict=True))
+    return speed, top, first, resume, peak_memory() - before
+
+
+def timed(action):
+    began = time.perf_counter()
+    result = action()
+    return time.perf_counter() - began, result
+
+
+def peak_memory():
+    """MB of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+
+
+def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
+    """Lines of a table. Ceiling: the pool alone, its tokens thrown away, in turns with the loader."""
+    from dataset import tokenize
+    from tokenizer import RustBPETokenizer
+
+    cores = cores_of_this_rank()
+    tokenizer = RustBPETokenizer.from_directory(tokenizer_dir)
+    (reader,) = PackedLoader(tokenizer, B, T, "train", data_dir=data_dir).readers.values()
+    shared = TokenizingPool(SharedEncoding(tokenizer), cores, batch=128)
+    own = TokenizingPool(tokenizer, cores)
+    turns = [(ceiling(own, reader, seconds), ceiling(shared, reader, seconds)) for _ in range(3)]
+    ours, theirs = (float(np.median(column)) for column in zip(*turns, strict=True))
+    yield (f"B = {B}, T = {T}, {cores} cores; {ours / 1e6:.2f} M tokens/s by {cores} threads with an Encoding "
+           f"each, {theirs / 1e6:.2f} sharing one: {ours / theirs:.2f} times")
+    yield (f"{'from':<8}{'packing':<15}{'threads':>8}{'M tokens/s':>12}{'of ceiling':>12}{'first batch':>13}"
+           f"{'resume':>9}{'memory':>9}")
+    with tempfile.TemporaryDirectory() as tokens:
+        with contextlib.redirect_stderr(io.StringIO()):
+            tokenize(data_dir, tokens, tokenizer_dir)
+        fresh = multiprocessing.get_context("spawn")
+        jobs = itertools.product([("text", data_dir), ("tokens", tokens)], CHOICES, sorted({1, cores}))
+        for (kind, folder), (packing, tails), threads in jobs:
+            job = (tokenizer_dir, folder, packing, tails, B, T, threads, seconds)
+            with ProcessPoolExecutor(1, mp_context=fresh) as process:    # its own peak of memory
+                speed, top, first, resume, memory = process.submit(measure, job).result()
+            share = f"{speed / top:.2f}" if kind == "text" else ""
+            yield (f"{kind:<8}{packing_name(packing, tails):<15}{threads:>8}{speed / 1e6:>12.2f}{share:>12}"
+                   f"{first:>11.2f} s{resume:>7.2f} s{memory:>6.0f} MB")
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Look at the packers and measure them.")
+    parser.add_argument("--show", action="store_true", help="draw rows of every packer")
+    parser.add_argument("--compare", action="store_true", help="what each packer loses, cuts and costs")
+    parser.add_argument("--bench", action="store_true", help="tokens per second, from text and from tokens")
+    parser.add_argument("--data", help="folder of shards; default: where dataset.py puts them, or built in")
+    parser.add_argument("--tokenizer", help="its folder; default: the one trained on the data")
+    parser.add_argument("--B", type=int, default=32, help="rows of a batch")
+    parser.add_argument("--T", type=int, default=2048, help="tokens of a row")
+    args = parser.parse_args()
+    if not (args.show or args.compare or args.bench):
+        parser.error("choose --show, --compare or --bench")
+    from tokenizer import find_tokenizer
+
+    data_dir = find_data(args.data)
+    tokenizer, folder = find_tokenizer(args.tokenizer, data_dir)
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    chosen = [(args.show, show(tokenizer, data_dir, args.T, colour=colour)),
+              (args.compare, compare(tokenizer, data_dir, args.B, args.T)),
+              (args.bench, bench(folder, data_dir, args.B, args.T))]
+    for wanted, lines in chosen:
+        for line in lines if wanted else ():
+            print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

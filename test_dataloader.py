@@ -9,12 +9,15 @@ are the bytes of the text, and shards of a few short documents, so that epochs e
 """
 
 import collections
+import gc
 import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 import time
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -24,6 +27,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import dataloader
 from dataloader import (
     BestFitPacker,
     Chunk,
@@ -35,6 +39,8 @@ from dataloader import (
     choose_best_fit,
     fill_gap,
     merge_states,
+    whole_numbers,
+    whose_turn,
 )
 
 BOS = 256
@@ -675,3 +681,282 @@ def test_ranks_of_a_finite_run_end_at_the_same_batch(corpus, uneven):
 def test_no_rank_hangs_where_another_stops_early(corpus, leave):
     (end, rows), _ = on_two_ranks(corpus, leave=leave)
     assert "lost a rank" in end and len(rows) >= 2
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Promises 2 and 6: batches stay as they were, errors arrive, and nothing hangs
+
+def test_a_batch_that_was_yielded_is_never_written_again(corpus):
+    loader = make(corpus, prefetch=3)
+    kept = [next(loader) for _ in range(20)]
+    copies = [(inputs.clone(), targets.clone()) for inputs, targets in kept]
+    for _ in range(20):
+        next(loader)
+    assert all(torch.equal(a, b) for old, new in zip(kept, copies, strict=True) for a, b in zip(old, new, strict=True))
+    assert len({inputs.data_ptr() for inputs, _ in kept}) == len(kept)
+
+
+class Poisoned(ByteTokenizer):
+    def encode_documents(self, texts, limit=None):
+        if any(text is not None and b"poison" in bytes(text) for text in texts):
+            raise BaseException("boom")    # as tiktoken's panics: no Exception
+        return super().encode_documents(texts, limit)
+
+
+def test_an_error_in_a_thread_reaches_next_with_shard_row_group_and_row(tmp_path):
+    documents = numbered([30] * 40)
+    documents[27] = "poison"
+    data = write_shards(tmp_path, [grouped(documents, [10, 10, 10]), [["val"]]])
+    loader = make(data, B=1, packing="flat", tokenizer=Poisoned())
+    with pytest.raises(RuntimeError, match=r"shard_00000.parquet, row group 2, row 7: BaseException: boom"):
+        for _ in range(200):
+            next(loader)
+    with pytest.raises(RuntimeError, match="boom"):
+        next(loader)    # and again: no batch is skipped
+
+
+def test_ctrl_c_while_waiting_loses_no_batch(corpus, monkeypatch):
+    loader, want = make(corpus), make(corpus)
+    first = rows_of(next(loader))
+    waiting = dataloader.Future.result
+    monkeypatch.setattr(dataloader.Future, "result", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        next(loader)
+    monkeypatch.setattr(dataloader.Future, "result", waiting)
+    rows = [first, rows_of(next(loader))]
+    assert rows == [rows_of(next(want)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("how", ["loader.close()", "del loader", "pass", "raise SystemExit", "1 / 0"])
+def test_close_del_and_exit_return_at_once(corpus, how):
+    """A slow tokenizer's threads are at work and batches are ahead when it ends."""
+    program = f"""
+import sys, time; sys.path.insert(0, {HERE!r})
+from test_dataloader import *
+class Slow(ByteTokenizer):
+    def encode_documents(self, texts, limit=None):
+        time.sleep(0.05)
+        return super().encode_documents(texts, limit)
+loader = make({corpus!r}, tokenizer=Slow(), prefetch=4)
+next(loader)
+print("started", time.time(), flush=True)
+{how}
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ended = time.time()
+    assert ended - float(done.stdout.split()[1]) < 8, done.stderr
+    assert (done.returncode == 0) == (how != "1 / 0")
+
+
+def test_threads_end_with_the_loader(corpus):
+    before = threading.active_count()
+    loader = make(corpus)
+    next(loader)
+    assert threading.active_count() > before
+    del loader
+    for _ in range(100):
+        gc.collect()
+        if threading.active_count() <= before:
+            return
+        time.sleep(0.05)
+    raise AssertionError(threading.enumerate())
+
+
+def test_memory_is_flat_over_20_epochs(corpus):
+    loader = make(corpus, packing="exactfit", prefetch=0)
+    sizes = []
+    tracemalloc.start()
+    for step in range(2000):
+        next(loader)
+        if step in (500, 1999):
+            gc.collect()
+            sizes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+    assert loader.state_dict()["epoch"] > 20
+    assert sizes[1] < sizes[0] + 100_000, sizes
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The faces: torch's DataLoader, nanochat's generators, other tokenizers, tokens on disk
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_torch_dataloader_takes_it_as_it_is(corpus, workers):
+    want = [rows_of(batch) for batch in itertools.islice(make(corpus), 5)]
+    torch_loader = torch.utils.data.DataLoader(make(corpus), batch_size=None, num_workers=workers)
+    assert [rows_of(batch) for batch in itertools.islice(torch_loader, 5)] == want
+
+
+def test_two_dataloader_workers_are_an_error(corpus):
+    torch_loader = torch.utils.data.DataLoader(make(corpus), batch_size=None, num_workers=2)
+    with pytest.raises(ValueError, match="num_workers=0"):
+        next(iter(torch_loader))
+
+
+def test_a_fork_of_a_loader_that_runs_goes_on_from_its_place(corpus):
+    loader = make(corpus)
+    next(loader)
+    torch_loader = torch.utils.data.DataLoader(loader, batch_size=None, num_workers=1)
+    theirs = [rows_of(batch) for batch in itertools.islice(torch_loader, 4)]
+    assert theirs == [rows_of(next(loader)) for _ in range(4)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_nanochats_generators_give_nanochats_rows(tmp_path, lanes, monkeypatch):
+    """Row groups are a multiple of the ranks: the order is nanochat's. Its rule, over its order, by scans."""
+    lengths = [(7 * i * i + 3) % 90 for i in range(96)]
+    groups = grouped(numbered(lengths), [12] * 7)
+    data = write_shards(tmp_path, [groups[:4], groups[4:], [["val"]]])
+    monkeypatch.setattr(dataloader, "find_data", lambda given: given or data)
+    for rank in range(lanes):
+        mine = [text for shard in (groups[:4], groups[4:]) for group in shard[rank::lanes]
+                for batch in [group] for text in batch]
+        batches = [group[i:i + 5] for _ in range(3) for shard in (groups[:4], groups[4:])
+                   for group in shard[rank::lanes] for i in range(0, len(group), 5)]
+        assert mine
+        want = nanochat_rows(batches, T=40, buffer_size=20)
+        monkeypatch.setenv("RANK", str(rank)), monkeypatch.setenv("WORLD_SIZE", str(lanes))
+        loader = dataloader.tokenizing_distributed_data_loader_with_state_bos_bestfit(
+            PlainTokenizer(), 2, 40, "train", 2, 5, "cpu", None, 20)
+        got, state = [], None
+        for inputs, targets, state in itertools.islice(loader, len(want) // 2 - 10):    # noqa: B007
+            got += rows_of((inputs, targets))
+        assert [list(row) for row in got] == want[:len(got)] and len(got) > 20
+        assert {"pq_idx", "rg_idx", "epoch"} <= state.keys()
+        again = dataloader.tokenizing_distributed_data_loader_bos_bestfit(
+            PlainTokenizer(), 2, 40, "train", 2, 5, "cpu", buffer_size=20)
+        assert rows_of(next(again)) == got[:2]
+
+
+def nanochat_rows(batches, T, buffer_size):
+    """Rows until the batches run out: its buffer, its scan, its crop."""
+    batches, buffer, rows = iter(batches), [], []
+    while True:
+        row = []
+        while len(row) < T + 1:
+            while len(buffer) < buffer_size:
+                texts = next(batches, None)
+                if texts is None:
+                    return rows
+                buffer += [[BOS, *text.encode()] for text in texts]
+            free = T + 1 - len(row)
+            fitting = [d for d in buffer if len(d) <= free]
+            document = max(fitting, key=len) if fitting else min(buffer, key=len)
+            buffer.remove(document)
+            row += document[:free]
+        rows.append(row)
+
+
+def test_flat_generator_of_nanochat(corpus, monkeypatch):
+    monkeypatch.setattr(dataloader, "find_data", lambda given: given or corpus)
+    want = [rows_of(batch) for batch in itertools.islice(make(corpus, packing="flat"), 6)]
+    loader = dataloader.tokenizing_distributed_data_loader_with_state(
+        ByteTokenizer(), 2, 16, "train", device="cpu")
+    *_, (_, _, state) = itertools.islice(loader, 3)
+    resumed = dataloader.tokenizing_distributed_data_loader(
+        ByteTokenizer(), 2, 16, "train", device="cpu", resume_state_dict=state)
+    assert [rows_of(batch) for batch in itertools.islice(resumed, 3)] == want[3:]
+
+
+def test_a_tokenizer_with_nanochats_face_only_gives_the_same_rows(corpus):
+    for packing, tails in PACKINGS:
+        plain, own = (make(corpus, packing=packing, tails=tails, tokenizer=tokenizer)
+                      for tokenizer in (PlainTokenizer(), ByteTokenizer()))
+        assert [rows_of(next(plain)) for _ in range(9)] == [rows_of(next(own)) for _ in range(9)]
+
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_a_run_stops_on_text_and_resumes_on_tokens(corpus, tmp_path, packing, tails):
+    tokens = tokenized_copy(corpus, tmp_path / "tokens")
+    want, _ = run(corpus, steps=30, packing=packing, tails=tails)
+    head, state = run(corpus, steps=11, packing=packing, tails=tails)
+    tail, _ = run(tokens, steps=19, packing=packing, tails=tails, state=state)
+    assert head + tail == want
+
+
+def test_token_shards_of_another_tokenizer_are_refused(corpus, tmp_path):
+    tokens = tokenized_copy(corpus, tmp_path / "tokens", ByteTokenizer("another"))
+    with pytest.raises(RuntimeError, match="another"):
+        next(make(tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Mixtures
+
+@pytest.mark.parametrize("weights", [[7, 2, 1], [1], [1, 1], [3, 1000], [5, 7, 11, 13, 17, 1], [1] * 9])
+def test_shares_are_exact_to_within_one_row_at_every_prefix(weights):
+    taken, total = [0] * len(weights), sum(weights)
+    for k in range(1, 10_001):
+        taken[whose_turn(taken, weights)] += 1
+        assert all(abs(n * total - w * k) < total for n, w in zip(taken, weights, strict=True)), k
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
+def test_shares_are_exact_for_drawn_weights(weights):
+    taken, total = [0] * len(weights), sum(weights)
+    for k in range(1, 300):
+        taken[whose_turn(taken, weights)] += 1
+        assert all(abs(n * total - w * k) < total for n, w in zip(taken, weights, strict=True))
+
+
+def test_weights_are_taken_as_they_are_written():
+    assert whole_numbers([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert whole_numbers([1, 0.37]) == [100, 37]
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """Three sources whose documents are told by their letter."""
+    return {letter: write_shards(tmp_path / letter, [grouped([letter * n for n in range(2, 40)], [5] * 7), [["v"]]])
+            for letter in "abc"}
+
+
+def letters_of(rows):
+    return [bytes(token for token in row if 0 <= token < BOS)[-1:].decode() for row in rows]
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_a_mixture_has_its_shares_at_every_world_size(sources, world):
+    data = dict(zip(sources.values(), [0.7, 0.2, 0.1], strict=True))
+    rows, state = run(data, steps=800 // world, world=world, B=1, num_lanes=8)
+    letters = letters_of(rows)
+    for lane in range(8):
+        mine = letters[lane::8]
+        for k in range(1, len(mine) + 1):
+            counts = collections.Counter(mine[:k])
+            assert all(abs(counts[letter] - share * k) < 1 + 1e-9
+                       for letter, share in zip("abc", [0.7, 0.2, 0.1], strict=True))
+    assert rows == run(data, steps=800, B=1, num_lanes=8)[0]
+    assert {part["rows"] for part in state["lanes"]["0"].values()} == {70, 20, 10}
+
+
+def test_weights_changed_twice_lose_and_repeat_nothing(sources, capsys):
+    """Annealing: each source's documents once per its epoch, whatever the weights did."""
+    a, b, c = sources.values()
+    rows, state = run({a: 1, b: 1}, steps=9, packing="flat", T=8)
+    more, state = run({a: 1, b: 3, c: 1}, steps=9, packing="flat", T=8, state=state)
+    rows += more
+    assert "source" in capsys.readouterr().out
+    rest, state = run({b: 0.5, c: 2}, steps=9, packing="flat", T=8, state=state)
+    assert "removed" in capsys.readouterr().out
+    rows += rest
+    for letter, path in sources.items():
+        alone = run(path, steps=40, packing="flat", T=8)[0]
+        mine = [row for row, one in zip(rows, letters_of(rows), strict=True) if one == letter]
+        assert mine == alone[:len(mine)] and mine
+
+
+def test_a_finite_mixture_ends_when_every_source_has(sources):
+    a, b, _ = sources.values()
+    loader = make({a: 1, b: 9}, packing="exactfit", T=50, epochs={a: 1, b: 2})
+    tokens = collections.Counter(t for batch in loader for row in rows_of(batch) for t in real(row) if t != BOS)
+    assert tokens == {ord("a"): sum(range(2, 40)), ord("b"): 2 * sum(range(2, 40))}
+
+
+@pytest.mark.parametrize("weight", [0, -1, None, float("nan")])
+def test_a_bad_weight_is_an_error(sources, weight):
+    with pytest.raises(ValueError, match="weight"):
+        make({sources["a"]: weight})
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main([__file__, "-q", *sys.argv[1:]]))
