@@ -30,7 +30,7 @@ import tempfile
 import time
 import warnings
 from bisect import bisect_left, bisect_right, insort
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -697,10 +697,7 @@ def whole_numbers(weights):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The loader
-
-VERSION = 1
-
+# Batches: rows from the lanes in turn, by a thread that works ahead, onto the device
 
 class Batch(NamedTuple):
     inputs: torch.Tensor
@@ -711,6 +708,102 @@ class Batch(NamedTuple):
     copied: object        # CUDA event: the copy to the device
 
 
+class Run:
+    """
+    The threads and lanes of a loader from one place on. Another place is another Run: what the old threads
+    are still at, they do to lanes that nobody reads any more.
+    """
+
+    def __init__(self, lanes, pool, rows, B, T, world_size, device, finite):
+        self.lanes, self.pool, self.finite = lanes, pool, finite
+        self.order, self.turn = list(lanes), 0
+        self.T, self.world_size, self.device = T, world_size, device
+        self.rows = np.empty((B, T + 1), pool.dtype)
+        self.place = rows, {number: lane.snapshot() for number, lane in lanes.items()}
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.executor, self.ahead = ThreadPoolExecutor(1, "pack"), collections.deque()
+        self.error, self.dry = None, set()    # dry: lanes that have ended
+        self.pid, self.began, self.waited = os.getpid(), time.perf_counter(), 0.0
+
+    def next_batch(self, prefetch):
+        asked = time.perf_counter()
+        while len(self.ahead) <= prefetch:
+            self.ahead.append(self.executor.submit(self._make_batch))
+        batch = self.ahead[0].result()    # it stays first until it is here: Ctrl-C loses no batch
+        self.ahead.popleft()
+        self.waited += time.perf_counter() - asked
+        return batch
+
+    def _make_batch(self):
+        """After an error every later batch is that error: none is skipped."""
+        if self.error is not None:
+            raise self.error
+        try:
+            return self._pack_batch()
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _pack_batch(self):
+        B, R = self.rows.shape
+        pieces, short, touched = [], [], set()
+        for b in range(B):
+            number = self.order[(self.turn + b) % len(self.order)]
+            row = self.lanes[number].next_row()
+            touched.add(number)
+            n = sum(map(len, row)) if self.finite else R
+            if n < R:
+                row = [*row, np.full(R - n, self.pool.bos, self.rows.dtype)]
+                short.append((b, n))
+            if n == 0:
+                self.dry.add(number)
+            pieces += row
+        np.concatenate(pieces, out=self.rows.reshape(-1))
+        self.turn += B
+        rows, snapshots = self.place
+        snapshots = {**snapshots, **{number: self.lanes[number].snapshot() for number in touched}}
+        self.place = rows + B * self.world_size, snapshots
+        empty = sum(n == 0 for _, n in short)
+        more = empty < B or len(self.dry) < len(self.order)
+        return self._to_device(short, self.place, empty == 0, more)
+
+    def _to_device(self, short, *about):
+        """New memory for every batch; on CUDA pinned, and copied on a stream of its own."""
+        B, R = self.rows.shape
+        both = torch.empty((2, B, R - 1), dtype=torch.int64, pin_memory=self.stream is not None)
+        np.copyto(both[0].numpy(), self.rows[:, :-1])
+        np.copyto(both[1].numpy(), self.rows[:, 1:])
+        for b, n in short:
+            both[1, b, max(0, n - 1):] = -1
+        if self.stream is None:
+            return Batch(*both.to(self.device), *about, None)
+        with torch.cuda.stream(self.stream):
+            both = both.to(self.device, non_blocking=True)
+        return Batch(*both, *about, self.stream.record_event())
+
+    def rows_of_lanes(self):
+        """Pack all that is left, undelivered: {lane: rows in all}."""
+        def count():
+            for lane in self.lanes.values():
+                while lane.next_row():
+                    pass
+            return {number: sum(stream.packer.rows for stream in lane.streams.values())
+                    for number, lane in self.lanes.items()}
+        return self.executor.submit(count).result()
+
+    def close(self):
+        """Without waiting for what the threads are at."""
+        if self.pid == os.getpid():
+            self.pool.close()
+            self.executor.shutdown(wait=False, cancel_futures=True)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The loader: arguments, states, the end
+
+VERSION = 1
+
+
 class PackedLoader(IterableDataset):
     """
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs one token on.
@@ -718,40 +811,53 @@ class PackedLoader(IterableDataset):
     packing: "flat", "bestfit" or "exactfit" (tails: "keep" or "drop"). data_dir: a folder or URI of
     shards, or {folder: weight}, weights being shares of tokens. num_lanes: any multiple of world_size;
     every world size that divides it gives the same rows. epochs: n, or {folder: n}: a finite run. Its
-    last rows are completed with BOS whose targets are -1, and where lanes differ in length, `uneven` says
-    what ranks do: "pad" (go on with such rows until the longest is done), "stop" (with the shortest),
-    "error", or "free" (each rank ends by itself; no process group is asked). prefetch: batches made
-    ahead by a thread. A batch that was yielded is never written again.
+    last rows are completed with BOS whose targets are -1; a source that ends leaves its share to the
+    others; and where lanes differ in length, `uneven` says what ranks do: "pad" (go on with such rows
+    until the longest is done), "stop" (with the shortest), "error", or "free" (each rank ends by itself;
+    no process group is asked). prefetch: batches made ahead. A yielded batch is never written again.
     """
 
-    def __init__(self, tokenizer, B, T, split, *, packing="exactfit", tails="keep", buffer_size=None,
-                 data_dir=None, rank=None, world_size=None, num_lanes=None, shuffle_seed=None, epochs=None,
-                 uneven="pad", device="cpu", threads=None, prefetch=2, tokenizer_batch_size=128):
-        rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-        world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
-        check_arguments(B, T, split, packing, tails, uneven, rank, world_size, num_lanes or world_size)
+    def __init__(self, tokenizer, B: int, T: int, split: str, *, packing: str = "exactfit",
+                 tails: str = "keep", buffer_size: int | None = None, data_dir: str | dict | None = None,
+                 rank: int | None = None, world_size: int | None = None, num_lanes: int | None = None,
+                 shuffle_seed: int | None = None, epochs: int | dict | None = None, uneven: str = "pad",
+                 device="cpu", threads: int | None = None, prefetch: int = 2, tokenizer_batch_size: int = 128):
+        self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
+        self.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
         self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
-        self.packing, self.tails, self.tokenizer_batch_size = packing, tails, tokenizer_batch_size
-        self.buffer_size = buffer_size or {"flat": 1, "bestfit": 1000, "exactfit": 256}[packing]
-        self.rank, self.world_size, self.shuffle_seed = rank, world_size, shuffle_seed
-        self.uneven, self.device = uneven, torch.device(device)
-        self.threads, self.prefetch = threads or cores_of_this_rank(), prefetch
-        self.weights, self.epochs = sources_of(data_dir, epochs)
-        self._finite = any(self.epochs.values())
-        self.shards = {name: list_shards(name, split) for name in self.weights}
+        self.packing, self.tails, self.uneven = packing, tails, uneven
+        self.shuffle_seed, self.tokenizer_batch_size = shuffle_seed, tokenizer_batch_size
+        self.buffer_size = buffer_size or {"flat": 1, "bestfit": 1000}.get(packing, 256)
+        self.device, self.prefetch = torch.device(device), prefetch
+        self.threads = threads or cores_of_this_rank()
         self._asked_lanes = num_lanes
-        self._set_readers(num_lanes or world_size, {})
+        self._check_arguments(num_lanes or self.world_size)
+        self.weights, self.epochs = sources_of(data_dir, epochs)
+        self.shards = {name: list_shards(name, split) for name in self.weights}
+        self._set_readers(num_lanes or self.world_size, {})
         self._group = self._own_group()
         self._place = 0, {}      # where to go on: rows of the run, and a snapshot of each of our lanes
-        self._owner = None       # the process whose threads are running
-        self._closed, self._waited = False, 0.0
+        self._run = None
+        self._finished = self._closed = False
 
-    # Setting up ------------------------------------------------------------------------------------------
+    def _check_arguments(self, num_lanes):
+        choices = {"split": ("train", "val"), "packing": ("flat", "bestfit", "exactfit"),
+                   "tails": ("keep", "drop"), "uneven": ("pad", "stop", "error", "free")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name}={getattr(self, name)!r}; choose one of {', '.join(allowed)}")
+        if self.B < 1 or self.T < 1:
+            raise ValueError(f"B={self.B}, T={self.T}; a batch has at least one row, a row one token")
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank={self.rank} of world_size={self.world_size}; ranks count from 0")
+        if num_lanes % self.world_size:
+            raise ValueError(f"{num_lanes} lanes cannot be shared evenly by {self.world_size} ranks; choose "
+                             f"num_lanes a multiple of {self.world_size}, or a world size in "
+                             f"{divisors(num_lanes)}")
 
     def _set_readers(self, num_lanes, saved):
         """saved: what a state says of each source, {} for a new run."""
-        self.num_lanes = num_lanes
-        self.readers = {}
+        self.num_lanes, self.readers = num_lanes, {}
         for name, shards in self.shards.items():
             old = saved.get(name, {"by_document": None, "grown": []})
             self.readers[name] = DocumentReader(shards, num_lanes, self.shuffle_seed, old["by_document"],
@@ -759,7 +865,7 @@ class PackedLoader(IterableDataset):
 
     def _own_group(self):
         """Only a finite run on several ranks needs them to talk: one small message a batch, over gloo."""
-        if not self._finite or self.world_size == 1 or self.uneven == "free":
+        if not self._is_finite() or self.world_size == 1 or self.uneven == "free":
             return None
         if not dist.is_initialized():
             raise ValueError(f"a finite run (epochs) keeps {self.world_size} ranks in step through "
@@ -767,50 +873,55 @@ class PackedLoader(IterableDataset):
                              'pass uneven="free" and let every rank end by itself')
         return dist.new_group(backend="gloo")
 
+    def _is_finite(self):
+        return any(self.epochs.values())
+
+    # Going on from a place -------------------------------------------------------------------------------
+
+    def _lanes_from(self, rows, num_lanes):
+        """This rank's lanes in the order of their turns, from row `rows` of the run on."""
+        return [(rows + self.rank + i * self.world_size) % num_lanes
+                for i in range(num_lanes // self.world_size)]
+
     def _start(self):
-        """Threads, lanes, and what the lanes' packers held. In the process that iterates, not before."""
+        """Threads, lanes, and what the packers held; in the process that iterates, when it begins to."""
         rows, saved = self._place
         limit = longest_prefix(self.T) if (self.packing, self.tails) == ("exactfit", "drop") else None
         batch = self.tokenizer_batch_size if self.packing == "bestfit" else None
-        self._pool = TokenizingPool(self.tokenizer, self.threads, batch, limit)
-        self._packing = ThreadPoolExecutor(1, "pack")
-        self._rows = np.empty((self.B, self.T + 1), self._pool.dtype)
-        mine = range(self.num_lanes // self.world_size)
-        self._order = [(rows + self.rank + i * self.world_size) % self.num_lanes for i in mine]
-        self._lanes = {lane: self._make_lane(lane, saved.get(lane, {})) for lane in self._order}
-        self._restore_buffers(saved)
-        self._made = self._place = rows, {lane: self._lanes[lane].snapshot() for lane in self._order}
-        self._turn, self._error, self._finished, self._dry = 0, None, False, set()
-        self._ahead, self._owner, self._began = collections.deque(), os.getpid(), time.perf_counter()
+        pool = TokenizingPool(self.tokenizer, self.threads, batch, limit)
+        lanes = {number: self._make_lane(pool, number, saved.get(number, {}))
+                 for number in self._lanes_from(rows, self.num_lanes)}
+        self._restore_buffers(pool, lanes, saved)
+        self._run = Run(lanes, pool, rows, self.B, self.T, self.world_size, self.device, self._is_finite())
+        self._place = self._run.place
 
-    def _make_lane(self, lane, saved):
-        depth = -(-2 * self.threads // (len(self._order) * len(self.readers)))
+    def _make_lane(self, pool, number, saved):
+        depth = -(-2 * self.threads * self.world_size // (self.num_lanes * len(self.readers)))
         streams, taken = {}, {}
         for name, reader in self.readers.items():
             part, epochs = saved.get(name, {"cursor": [1, -1, -1, 0, 0], "taken": 0}), self.epochs[name]
-            slices = reader.slices(lane, part["cursor"], epochs)
-            chunks = self._pool.chunks(reader, slices, depth)
-            streams[name], taken[name] = Stream(self._make_packer(), chunks, part["cursor"]), part["taken"]
+            chunks = pool.chunks(reader, reader.slices(number, part["cursor"], epochs), depth)
+            streams[name] = Stream(self._make_packer(pool), chunks, part["cursor"])
+            taken[name] = part["taken"]
             if taken[name] is None and (epochs is None or epochs > part["cursor"][0]):
                 taken[name] = 0    # it had ended, and was given more epochs
         return Lane(streams, self.weights, taken)
 
-    def _make_packer(self):
+    def _make_packer(self, pool):
         if self.packing == "flat":
             return FlatPacker(self.T)
         if self.packing == "bestfit":
             return BestFitPacker(self.T, self.buffer_size)
-        bos = np.array([self._pool.bos], self._pool.dtype)
-        return ExactFitPacker(self.T, bos, self.buffer_size, self.tails)
+        return ExactFitPacker(self.T, np.array([pool.bos], pool.dtype), self.buffer_size, self.tails)
 
-    def _restore_buffers(self, saved):
+    def _restore_buffers(self, pool, lanes, saved):
         """Read and tokenize the documents that the packers held, each row group once for all lanes."""
         for name, reader in self.readers.items():
-            held = {lane: saved[lane][name] for lane in self._order if name in saved.get(lane, {})}
-            ids = self._pool.documents(reader, [ref for part in held.values() for ref in part["buffer"]])
-            for lane, part in held.items():
+            held = {number: saved[number][name] for number in lanes if name in saved.get(number, {})}
+            ids = pool.documents(reader, [ref for part in held.values() for ref in part["buffer"]])
+            for number, part in held.items():
                 documents = [Document(ids[tuple(ref[1:4])], ref, part["rows"]) for ref in part["buffer"]]
-                self._lanes[lane].streams[name].packer.restore(documents, part["rows"])
+                lanes[number].streams[name].packer.restore(documents, part["rows"])
 
     # Iterating -------------------------------------------------------------------------------------------
 
@@ -821,83 +932,26 @@ class PackedLoader(IterableDataset):
                              "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
         return self
 
-    def __next__(self):
+    def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._closed:
             raise RuntimeError("this PackedLoader was closed; make a new one and load the state into it")
-        if self._owner != os.getpid():    # the first batch, or the first in a forked worker
-            self._start()
         if self._finished:
             raise StopIteration
-        asked = time.perf_counter()
-        while len(self._ahead) <= self.prefetch:
-            self._ahead.append(self._packing.submit(self._make_batch))
-        batch = self._ahead[0].result()    # stays first until it is here: Ctrl-C loses no batch
-        self._ahead.popleft()
-        self._finished = self._is_end(batch)
-        self._waited += time.perf_counter() - asked
-        if self._finished:
+        if self._run is None or self._run.pid != os.getpid():    # the first batch, or the first after a fork
+            self._start()
+        batch = self._run.next_batch(self.prefetch)
+        if self._is_finite() and self._is_end(batch):
+            self._finished = True
             raise StopIteration
         self._place = batch.place
         if batch.copied is not None:
-            here = torch.cuda.current_stream(self.device)
-            here.wait_event(batch.copied)
-            batch.inputs.record_stream(here)
-            batch.targets.record_stream(here)
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_event(batch.copied)
+            batch.inputs.record_stream(stream)    # both are parts of one allocation
         return batch.inputs, batch.targets
 
-    def _make_batch(self):
-        """In the packing thread. After an error every later batch is that error: none is skipped."""
-        if self._error is not None:
-            raise self._error
-        try:
-            return self._pack_batch()
-        except BaseException as error:
-            self._error = error
-            raise
-
-    def _pack_batch(self):
-        pieces, short, touched = [], [], set()
-        for b in range(self.B):
-            lane = self._order[(self._turn + b) % len(self._order)]
-            row = self._lanes[lane].next_row()
-            touched.add(lane)
-            n = sum(map(len, row)) if self._finite else self.T + 1
-            if n == 0:
-                self._dry.add(lane)
-            if n <= self.T:
-                row = [*row, np.full(self.T + 1 - n, self._pool.bos, self._rows.dtype)]
-                short.append((b, n))
-            pieces += row
-        np.concatenate(pieces, out=self._rows.reshape(-1))
-        both = torch.empty((2, self.B, self.T), dtype=torch.int64, pin_memory=self.device.type == "cuda")
-        np.copyto(both[0].numpy(), self._rows[:, :-1])
-        np.copyto(both[1].numpy(), self._rows[:, 1:])
-        for b, n in short:
-            both[1, b, max(0, n - 1):] = -1
-        self._turn += self.B
-        rows, snapshots = self._made
-        self._made = (rows + self.B * self.world_size,
-                      {**snapshots, **{lane: self._lanes[lane].snapshot() for lane in touched}})
-        full = all(n for _, n in short)
-        more = len(short) < self.B or any(n for _, n in short) or len(self._dry) < len(self._order)
-        return self._to_device(both, self._made, full, more)
-
-    def _to_device(self, both, *about):
-        """On CUDA from pinned memory, on a stream of its own; the consumer's stream waits for the event."""
-        if self.device.type != "cuda":
-            both = both.to(self.device)
-            return Batch(both[0], both[1], *about, None)
-        stream = self._copy_stream = getattr(self, "_copy_stream", None) or torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):
-            both = both.to(self.device, non_blocking=True)
-        return Batch(both[0], both[1], *about, stream.record_event())
-
-    # The end of a finite run -----------------------------------------------------------------------------
-
     def _is_end(self, batch):
-        """Whether the run ends before this batch: asked of all ranks where there are several."""
-        if not self._finite:
-            return False
+        """Whether a finite run ends before this batch: asked of all ranks where there are several."""
         more, lacking, _ = self._ask_all(batch.more, not batch.full, False)
         if lacking and self.uneven == "error":
             self._refuse_uneven()
@@ -917,26 +971,28 @@ class PackedLoader(IterableDataset):
         return flags.tolist()
 
     def _refuse_uneven(self):
-        """Pack what is left, undelivered, to say by how much the lanes differ."""
         counts = torch.zeros(self.num_lanes, dtype=torch.int64)
-        for lane, rows in self._packing.submit(self._count_rows).result().items():
-            counts[lane] = rows
+        for number, rows in self._run.rows_of_lanes().items():
+            counts[number] = rows
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
         if counts.min() < counts.max():
             raise ValueError('uneven="error": the lanes have different numbers of rows: ' + ", ".join(
-                f"lane {lane}: {rows}" for lane, rows in enumerate(counts.tolist())))
+                f"lane {number}: {rows}" for number, rows in enumerate(counts.tolist())))
 
-    def _count_rows(self):
-        for lane in self._lanes.values():
-            while lane.next_row():
-                pass
-        return {number: sum(stream.packer.rows for stream in lane.streams.values())
-                for number, lane in self._lanes.items()}
+    def close(self):
+        """Stop the threads. In a finite run, also tell the other ranks, which would wait for this one."""
+        if self._group is not None and self._run and not self._finished and not self._closed:
+            flags = torch.tensor([0, 0, 1], dtype=torch.int32)
+            with contextlib.suppress(RuntimeError):
+                self._farewell = dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True)
+        if self._run:
+            self._run.close()
+        self._closed = True
 
     # State -----------------------------------------------------------------------------------------------
 
-    def state_dict(self):
+    def state_dict(self) -> dict:
         """
         Load this and the next batch is the one that would have come next. Plain JSON: references to
         documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
@@ -944,12 +1000,11 @@ class PackedLoader(IterableDataset):
         if not self._place[1]:
             self._start()
         rows, snapshots = self._place
-        cursor = next(iter(next(iter(snapshots.values())).values()))["cursor"]
-        return {"version": VERSION,
-                "epoch": cursor[0], "pq_idx": max(0, cursor[1]), "rg_idx": max(0, cursor[2]),
+        epoch, shard, row_group, _, _ = next(iter(next(iter(snapshots.values())).values()))["cursor"]
+        return {"version": VERSION, "epoch": epoch, "pq_idx": max(0, shard), "rg_idx": max(0, row_group),
                 "num_lanes": self.num_lanes, "rows": rows, **self._settings(),
                 "sources": {name: self._describe(name) for name in self.readers},
-                "lanes": {str(lane): snapshot for lane, snapshot in snapshots.items()}}
+                "lanes": {str(number): snapshot for number, snapshot in snapshots.items()}}
 
     def _settings(self):
         """What must be the same for the rows to be the same."""
@@ -968,24 +1023,26 @@ class PackedLoader(IterableDataset):
         return {"weight": self.weights[name], "shards": len(reader.shards),
                 "fingerprint": reader.fingerprint(), "by_document": reader.by_document, "grown": reader.grown}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: dict) -> None:
         """
         Go on where a state ends; also on a loader that was iterated. ValueError, and nothing changed, where
         it does not fit. nanochat's three keys resume approximately: at the row group behind theirs.
         """
         if set(state) <= {"pq_idx", "rg_idx", "epoch"}:
-            return self._load_approximately(state)
-        self._check_settings(state)
-        state = self._match_sources(state)
-        lanes = state["lanes"]
-        mine = {(state["rows"] + self.rank + i * self.world_size) % state["num_lanes"]
-                for i in range(state["num_lanes"] // self.world_size)}
-        if missing := sorted(mine - set(map(int, lanes))):
-            raise ValueError(f"this state lacks lanes {missing} of {state['num_lanes']}: it is one rank's; "
-                             "load merge_states([...]) of the states of all ranks, taken at one step")
-        self._reset()
-        self._set_readers(state["num_lanes"], state["sources"])
-        self._place = state["rows"], {lane: lanes[str(lane)] for lane in mine}
+            place = self._place_of_three_keys(**state)
+        else:
+            self._check_settings(state)
+            state = self._match_sources(state)
+            mine = self._lanes_from(state["rows"], state["num_lanes"])
+            if missing := [number for number in mine if str(number) not in state["lanes"]]:
+                raise ValueError(
+                    f"this state lacks lanes {missing} of {state['num_lanes']}: it is one rank's; load "
+                    "merge_states([...]) of the states of all ranks, taken at one step")
+            self._set_readers(state["num_lanes"], state["sources"])
+            place = state["rows"], {number: state["lanes"][str(number)] for number in mine}
+        if self._run:
+            self._run.close()
+        self._run, self._place, self._finished = None, place, False
 
     def _check_settings(self, state):
         if state.get("version") != VERSION:
@@ -1009,27 +1066,23 @@ class PackedLoader(IterableDataset):
         if len(saved) == len(self.readers) == 1 and list(saved) != list(self.readers):
             (old,), (new,) = saved, self.readers
             saved = {new: saved[old]}
-            lanes = {lane: {new: part[old]} for lane, part in lanes.items()}
+            lanes = {number: {new: part[old]} for number, part in lanes.items()}
         for name in self.readers.keys() & saved.keys():
             self._check_shards(name, saved[name], [part[name]["cursor"][0] for part in lanes.values()])
-        weights = {name: source["weight"] for name, source in saved.items()}
-        if weights != self.weights:
-            lanes = {lane: {name: {**source, "taken": 0} for name, source in part.items()}
-                     for lane, part in lanes.items()}
-            if self.rank == 0 and len(weights | self.weights) > 1:
-                self._tell_shares(weights)
-        return {**state, "sources": saved, "lanes": lanes}
-
-    def _tell_shares(self, before):
-        for name in before | self.weights:
+        before = {name: source["weight"] for name, source in saved.items()}
+        if before != self.weights:
+            lanes = {number: {name: {**source, "taken": 0} for name, source in part.items()}
+                     for number, part in lanes.items()}
+        for name in before | self.weights if self.rank == 0 and len(before | self.weights) > 1 else ():
             was, now = before.get(name), self.weights.get(name)
             if was != now:
                 change = "added" if was is None else "removed" if now is None else "changed"
                 print(f"data: source {name} {change}: weight {was or 0} -> {now or 0}")
+        return {**state, "sources": saved, "lanes": lanes}
 
     def _check_shards(self, name, saved, epochs):
         reader, n = self.readers[name], saved["shards"]
-        ours = reader.fingerprint(n) if len(reader.shards) >= n else reader.fingerprint()
+        ours = reader.fingerprint(n)
         if ours != saved["fingerprint"]:
             raise ValueError(
                 f"shards of {name}: the state knows {n} with fingerprint {saved['fingerprint']}, here are "
@@ -1039,92 +1092,51 @@ class PackedLoader(IterableDataset):
                 f"shards of {name}: the state knows {n}, here are {len(reader.shards)}; they may be added to "
                 "the train split during a run's first epoch only: take the new ones away, or start anew")
 
-    def _load_approximately(self, state):
+    def _place_of_three_keys(self, pq_idx, rg_idx, epoch=1):
         warnings.warn("a state of nanochat's three keys resumes approximately, at the next row group; the "
                       "rows that were buffered are lost. Save state_dict() to resume exactly", stacklevel=3)
-        self._reset()
-        row_group = (state["rg_idx"] // self.num_lanes + 1) * self.num_lanes
-        cursor = [state.get("epoch", 1), state["pq_idx"], row_group, 0, 0]
+        cursor = [epoch, pq_idx, (rg_idx // self.num_lanes + 1) * self.num_lanes, 0, 0]
         fresh = {"taken": 0, "rows": 0, "cursor": cursor, "buffer": []}
-        mine = range(self.rank, self.num_lanes, self.world_size)
-        self._place = 0, {lane: dict.fromkeys(self.readers, fresh) for lane in mine}
+        mine = self._lanes_from(0, self.num_lanes)
+        return 0, {number: dict.fromkeys(self.readers, fresh) for number in mine}
 
-    # Reporting and closing -------------------------------------------------------------------------------
-
-    def stats(self):
+    def stats(self) -> dict:
         """
-        Since the start or the last load, in this process: tokens, documents and rows packed, prefetched
-        ones included; share of documents that fit a row and yet were cut; longest wait of a document in
-        rows of its lane; seconds that next() waited. Per source under "sources".
+        Since the first batch or the last load, in this process, prefetched batches included: tokens,
+        documents and rows packed; share of documents that fit a row and yet were cut; longest wait of a
+        document in rows of its lane; seconds that next() waited. Per source under "sources".
         """
-        if self._owner is None:
+        if self._run is None:
             return {}
-        per_source = {name: self._count([lane.streams[name].packer for lane in self._lanes.values()])
-                      for name in self.readers}
-        seconds = time.perf_counter() - self._began
-        packers = [stream.packer for lane in self._lanes.values() for stream in lane.streams.values()]
-        total = self._count(packers)
-        return {**total, "tokens_tokenized": self._pool.tokenized, "null_documents": self._pool.nulls,
-                "rows_per_second": total["rows"] / seconds, "waited_s": self._waited, "sources": per_source}
-
-    def _count(self, packers):
-        """Flat counts what it was given in documents, the others know each one's length."""
-        documents = sum(packer.documents for packer in packers)
-        rows = sum(packer.rows - packer.restored for packer in packers)
-        return {"rows": rows, "tokens_delivered": rows * self.T,
-                "tokens_dropped": sum(packer.dropped for packer in packers), "documents": documents,
-                "cut_share": sum(packer.cut for packer in packers) / max(1, documents),
-                "longest_wait_rows": max(packer.longest_wait for packer in packers)}
-
-    def _reset(self):
-        """Stop the threads, without waiting for what they are at."""
-        if self._owner == os.getpid():
-            self._pool.close()
-            self._packing.shutdown(wait=False, cancel_futures=True)
-        self._owner = None
-
-    def close(self):
-        """Stop the threads. In a finite run, also tell the other ranks, which would wait for this one."""
-        if self._group is not None and self._owner and not self._finished and not self._closed:
-            flags = torch.tensor([0, 0, 1], dtype=torch.int32)
-            with contextlib.suppress(RuntimeError):
-                self._farewell = dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True)
-        self._reset()
-        self._closed = True
+        run, seconds = self._run, time.perf_counter() - self._run.began
+        packers = {name: [lane.streams[name].packer for lane in run.lanes.values()] for name in self.readers}
+        total = count_packed(list(itertools.chain(*packers.values())), self.T)
+        return {**total, "tokens_tokenized": run.pool.tokenized, "null_documents": run.pool.nulls,
+                "rows_per_second": total["rows"] / seconds, "waited_s": run.waited,
+                "sources": {name: count_packed(own, self.T) for name, own in packers.items()}}
 
 
-def merge_states(states):
+def count_packed(packers, T):
+    documents, rows = sum(p.documents for p in packers), sum(p.rows - p.restored for p in packers)
+    return {"rows": rows, "documents": documents, "tokens_delivered": rows * T,
+            "tokens_dropped": sum(p.dropped for p in packers),
+            "cut_share": sum(p.cut for p in packers) / max(1, documents),
+            "longest_wait_rows": max(p.longest_wait for p in packers)}
+
+
+def merge_states(states: list) -> dict:
     """The states of all ranks, taken at one step, as one that every allowed world size loads."""
     first = states[0]
-    moving = ("lanes", "epoch", "pq_idx", "rg_idx")
     for state in states[1:]:
-        for key in first.keys() - moving:
+        for key in first.keys() - {"lanes", "epoch", "pq_idx", "rg_idx"}:
             if state.get(key) != first[key]:
                 raise ValueError(f"states of different steps or runs: {key} is {first[key]!r} in one and "
                                  f"{state.get(key)!r} in another; merge states taken at the same step")
-    lanes = {lane: part for state in states for lane, part in state["lanes"].items()}
+    lanes = {number: part for state in states for number, part in state["lanes"].items()}
     if missing := sorted(set(range(first["num_lanes"])) - set(map(int, lanes))):
         raise ValueError(f"lanes {missing} of {first['num_lanes']} are in none of the {len(states)} states; "
                          "merge the states of all ranks")
     return {**first, "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Arguments
-
-def check_arguments(B, T, split, packing, tails, uneven, rank, world_size, num_lanes):
-    choices = [("split", split, ("train", "val")), ("packing", packing, ("flat", "bestfit", "exactfit")),
-               ("tails", tails, ("keep", "drop")), ("uneven", uneven, ("pad", "stop", "error", "free"))]
-    for name, value, allowed in choices:
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r}; choose one of {', '.join(allowed)}")
-    if B < 1 or T < 1:
-        raise ValueError(f"B={B}, T={T}; a batch has at least one row and a row at least one token")
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} of world_size={world_size}; a rank lies between 0 and world_size - 1")
-    if num_lanes % world_size:
-        raise ValueError(f"{num_lanes} lanes cannot be shared evenly by {world_size} ranks; choose num_lanes "
-                         f"a multiple of {world_size}, or a world size in {divisors(num_lanes)}")
 
 
 def divisors(n):
@@ -1134,14 +1146,13 @@ def divisors(n):
 def sources_of(data_dir, epochs):
     """data_dir and epochs as {source: weight} and {source: epochs}."""
     weights = data_dir if isinstance(data_dir, dict) else {find_data(data_dir): 1}
-    for name, weight in weights.items():
-        if not isinstance(weight, (int, float)) or not 0 < weight < float("inf"):
-            raise ValueError(f"weight {weight!r} of source {name}; a weight is a positive number, a share "
-                             "of the tokens")
     if not weights:
         raise ValueError("data_dir is an empty dict; name at least one source: {folder: weight}")
-    if not isinstance(epochs, dict):
-        epochs = dict.fromkeys(weights, epochs)
+    for name, weight in weights.items():
+        if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"weight {weight!r} of source {name}; a weight is a positive number, a share "
+                             "of the tokens")
+    epochs = epochs if isinstance(epochs, dict) else dict.fromkeys(weights, epochs)
     if unknown := epochs.keys() - weights.keys():
         raise ValueError(f"epochs names {sorted(unknown)}, data_dir has {sorted(weights)}")
     return {str(name): weight for name, weight in weights.items()}, {
@@ -1235,7 +1246,7 @@ class Outline:
 
 
 def show(tokenizer, data_dir, T, columns=72, colour=False):
-    """A few rows of every packer, a block a document: ] ends one, > is where it was cut, < goes on with it."""
+    """Rows of every packer, a block a document: ] ends it, > is where it was cut, < goes on with it."""
     for packing, tails in CHOICES:
         loader = PackedLoader(Outline(tokenizer), 256, T, "train", packing=packing, tails=tails,
                               data_dir=data_dir)
@@ -1269,23 +1280,23 @@ def packing_name(packing, tails):
 def describe_stats(stats):
     seen = stats["tokens_delivered"] + stats["tokens_dropped"]
     return (f"{100 * stats['tokens_dropped'] / max(1, seen):.1f} % of tokens lost, "
-            f"{100 * stats['cut_share']:.2f} % of documents cut in need, wait {stats['longest_wait_rows']} rows")
+            f"{100 * stats['cut_share']:.2f} % of documents cut in need, wait {stats['longest_wait_rows']:,}")
 
 
 def compare(tokenizer, data_dir, B, T):
     """
-    Lines of a table. Lost: of the tokens that left the buffer. Held: tokens in the buffer at the end, in rows.
-    Speed: from text, all threads.
+    Lines of a table. Lost: of the tokens that left the buffer. Held: tokens in the buffer at the end, in
+    rows. Speed: from text, all threads.
     """
     yield (f"{'packing':<15}{'tokens lost':>12}{'docs cut in need':>18}{'longest wait':>14}{'held':>11}"
            f"{'M tokens/s':>12}")
     for packing, tails in CHOICES:
         options = {"packing": packing, "tails": tails, "data_dir": data_dir}
         outline = PackedLoader(Outline(tokenizer), B, T, "train", **options)
-        for _ in range(max(1, 8192 // B)):
+        for _ in range(max(1, 4096 // B)):
             next(outline)
         stats = outline.stats()
-        packers = [stream.packer for stream in outline._lanes[0].streams.values()]
+        packers = [stream.packer for stream in outline._run.lanes[0].streams.values()]
         held = sum(len(document.ids) for packer in packers
                    for document in getattr(packer, "buffer", {}).values()) / (T + 1)
         outline.close()
@@ -1327,7 +1338,8 @@ class SharedEncoding:
         return self.inner.get_bos_token_id()
 
     def encode(self, texts, prepend, num_threads):
-        return [[prepend, *ids] for ids in self.inner.enc.encode_ordinary_batch(texts, num_threads=num_threads)]
+        encoded = self.inner.enc.encode_ordinary_batch(texts, num_threads=num_threads)
+        return [[prepend, *ids] for ids in encoded]
 
 
 def measure(job):
@@ -1379,8 +1391,8 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
     own = TokenizingPool(tokenizer, cores)
     turns = [(ceiling(own, reader, seconds), ceiling(shared, reader, seconds)) for _ in range(3)]
     ours, theirs = (float(np.median(column)) for column in zip(*turns, strict=True))
-    yield (f"B = {B}, T = {T}, {cores} cores; {ours / 1e6:.2f} M tokens/s by {cores} threads with an Encoding "
-           f"each, {theirs / 1e6:.2f} sharing one: {ours / theirs:.2f} times")
+    yield (f"B = {B}, T = {T}, {cores} cores; {ours / 1e6:.2f} M tokens/s by {cores} threads with an "
+           f"Encoding each, {theirs / 1e6:.2f} sharing one: {ours / theirs:.2f} times")
     yield (f"{'from':<8}{'packing':<15}{'threads':>8}{'M tokens/s':>12}{'of ceiling':>12}{'first batch':>13}"
            f"{'resume':>9}{'memory':>9}")
     with tempfile.TemporaryDirectory() as tokens:
