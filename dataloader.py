@@ -323,7 +323,7 @@ class FlatPacker:
     def __init__(self, T):
         self.T, self.rows = T, 0
         self.parts, self.held = [], 0          # arrays not yet delivered, and their tokens
-        self.last, self.end = None, 0          # the document they end with: reference and length
+        self.last, self.end = None, 0          # the document they end with: (chunk, i), length
         self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
 
     def take(self, chunk, i):
@@ -334,7 +334,7 @@ class FlatPacker:
             self.parts.append(chunk.ids[bounds[i]:bounds[stop]])
             self.held += bounds[stop] - bounds[i]
             last = bisect_left(bounds, bounds[stop], i, stop) - 1    # null documents have no tokens
-            self.last, self.end = chunk.reference(last), bounds[stop] - bounds[last]
+            self.last, self.end = (chunk, last), bounds[stop] - bounds[last]
         self.documents += stop - i
         return stop
 
@@ -356,14 +356,18 @@ class FlatPacker:
         return row if held > overlap else []
 
     def references(self):
-        return [[*self.last[:4], self.end - self.held]] if self.held else []
+        if not self.held:
+            return []
+        chunk, i = self.last
+        return [chunk.reference(i, self.end - self.held)]
 
     def restore(self, documents, rows):
         self.rows = self.restored = rows
         for document in documents:    # one at most
-            *self.last, offset = document.ref
+            epoch, shard, row_group, row, offset = document.ref
             self.parts, self.held = [document.ids[offset:]], len(document.ids) - offset
-            self.end = len(document.ids)
+            chunk = Chunk(document.ids, [0, len(document.ids)], Slice(epoch, shard, row_group, [row], 0, 0), 0)
+            self.last, self.end = (chunk, 0), len(document.ids)
 
 
 def choose_best_fit(sizes, free):
@@ -821,7 +825,8 @@ class PackedLoader(IterableDataset):
                  tails: str = "keep", buffer_size: int | None = None, data_dir: str | dict | None = None,
                  rank: int | None = None, world_size: int | None = None, num_lanes: int | None = None,
                  shuffle_seed: int | None = None, epochs: int | dict | None = None, uneven: str = "pad",
-                 device="cpu", threads: int | None = None, prefetch: int = 2, tokenizer_batch_size: int = 128):
+                 device="cpu", threads: int | None = None, prefetch: int = 2,
+                 tokenizer_batch_size: int = 128):
         self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
         self.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
         self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split

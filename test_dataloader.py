@@ -8,28 +8,44 @@ Fast code is compared with a slow and obvious reference in this file. Most tests
 are the bytes of the text, and shards of a few short documents, so that epochs end every few rows.
 """
 
+import base64
 import collections
+import functools
 import gc
+import glob
+import gzip
+import http.server
 import itertools
 import json
+import logging
 import os
+import random
+import re
+import signal
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
 import tracemalloc
-from concurrent.futures import Future
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import rustbpe
+import tiktoken.load
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dataloader
+import dataset
+import tokenizer as tokenizer_module
 from dataloader import (
     BestFitPacker,
     Chunk,
@@ -44,6 +60,17 @@ from dataloader import (
     whole_numbers,
     whose_turn,
 )
+from tokenizer import (
+    FIRST_CUT,
+    LONGEST_RUN,
+    SPECIAL_TOKENS,
+    SPLIT_PATTERN,
+    RustBPETokenizer,
+    build_encoding,
+    get_token_bytes,
+    get_tokenizer,
+    to_bytes,
+)
 
 BOS = 256
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -53,7 +80,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # A corpus that can be read at a glance
 
 class ByteTokenizer:
-    """Ids are bytes. `threads_seen`: who encoded."""
+    """Ids are bytes."""
     dtype = np.dtype(np.uint16)
 
     def __init__(self, name="bytes"):
@@ -67,8 +94,13 @@ class ByteTokenizer:
 
     def encode_documents(self, texts, limit=None):
         self.encoded.append(len(texts))
-        arrays = [np.array([BOS, *bytes(t)][:limit] if t is not None else [], np.uint16) for t in texts]
+        ids = [[] if text is None else [BOS, *as_bytes(text)][:limit] for text in texts]
+        arrays = [np.array(document, np.uint16) for document in ids]
         return np.concatenate(arrays), np.cumsum([0, *map(len, arrays)])
+
+
+def as_bytes(text):
+    return text.encode() if isinstance(text, str) else bytes(text)
 
 
 class PlainTokenizer:
@@ -153,6 +185,1198 @@ def run(data, *, steps, world=1, state=None, state_at=None, **options):
     for loader in loaders:
         loader.close()
     return rows, merge_states(states)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Data: the built-in corpus, shards, reading
+
+DATASET_PY = dataset.__file__
+
+
+def make_texts(n, seed=0):
+    """Documents of all lengths and scripts, every one different."""
+    pick = random.Random(seed)
+    words = ["loss", "für", "日本", "🙂", "\x00", "\n", "def f(x):", "<|bos|>", " " * 9]
+    lengths = [int(pick.paretovariate(0.8)) % 3000 for _ in range(n)]
+    return [f"{seed}.{i} " + " ".join(pick.choices(words, k=length)) for i, length in enumerate(lengths)]
+
+
+def make_shards(folder, counts=(40, 40, 12), rows=8):
+    """Text shards with so many documents each; returns all documents in order."""
+    os.makedirs(folder, exist_ok=True)
+    texts = make_texts(sum(counts))
+    rest = iter(texts)
+    for number, count in enumerate(counts):
+        part = list(itertools.islice(rest, count))
+        groups = [pa.array(part[i : i + rows], pa.string()) for i in range(0, count, rows)]
+        dataset.write_shard(f"{folder}/shard_{number:05d}.parquet", groups)
+    return texts
+
+
+def read_all(folder):
+    """Every document of both splits, in order."""
+    shards = dataset.list_shards(str(folder), "train") + dataset.list_shards(str(folder), "val")
+    return [text for s in shards for i in range(len(s.rows)) for text in s.read(i).to_pylist()]
+
+
+def run_dataset(*args, **env):
+    """`python dataset.py ARGS` as a user types it."""
+    return subprocess.run([sys.executable, DATASET_PY, *map(str, args)], capture_output=True, text=True,
+                          env={**os.environ, **env}, timeout=60)
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Retries without the long waits."""
+    monkeypatch.setattr(dataset, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(dataset, "TIMEOUT", (2, 0.5))
+    dataset._metadata.cache_clear()
+
+
+@pytest.fixture
+def threads_for_processes(monkeypatch):
+    """convert() without the second that it takes to start processes."""
+    monkeypatch.setattr(dataset, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+
+
+@pytest.fixture(scope="module")
+def builtin(tmp_path_factory):
+    """The built-in corpus, made by three processes that start at once."""
+    base = str(tmp_path_factory.mktemp("base"))
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import dataset; print(dataset.find_data())"
+    processes = [subprocess.Popen([sys.executable, "-c", code, os.path.dirname(DATASET_PY)], text=True,
+                                  env={**os.environ, "NANOLOADER_BASE_DIR": base}, stdout=subprocess.PIPE)
+                 for _ in range(3)]
+    outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
+    assert {lines[-1] for lines in outputs} == {outputs[0][-1]}
+    assert sorted(map(len, outputs)) == [1, 1, 3], "one process makes the corpus and says so, the others wait"
+    return outputs[0][-1]
+
+
+def test_builtin_corpus_is_real_text_in_fair_splits(builtin):
+    """Several train shards and a val shard of about 1 MB, row groups for 8 lanes, each source file once."""
+    train, val = dataset.list_shards(builtin, "train"), dataset.list_shards(builtin, "val")
+    assert len(train) == 4 and len(val) == 1
+    assert all(len(shard.rows) % 8 == 0 for shard in train + val)
+    texts = read_all(builtin)
+    sources = dataset._standard_library(sysconfig.get_path("stdlib"))
+    assert sorted(texts) == sorted(sources) and len(texts) > 500
+    val_bytes = sum(len(t) for batch in dataset.parquets_iter_batched("val", data_dir=builtin) for t in batch)
+    assert 0.5e6 < val_bytes < 2e6
+    with open(json.__file__, encoding="utf-8") as file:
+        assert file.read() in texts
+    assert not [name for name in os.listdir(os.path.dirname(builtin)) if name.endswith(".tmp")]
+
+
+def test_builtin_corpus_is_the_same_each_time(builtin, tmp_path):
+    """Made again, it is the same, byte for byte."""
+    dataset.build_builtin_corpus(str(tmp_path / "again"))
+    for name in os.listdir(builtin):
+        with open(f"{builtin}/{name}", "rb") as one, open(tmp_path / "again" / name, "rb") as two:
+            assert one.read() == two.read()
+
+
+def test_find_data_prefers_given_then_downloaded_then_builtin(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
+    assert dataset.find_data("s3://bucket/x") == "s3://bucket/x"
+    make_shards(tmp_path / "base_data")
+    assert dataset.find_data() == dataset.get_base_dir() + "/base_data"
+
+
+def test_last_shard_is_val_and_listing_opens_no_file(tmp_path, monkeypatch):
+    texts = make_shards(tmp_path)
+    monkeypatch.setattr(dataset, "_metadata", None)
+    train, val = dataset.list_shards(str(tmp_path), "train"), dataset.list_shards(str(tmp_path), "val")
+    assert [s.name for s in train + val] == [f"shard_{i:05d}.parquet" for i in range(3)]
+    assert [s.size for s in val] == [os.path.getsize(tmp_path / "shard_00002.parquet")]
+    monkeypatch.undo()
+    assert read_all(tmp_path) == texts
+    batches = list(dataset.parquets_iter_batched("train", start=1, step=2, data_dir=str(tmp_path)))
+    assert batches == [texts[i : i + 8] for i in (8, 24, 48, 64)]
+
+
+def test_each_unusable_folder_has_its_own_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no parquet files in .*dataset\.py -n 8"):
+        dataset.list_shards(str(tmp_path), "train")
+    make_shards(tmp_path, counts=(8,))
+    with pytest.raises(ValueError, match="only one parquet file"):
+        dataset.list_shards(str(tmp_path), "val")
+    pq.write_table(pa.table({"raw": ["a"], "n": [1]}), tmp_path / "shard_00001.parquet")
+    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'raw', 'n'.*--text-key raw"):
+        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+    pq.write_table(pa.table({"text": [1]}), tmp_path / "shard_00001.parquet")
+    with pytest.raises(OSError, match="holds int64, not strings"):
+        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(),
+                                  pa.dictionary(pa.int32(), pa.string())], ids=str)
+def test_foreign_parquet_of_any_string_type_reads_the_same(tmp_path, kind):
+    texts = [*make_texts(50), None, ""]
+    pq.write_table(pa.table({"id": range(52), "text": pa.array(texts).cast(kind)}), tmp_path / "a.parquet",
+                   row_group_size=20)
+    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    assert shard.rows == [20, 20, 12] and shard.kind == "text" and shard.dtype is None
+    assert [text for i in range(3) for text in shard.read(i).to_pylist()] == texts
+
+
+def test_invalid_utf8_in_a_shard_is_an_error(tmp_path):
+    buffers = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
+    broken = pa.Array.from_buffers(pa.string(), 1, buffers)
+    pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
+    with pytest.raises(OSError, match=r"a.parquet, row group 0.*dataset.py verify"):
+        dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet")).read(0)
+
+
+def test_shard_that_changed_is_an_error(tmp_path):
+    """Cut, replaced by another of any size, removed: the error names shard, row group and command."""
+    make_shards(tmp_path)
+    path = tmp_path / "shard_00000.parquet"
+    whole, other = path.read_bytes(), (tmp_path / "shard_00001.parquet").read_bytes()
+    for now in (whole[:-100], other, other[: len(whole)].ljust(len(whole), b"x"), None):
+        shard = dataset.list_shards(str(tmp_path), "train")[0]
+        assert shard.read(1)
+        path.unlink() if now is None else path.write_bytes(now)
+        with pytest.raises(OSError, match=r"00000.parquet, row group 1: .*python dataset.py verify --data"):
+            shard.read(1)
+        path.write_bytes(whole)
+
+
+def test_shard_replaced_by_one_of_the_same_shape_is_an_error(tmp_path):
+    """Same size, same layout, whole pages: only the checksum of the documents tells."""
+    for number, letter in enumerate("abc"):
+        groups = [pa.array([letter * 99] * 9)] * 2
+        dataset.write_shard(f"{tmp_path}/{number}.parquet", groups, compression="none")
+    shard = dataset.list_shards(str(tmp_path), "train")[0]
+    assert shard.read(0).to_pylist() == ["a" * 99] * 9
+    os.replace(tmp_path / "1.parquet", tmp_path / "0.parquet")
+    with pytest.raises(OSError, match="not those that were written"):
+        shard.read(1)
+
+
+def corrupt(data, pick):
+    """One random fault: some flipped bytes, a cut end, or a zeroed range; half of them near the footer."""
+    data = bytearray(data)
+    low = pick.choice([0, max(0, len(data) - 3000)])
+    start = pick.randrange(low, len(data))
+    how = pick.choice(["flip", "flip", "cut", "zero"])
+    if how == "flip":
+        for _ in range(pick.choice([1, 1, 4])):
+            data[pick.randrange(low, len(data))] ^= pick.randrange(1, 256)
+    elif how == "cut":
+        del data[start:]
+    else:
+        end = min(len(data), start + pick.choice([1, 8, 100, 5000]))
+        data[start:end] = bytes(end - start)
+    return how, bytes(data)
+
+
+def check_corruptions(folder, n, seed):
+    """Corrupt one shard n times; returns {(fault, outcome): count}, where no outcome may be other text."""
+    make_shards(folder, counts=(64, 8), rows=16)
+    path = f"{folder}/shard_00000.parquet"
+    with open(path, "rb") as file:
+        whole = file.read()
+    want, split, pick = read_all(folder)[:64], {}, random.Random(seed)
+    for _ in range(n):
+        how, damaged = corrupt(whole, pick)
+        with open(path, "wb") as file:
+            file.write(damaged)
+        dataset._metadata.cache_clear()
+        shard = dataset.Shard(str(folder), "shard_00000.parquet", len(damaged))
+        try:
+            seen = [text for i in range(len(shard.rows)) for text in shard.read(i).to_pylist()]
+            outcome = "harmless" if seen == want else "OTHER TEXT"
+        except dataset.ShardError as error:
+            assert path in str(error)
+            outcome = "error"
+        split[how, outcome] = split.get((how, outcome), 0) + 1
+    return split
+
+
+def test_corrupted_shard_never_yields_other_text(tmp_path):
+    """Flips, cuts, zeros, half of them near the footer: an error naming the shard, or the same documents."""
+    split = check_corruptions(str(tmp_path), 200, seed=1)
+    assert {outcome for _, outcome in split} == {"error", "harmless"}
+    assert {how for how, _ in split} == {"flip", "cut", "zero"}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Download: from servers that misbehave
+
+
+class UnrulyServer(http.server.ThreadingHTTPServer):
+    """Serves {path: bytes} with ranges and ETags; `faults`: what goes wrong, one for each request in turn."""
+
+    daemon_threads = True
+
+    def __init__(self, files, faults=(), forever=None, sha256=False):
+        super().__init__(("127.0.0.1", 0), UnrulyHandler)
+        self.files, self.faults, self.forever, self.sha256 = files, list(faults), forever, sha256
+        self.requests, self.pace = [], 0
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = f"http://127.0.0.1:{self.server_port}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, *_):
+        pass
+
+
+class UnrulyHandler(http.server.BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        server = self.server
+        server.requests.append((self.path, self.headers.get("Range")))
+        fault = server.faults.pop(0) if server.faults else server.forever
+        data = server.files.get(self.path)
+        if data is None or isinstance(fault, int):
+            self.send_response(404 if data is None else fault)
+            if fault in (429, 503):
+                self.send_header("Retry-After", "1")
+            self.end_headers()
+            return
+        tag = f'"{hash(data)}"'
+        match = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        start, end = 0, len(data)
+        if match and self.headers.get("If-Range", tag) == tag:
+            start, end = int(match[1]), min(len(data), int(match[2] or len(data)) + 1)
+            self.send_response(206 if start < len(data) else 416)
+            given = f"{start}-{end - 1}" if start < len(data) else "*"
+            self.send_header("Content-Range", f"bytes {given}/{len(data)}")
+        else:
+            self.send_response(200)
+        body = data[start:end]
+        if fault == "wrong bytes":
+            body = body[:100] + bytes([body[100] ^ 1]) + body[101:]  # the footer stays whole
+        self.send_header("ETag", tag)
+        if server.sha256:
+            self.send_header("X-Linked-ETag", f'"{dataset.hashlib.sha256(data).hexdigest()}"')
+        self.send_header("Content-Length", str(len(body) + {"too long": 10, "too short": -10}.get(fault, 0)))
+        self.end_headers()
+        half = body[: len(body) // 2]
+        if fault in ("cut", "stall"):
+            self.wfile.write(half)
+            time.sleep(1.0 if fault == "stall" else 0)
+            self.connection.close()
+            return
+        for i in range(0, len(body), 20_000):
+            self.wfile.write(body[i : i + 20_000])
+            time.sleep(server.pace)
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory):
+    """{path: bytes} of five shards to download."""
+    folder = tmp_path_factory.mktemp("public")
+    make_shards(folder, counts=(8, 40, 40, 40, 12))
+    noise = pa.array([random.Random(i).randbytes(30_000).hex() for i in range(20)])
+    dataset.write_shard(f"{folder}/shard_00000.parquet", [noise])
+    return {f"/{path.name}": path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+def intact(folder, public):
+    """The names of whole shards in a folder; nothing else may have the name of a shard."""
+    found = {f"/{path.name}": path.read_bytes() for path in folder.iterdir() if path.suffix == ".parquet"}
+    assert found.items() <= public.items()
+    return set(found)
+
+
+FAULTS = ["cut", "stall", 500, "too long", "too short", "wrong bytes", 429, "cut", "cut", 502]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_download_from_bad_server_ends_intact(tmp_path, public, quick, seed):
+    """Cuts, stalls, 5xx, wrong lengths and bytes, in any order: every file arrives whole."""
+    faults = random.Random(seed).sample(FAULTS, len(FAULTS))
+    with UnrulyServer(public, faults, sha256=True) as server:
+        assert dataset.download([name[1:] for name in public], str(tmp_path), server.url, workers=3) == {}
+        assert not server.faults
+    assert intact(tmp_path, public) == set(public)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".parquet") == ["SHA256SUMS"]
+    assert dataset.verify(str(tmp_path))
+
+
+@pytest.mark.parametrize("fault", [500, 404, "stall", "wrong bytes", "too short"])
+def test_download_that_never_works_is_reported(tmp_path, public, quick, fault, monkeypatch):
+    """A server that never gives the file: no shard under its name, its name and the reason in the report."""
+    monkeypatch.setattr(dataset, "FETCH_ATTEMPTS", 2)
+    monkeypatch.setattr(dataset, "TIMEOUT", (2, 0.1))
+    with UnrulyServer({"/a.parquet": next(iter(public.values()))}, forever=fault, sha256=True) as server:
+        failed = dataset.download(["a.parquet"], str(tmp_path), server.url)
+    assert list(failed) == ["a.parquet"] and server.url in failed["a.parquet"]
+    assert intact(tmp_path, public) == set()
+
+
+def test_download_goes_on_where_it_was_cut(tmp_path, public, quick):
+    """The second half is asked for by range; if the file changed meanwhile, the first half is not kept."""
+    name = next(iter(public))
+    with UnrulyServer(public, ["cut"]) as server:
+        assert dataset.download([name[1:]], str(tmp_path), server.url) == {}
+        (_, first), (_, then) = server.requests
+        assert first is None and len(public[name]) // 4 < int(then[6:-1]) <= len(public[name]) // 2
+    changed = dict(public)
+    changed[name] = public["/shard_00001.parquet"]
+    with UnrulyServer(changed, [500] * 99) as server:
+        (tmp_path / "new").mkdir()
+        (tmp_path / "new" / f"{name[1:]}.part").write_bytes(public[name][:1000])
+        stated = {"tag": '"another"', "size": 5000, "sha256": None}
+        (tmp_path / "new" / f"{name[1:]}.part.json").write_text(json.dumps(stated))
+        server.faults.clear()
+        assert dataset.download([name[1:]], str(tmp_path / "new"), server.url) == {}
+        assert server.requests == [(name, "bytes=1000-")]
+    assert (tmp_path / "new" / name[1:]).read_bytes() == changed[name]
+
+
+def test_download_that_is_stopped_keeps_its_part(tmp_path, public, quick):
+    """What Ctrl-C does: the download ends at the next piece, and what came stays."""
+    name, stop = next(iter(public)), threading.Event()
+    stop.set()
+    with UnrulyServer(public) as server:
+        part = str(tmp_path / "part")
+        assert not dataset._fetch_on(server.url + name, part, dataset.Progress(1, "shards"), stop)
+    assert 0 < os.path.getsize(part) < len(public[name])
+
+
+@pytest.mark.parametrize("headers", [
+    {"X-Linked-ETag": f'"{"ab" * 32}"'},
+    {"Repr-Digest": f"md5=:AAAA:, sha-256=:{base64.b64encode(bytes.fromhex('ab' * 32)).decode()}:"},
+    {"Digest": f"SHA-256={base64.b64encode(bytes.fromhex('ab' * 32)).decode()}"},
+    {"x-amz-checksum-sha256": base64.b64encode(bytes.fromhex("ab" * 32)).decode()},
+    {"ETag": f'"{"ef" * 32}"', "Digest": "md5=AAAA"},
+], ids=lambda headers: next(iter(headers)))
+def test_sha256_is_taken_from_what_servers_state(headers):
+    want = None if "md5=AAAA" in headers.values() else "ab" * 32
+    empty = SimpleNamespace(headers={}, history=[])
+    assert dataset._sha256_stated(SimpleNamespace(headers=headers, history=[empty])) == want
+    linked = SimpleNamespace(headers={"X-Linked-ETag": f'"{"cd" * 32}"'}, history=[])
+    assert dataset._sha256_stated(SimpleNamespace(headers=headers, history=[linked])) == "cd" * 32
+
+
+def test_download_honours_retry_after(tmp_path, public, quick):
+    with UnrulyServer(public, [503]) as server:
+        start = time.time()
+        assert dataset.download(["shard_00004.parquet"], str(tmp_path), server.url) == {}
+        assert 1.0 <= time.time() - start < 3
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
+    """Two downloaders in one folder; one is stopped midway: the other ends with all files intact."""
+    val = f"/shard_{dataset.MAX_SHARD:05d}.parquet"
+    files = {**public, val: public["/shard_00004.parquet"]}
+    with UnrulyServer(files) as server:
+        server.pace = 0.06
+        command = [sys.executable, DATASET_PY, "-n", "5", "-w", "2", "--base-url", server.url]
+        start = functools.partial(subprocess.Popen, [*command, "--out", tmp_path], text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        first = start()
+        while not list(tmp_path.glob("*.part")):
+            time.sleep(0.01)
+        second = start()
+        time.sleep(0.3)
+        first.send_signal(how)
+        _, words = first.communicate(timeout=20)
+        assert first.returncode not in (0, None)
+        if how == signal.SIGINT:
+            assert "the same command goes on" in words and "Traceback" not in words
+        out, _ = second.communicate(timeout=30)
+        assert second.returncode == 0 and "6 of 6 shards are in" in out
+    assert intact(tmp_path, files) == set(files)
+    assert not list(tmp_path.glob("*.part*"))
+
+
+def test_download_command_lists_what_is_missing(tmp_path, public):
+    """`python dataset.py -n 2`: val is fetched too; what is missing is listed; the exit status says so."""
+    with UnrulyServer(public) as server:
+        ended = run_dataset("-n", 2, "-w", 4, "--base-url", server.url + "/", "--out", tmp_path)
+    assert ended.returncode == 1 and "Traceback" not in ended.stderr
+    assert "2 of 3 shards are in" in ended.stdout
+    assert "missing: shard_06542.parquet" in ended.stdout and "404" in ended.stdout
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Convert: what people have -> shards
+
+
+def json_lines(texts, key="raw_content"):
+    return "".join(json.dumps({"url": "x", key: text}) + "\n" for text in texts).encode()
+
+
+def make_inputs(folder, texts):
+    """The same texts spread over every format that convert reads."""
+    os.makedirs(f"{folder}/deep", exist_ok=True)
+    parts = [texts[i::8] for i in range(8)]
+    zstd = pa.Codec("zstd")
+    files = {
+        "a.jsonl": json_lines(parts[0]), "b.json.gz": gzip.compress(json_lines(parts[1])),
+        "c.json.zst": zstd.compress(json_lines(parts[2]), asbytes=True), "deep/d.jsonl.gz":
+        gzip.compress(json_lines(parts[3][:5])) + gzip.compress(json_lines(parts[3][5:])),
+        "e.json": json.dumps([{"raw_content": t} for t in parts[4]], indent=1).encode(),
+        "f.json": b"\xef\xbb\xbf" + json_lines(parts[5]).rstrip(b"\n").replace(b"\n", b"\r\n\n"),
+    }
+    files |= {f"deep/{i}.txt": text.encode() for i, text in enumerate(parts[6])}
+    for name, data in files.items():
+        with open(f"{folder}/{name}", "wb") as file:
+            file.write(data)
+    table = pa.table({"n": range(len(parts[7])), "raw_content": parts[7]})
+    pq.write_table(table, f"{folder}/g.parquet", row_group_size=7)
+
+
+def test_convert_returns_every_document_once(tmp_path, monkeypatch):
+    """All formats in, runs far smaller than the corpus: all documents come back, shuffled, val at the end."""
+    texts = make_texts(1000)
+    make_inputs(tmp_path / "in", texts)
+    report = dataset.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content", workers=2,
+                             shard_bytes=sum(len(t.encode()) for t in texts) // 6)
+    seen = read_all(tmp_path / "out")
+    assert sorted(seen) == sorted(texts) and seen != texts
+    assert report["documents"] == 1000 and report["bad"] == 0
+    assert report["bytes"] == sum(len(t.encode()) for t in texts)
+    val, = dataset.list_shards(str(tmp_path / "out"), "val")
+    assert 1 <= sum(val.rows) < 100
+    assert report["shards"] == 7 == len(os.listdir(tmp_path / "out"))
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_convert_gives_the_same_shards_for_any_number_of_workers(tmp_path):
+    make_inputs(tmp_path / "in", make_texts(300))
+    for workers in (1, 3):
+        out = f"{tmp_path}/out{workers}"
+        dataset.convert([f"{tmp_path}/in/*.json*"], out, "raw_content", workers=workers)
+    assert read_all(tmp_path / "out1") == read_all(tmp_path / "out3") != []
+
+
+def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
+    """Runs of 2 kB and many of them give the order that one big run gives."""
+    make_inputs(tmp_path / "in", make_texts(300))
+    (tmp_path / "build" / "runs").mkdir(parents=True)
+    files = dataset.find_inputs([str(tmp_path / "in")])
+    orders = []
+    for run_bytes in (1 << 30, 2000):
+        monkeypatch.setattr(dataset, "RUN_BYTES", run_bytes)
+        for old in (tmp_path / "build" / "runs").iterdir():
+            old.unlink()
+        for task in dataset._tasks(files, 1 << 40):
+            dataset._scatter(task, str(tmp_path / "build"), "raw_content", False, 0)
+        runs = dataset._runs(str(tmp_path / "build"))
+        _, text = dataset._histogram(runs)
+        pieces = [dataset._gather_piece(runs, *p) for p in dataset._pieces(text, 0, dataset.SLOTS)]
+        orders.append((len(runs), len(pieces), [t for piece in pieces for t in piece.to_pylist()]))
+    assert orders[0][0] == orders[0][1] == 1 and min(orders[1][:2]) > 5
+    assert orders[0][2] == orders[1][2]
+
+
+@pytest.mark.parametrize("name, data, message", [
+    ("a.jsonl", b'{"text": "fine"}\n{"text": "torn', "line 2: not JSON"),
+    ("a.jsonl", b'\n\n{"txt": "x"}\n', r"line 3: no key 'text', only keys 'txt'"),
+    ("a.jsonl", b'{"text": null}\n', "line 1: 'text' holds NoneType, not a string"),
+    ("a.jsonl", b'{"text": "\xff"}\n', "line 1: not UTF-8"),
+    ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: 'text' cannot be UTF-8"),
+    ("a.jsonl", b"3\n", "line 1: no key 'text', only int"),
+    ("a.json", b'[{"text": "a"},\n {"text": 3}]', "line 2: 'text' holds int"),
+    ("a.json", b'[{"text": "a"},\n {"text": "b"', "line 2: not JSON"),
+    ("a.json", b'[{"text": "a"},\n', "line 2: not JSON"),
+    ("a.json", b'[{"text": "a"}]\n{"text": "b"}', "the rest of the file: not JSON"),
+    ("a.json.gz", gzip.compress(json_lines(["x"] * 9, "text"))[:-20], "the rest of the file: "),
+    ("a.json.gz", b"no gzip at all", "the rest of the file: "),
+    ("a.json.zst", b"no zstd at all", "the rest of the file: "),
+    ("a.parquet", b"PAR1 no parquet", "the rest of the file: "),
+    ("a.txt", b"caf\xe9", "the file: not UTF-8"),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_bad_document_is_an_error_with_file_and_line(tmp_path, threads_for_processes, name, data, message):
+    """... and with skip_bad it is counted and shown, and the others are kept."""
+    (tmp_path / name).write_bytes(data)
+    with open(tmp_path / "good.jsonl", "wb") as file:
+        file.write(json_lines(["one", "two"], "text"))
+    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip-bad") as error:
+        dataset.convert([str(tmp_path)], str(tmp_path / "out"), workers=1)
+    assert "\n" not in str(error.value)
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "good.jsonl"]), "an error leaves nothing behind"
+    report = dataset.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
+    assert report["bad"] == 1 and re.search(message, report["shown"][0])
+    assert {"one", "two"} <= set(read_all(tmp_path / "out"))
+
+
+def test_killed_convert_leaves_no_shards_and_the_same_command_starts_over(tmp_path):
+    """SIGKILL midway: nothing under the output folder; run again, everything is there."""
+    texts = make_texts(400)
+    make_inputs(tmp_path / "in", texts)
+    command = [sys.executable, DATASET_PY, "convert", f"{tmp_path}/in/**", "--text-key", "raw_content",
+               "--out", f"{tmp_path}/out", "-w", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while not list(tmp_path.glob("out.convert.tmp/runs/*")):
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.kill()
+    process.wait(timeout=10)
+    assert not (tmp_path / "out").exists()
+    ended = run_dataset(*command[2:])
+    assert ended.returncode == 0 and "400 documents" in ended.stdout, ended.stderr
+    assert sorted(read_all(tmp_path / "out")) == sorted(texts)
+    ended = run_dataset(*command[2:])
+    assert ended.returncode == 1 and "is not empty" in ended.stderr and "Traceback" not in ended.stderr
+
+
+def test_convert_splits_long_documents_into_small_row_groups(tmp_path, threads_for_processes, monkeypatch):
+    """A row group ends at 1,024 documents or at ROW_GROUP_BYTES; one longer document has one of its own."""
+    monkeypatch.setattr(dataset, "ROW_GROUP_BYTES", 1000)
+    lengths = [600, 600, 5000], [1] * 30, [], [9]
+    arrays = [pa.array(["x" * n for n in some], pa.large_string()) for some in lengths]
+    groups = list(dataset._row_groups(arrays, rows=20))
+    assert [len(group) for group in groups] == [1, 1, 1, 20, 11]
+    assert [t for g in groups for t in g.to_pylist()] == [t for a in arrays for t in a.to_pylist()]
+
+
+@pytest.mark.parametrize("inputs, message", [
+    (["nothing*.jsonl"], "no such files; expected .jsonl, .json"), (["a.csv"], "cannot convert a.csv"),
+    (["http://127.0.0.1:9/a.jsonl"], "fetch it first"), (["one.txt"], "1 documents are too few"),
+])
+def test_convert_says_what_it_cannot_take(tmp_path, monkeypatch, threads_for_processes, inputs, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.csv", "one.txt"):
+        (tmp_path / name).write_text("a,b")
+    with pytest.raises(ValueError, match=message):
+        dataset.convert(inputs, "out", workers=1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Remote: the same documents over HTTP, S3 and fsspec
+
+
+@pytest.fixture(scope="module")
+def s3_server():
+    """moto's S3 server on 127.0.0.1; `every` = k makes each k-th read of a shard break off halfway."""
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import make_server
+
+    app, state = DomainDispatcherApplication(create_backend_app), SimpleNamespace(every=0, reads=0, failed=0)
+
+    def flaky(environ, start_response):
+        body = app(environ, start_response)
+        if environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].endswith(".parquet"):
+            state.reads += 1
+            if state.every and state.reads % state.every == 0:
+                state.failed += 1
+                return (piece[: len(piece) // 2] for piece in body)  # shorter than its Content-Length
+        return body
+
+    patch = pytest.MonkeyPatch()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_EC2_METADATA_DISABLED"):
+        patch.setenv(name, "true")
+    server = make_server("127.0.0.1", 0, flaky, threaded=True)
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    state.query = f"?scheme=http&region=us-east-1&endpoint_override=127.0.0.1:{server.server_port}"
+    state.fs, _ = pa.fs.FileSystem.from_uri(f"s3://bucket/{state.query}&allow_bucket_creation=true")
+    state.fs.create_dir("bucket")
+    yield state
+    server.shutdown()
+    patch.undo()
+
+
+@pytest.fixture
+def s3(s3_server):
+    s3_server.every = s3_server.reads = s3_server.failed = 0
+    return s3_server
+
+
+def upload(fs, folder, to):
+    for name in os.listdir(folder):
+        with open(f"{folder}/{name}", "rb") as file:
+            data = file.read()
+        with fs.open_output_stream(f"{to}/{name}", compression=None) as out:
+            out.write(data)
+
+
+def test_s3_gives_the_same_documents_also_when_reads_fail(tmp_path, s3, quick):
+    """Listing, sizes and documents are those on disk; every third read breaks off and is tried again."""
+    texts = make_shards(tmp_path)
+    upload(s3.fs, tmp_path, "bucket/data/a")
+    uri = f"s3://bucket/data/a{s3.query}"
+    for split in ("train", "val"):
+        near, far = dataset.list_shards(str(tmp_path), split), dataset.list_shards(uri, split)
+        assert [(s.name, s.size) for s in near] == [(s.name, s.size) for s in far]
+    s3.every = 3
+    assert read_all(uri) == texts
+    assert s3.failed >= 3
+    assert dataset.list_parquet_files(uri)[0] == f"s3://bucket/data/a/shard_00000.parquet{s3.query}"
+
+
+def test_loader_on_s3_gives_the_rows_of_the_disk(tmp_path, s3, quick):
+    """A PackedLoader on s3://, where every fifth read breaks off, over more than an epoch."""
+    from dataloader import PackedLoader
+
+    make_shards(tmp_path)
+    upload(s3.fs, tmp_path, "bucket/rows")
+    s3.every, seen = 5, []
+    for where in (str(tmp_path), f"s3://bucket/rows{s3.query}"):
+        loader = PackedLoader(PlainTokenizer(), 2, 256, "train", packing="exactfit", buffer_size=8,
+                              data_dir=where, num_lanes=2, rank=0, world_size=1)
+        batches = [next(loader)[0].tolist() for _ in range(40)]
+        assert loader.state_dict()["epoch"] > 1, "the corpus is too big: no epoch ended"
+        loader.close()
+        seen.append(batches)
+    assert seen[0] == seen[1] and s3.failed >= 3
+
+
+def test_s3_inputs_convert(tmp_path, s3, threads_for_processes):
+    """A bucket's folder or glob -> shards on disk."""
+    texts = make_texts(200)
+    make_inputs(tmp_path / "in", texts)
+    for name in ("a.jsonl", "b.json.gz", "c.json.zst"):
+        with s3.fs.open_output_stream(f"bucket/raw/{name}", compression=None) as out:
+            out.write((tmp_path / "in" / name).read_bytes())
+    want = sorted(texts[0::8] + texts[1::8] + texts[2::8])
+    for number, pattern in enumerate(["bucket/raw", "bucket/raw/*.json*", "bucket/ra*"]):
+        dataset.convert([f"s3://{pattern}{s3.query}"], f"{tmp_path}/{number}", "raw_content", workers=1)
+        assert sorted(read_all(tmp_path / str(number))) == want
+
+
+def list_of(folder):
+    return "".join(f"{path.name} {path.stat().st_size}\n" for path in folder.iterdir()).encode()
+
+
+def test_http_list_of_shards_gives_the_same_documents(tmp_path, quick):
+    """data_dir may be the URL of a list `name bytes`; dropped connections, stalls and 503 are tried again."""
+    texts = make_shards(tmp_path)
+    files = {f"/d/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    files["/d/shards.txt"] = list_of(tmp_path)
+    faults = [None, None, "cut", 500, None, "stall", None, "cut"]
+    with UnrulyServer(files, faults) as server:
+        assert read_all(f"{server.url}/d/shards.txt") == texts
+        assert not server.faults
+        ranges = [asked for path, asked in server.requests if path.endswith(".parquet")]
+        assert len(ranges) > 5 and all(ranges), "a whole shard was fetched"
+        server.files["/d/shards.txt"] = b"shard_00000.parquet\n"
+        with pytest.raises(ValueError, match="line 1: expected `name bytes`"):
+            dataset.list_shards(f"{server.url}/d/shards.txt", "train")
+
+
+def test_remote_shard_that_stays_away_is_an_error(tmp_path, quick, monkeypatch):
+    """After READ_ATTEMPTS the error names shard, row group and command."""
+    monkeypatch.setattr(dataset, "READ_ATTEMPTS", 3)
+    make_shards(tmp_path)
+    files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    files["/list"] = list_of(tmp_path)
+    with UnrulyServer(files) as server:
+        shard = dataset.list_shards(f"{server.url}/list", "train")[0]
+        assert shard.rows
+        server.forever, server.requests[:] = 500, []
+        with pytest.raises(dataset.ShardError, match=r"00000.parquet, row group 1: .*500.*--data http"):
+            shard.read(1)
+        assert len(server.requests) == 3
+
+
+def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
+    """Any fsspec file system works (memory:// here); an unknown scheme is a clear error."""
+    fsspec = pytest.importorskip("fsspec")
+    texts = make_shards(tmp_path)
+    fsspec.filesystem("memory").put(f"{tmp_path}/", "/nanoloader-test/", recursive=True)
+    assert read_all("memory://nanoloader-test") == texts
+    with pytest.raises(ValueError, match=r"cannot open nope://x/y: pyarrow says: .*install fsspec"):
+        dataset.list_shards("nope://x/y", "train")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tokenize, verify, stats, and the command line
+
+
+@pytest.fixture
+def byte_tokenizer(monkeypatch):
+    """`from tokenizer import get_tokenizer` gives the ByteTokenizer."""
+    made = ByteTokenizer()
+    monkeypatch.setitem(sys.modules, "tokenizer", SimpleNamespace(get_tokenizer=lambda folder=None: made))
+    return made
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
+    """Same names, row groups, rows, nulls, fingerprint sizes; BOS before each document, little-endian."""
+    texts = make_shards(tmp_path / "text")
+    texts[-1], texts[-2] = None, ""
+    last = [pa.array(texts[80:86]), pa.array(texts[86:])]
+    dataset.write_shard(f"{tmp_path}/text/shard_00002.parquet", last)
+    n = dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
+    assert n == sum(1 + len(text.encode()) for text in texts if text is not None)
+    for split in ("train", "val"):
+        both = [dataset.list_shards(f"{tmp_path}/{kind}", split) for kind in ("text", "tokens")]
+        for text, tokens in zip(*both, strict=True):
+            assert (text.name, text.size, text.rows) == (tokens.name, tokens.size, tokens.rows)
+            assert tokens.kind == "tokens" and tokens.dtype == "<u2" and tokens.fingerprint == "bytes"
+    seen = read_all(tmp_path / "tokens")
+    ids = [None if raw is None else np.frombuffer(raw, "<u2").tolist() for raw in seen]
+    assert ids == [None if text is None else [256, *text.encode()] for text in texts]
+
+
+def test_tokenize_goes_on_where_it_was_stopped(tmp_path, byte_tokenizer, monkeypatch):
+    """Stopped midway, the folder is refused; the same call keeps what is done; another tokenizer: refused."""
+    make_shards(tmp_path / "text")
+    text, out = str(tmp_path / "text"), str(tmp_path / "out")
+    total = dataset.tokenize(text, str(tmp_path / "whole"))
+    real, calls = byte_tokenizer.encode_documents, []
+    monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, texts: calls.append(1) or real(texts))
+    monkeypatch.setattr(dataset, "_sync", lambda path: 1 / 0 if "00002" in path else None)
+    with pytest.raises(ZeroDivisionError):
+        dataset.tokenize(text, out, threads=1)
+    assert sorted(os.listdir(out)) == ["shard_00000.parquet", "shard_00001.parquet"]
+    with pytest.raises(OSError, match=r"no source\.json stands beside it"):
+        _ = dataset.list_shards(out, "val")[0].kind
+    monkeypatch.undo()
+    tokenizer = SimpleNamespace(get_tokenizer=lambda folder=None: byte_tokenizer)
+    monkeypatch.setitem(sys.modules, "tokenizer", tokenizer)
+    before = os.stat(f"{out}/shard_00000.parquet").st_mtime_ns
+    assert dataset.tokenize(text, out) == total
+    assert os.stat(f"{out}/shard_00000.parquet").st_mtime_ns == before
+    monkeypatch.setattr(ByteTokenizer, "fingerprint", lambda self: "another")
+    with pytest.raises(ValueError, match="made of other text or by another tokenizer"):
+        dataset.tokenize(text, out)
+    with pytest.raises(ValueError, match="holds tokens already"):
+        dataset.tokenize(out, str(tmp_path / "twice"))
+
+
+def test_verify_finds_damage_and_exits_non_zero(tmp_path):
+    """A table with nulls counted; a flipped byte: DAMAGED, what to type next, exit status 1."""
+    make_shards(tmp_path)
+    dataset.write_shard(f"{tmp_path}/shard_00003.parquet", [pa.array(["a", None, None], pa.string())])
+    ended = run_dataset("verify", "--data", tmp_path)
+    assert ended.returncode == 0 and "4 of 4 shards intact, 95 documents, 2 null" in ended.stdout
+    data = bytearray((tmp_path / "shard_00001.parquet").read_bytes())
+    data[len(data) // 3] ^= 4
+    (tmp_path / "shard_00001.parquet").write_bytes(data)
+    ended = run_dataset("verify", "--data", tmp_path)
+    assert ended.returncode == 1 and ended.stderr == ""
+    assert re.search(r"shard_00001.parquet +DAMAGED .*row group", ended.stdout)
+    assert "3 of 4 shards intact" in ended.stdout
+    assert f"next: rm {tmp_path}/shard_00001.parquet\n" in ended.stdout
+
+
+def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
+    """A foreign shard has no checksum of its documents; what was downloaded is checked by SHA-256."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 2]}), path)
+    (tmp_path / "SHA256SUMS").write_text(f"{dataset._sha256(path)}  a.parquet\n")
+    assert dataset.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
+    pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 3]}), path)
+    assert not dataset.verify(str(tmp_path))
+
+
+def test_stats_counts_documents_bytes_tokens_and_lanes(tmp_path, byte_tokenizer, capsys):
+    texts = make_shards(tmp_path / "text")
+    dataset.stats(str(tmp_path / "text"))
+    size = sum(len(text.encode()) for text in texts[:80])
+    words = capsys.readouterr().out
+    assert re.search(rf"train +2 +10 +80 +0 +{size / 1e6:.1f}  about", words)
+    assert re.search(r"val +2 to 2 row groups a shard; at most 12 lanes, and up to 2 that share no", words)
+    dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    dataset.stats(str(tmp_path / "tokens"))
+    assert f"  {size + 80:,}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, status, message", [
+    ((), 0, "python dataset.py -n 8"), (("--help",), 0, "COMMAND"), (("foo",), 2, "invalid choice: 'foo'"),
+    (("-n", "0"), 1, "error: -n 0: expected how many train shards"), (("-n", "many"), 2, "invalid int value"),
+    (("verify", "--data", "/does/not/exist"), 1, "error: no parquet files in /does/not/exist; get some with"),
+    (("convert", "nothing.jsonl"), 1, "error: nothing.jsonl: no such files"),
+    (("convert", "x", "--out", "s3://b/x"), 1, "error: cannot write to s3://b/x"),
+])
+def test_command_line_errors_are_one_glad_line(tmp_path, arguments, status, message):
+    ended = run_dataset(*arguments, NANOLOADER_BASE_DIR=str(tmp_path))
+    assert ended.returncode == status and message in ended.stdout + ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert status != 1 or ended.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The tokenizer
+
+R50K = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+CL100K = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$"
+          r"|\s*[\r\n]|\s+(?!\S)|\s")
+O200K = "|".join([
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n/]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+"])
+OTHER = r"(?:\p{L}| )+|\s|[^\p{L} ]"  # spaces glue words together: no cut of ours is safe in it
+TRICKY = ("aZsdtlv' \t\n\r.,!/-_{\"12\x00\x1c\u00e9\u017f\u00a0\u2003\u3000\u0085\u2028"
+          "\u0301\u0e31\u094d\ufe0f\u309b\u0915\u0436\u0664\u00b2\u3007\u3005\u4dc0\U0001f600"
+          "\u6f22\u3042\u30a2\u30fc\u30fb\u3001\u3002\uff0c\uff01")
+tricky_text = st.text(TRICKY, max_size=100) | st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+
+
+@cache
+def standard_library():
+    paths = sorted(glob.glob(os.path.join(sysconfig.get_path("stdlib"), "*.py")))
+    return [open(path, encoding="utf-8", newline="").read() for path in paths]
+
+
+@cache
+def small_trained():
+    trained = rustbpe.Tokenizer()
+    texts, merges = iter(standard_library()[:60]), 1024 - len(SPECIAL_TOKENS)
+    trained.train_from_iterator(texts, merges, pattern=SPLIT_PATTERN)
+    return trained
+
+
+@cache
+def small_tokenizer(pattern=SPLIT_PATTERN):
+    if pattern == SPLIT_PATTERN:
+        return RustBPETokenizer.train_from_iterator(iter(standard_library()[:60]), 1024)
+    enc = small_tokenizer().enc
+    return RustBPETokenizer(build_encoding(pattern, enc._mergeable_ranks, enc._special_tokens), "<|bos|>")
+
+
+@cache
+def pair_tokenizer(pattern=SPLIT_PATTERN):
+    """Any two bytes merge, in random order: a cut inside a token shows, which it may not with few merges."""
+    pairs = [bytes([a, b]) for a in range(256) for b in range(256)]
+    random.Random(0).shuffle(pairs)
+    ranks = {token: i for i, token in enumerate([*(bytes([i]) for i in range(256)), *pairs])}
+    return RustBPETokenizer(build_encoding(pattern, ranks, {"<|bos|>": len(ranks)}), "<|bos|>")
+
+
+def plain_ids(tok, text):
+    """The oracle: the shared Encoding on the whole text, BOS in front."""
+    return [tok.get_bos_token_id(), *tok.enc.encode_ordinary(text)]
+
+
+def one_document(tok, text, limit=None):
+    return tok.encode_documents([text], limit)[0].tolist()
+
+
+def test_ids_are_rustbpe_s_own():
+    """256 bytes and the merges in rustbpe's order, then the special tokens in nanochat's."""
+    tok, trained = small_tokenizer(), small_trained()
+    assert tok.get_vocab_size() == 1024
+    assert [tok.encode_special(name) for name in SPECIAL_TOKENS] == list(range(1024 - 9, 1024))
+    assert tok.get_special_tokens() == set(SPECIAL_TOKENS) and tok.get_bos_token_id() == 1015
+    for text in standard_library()[60:90]:
+        assert tok.encode(text) == trained.encode(text)
+        assert tok.decode(tok.encode(text)) == text
+    assert tok.id_to_token(tok.encode("a")[0]) == "a" and tok.id_to_token(1015) == "<|bos|>"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(tricky_text, max_size=40), st.sampled_from([None, 3, "<|bos|>"]), st.integers(1, 3))
+def test_encode_is_nanochat_s(texts, prepend, threads):
+    """A list gives what its texts give one by one, in order, at any number of threads."""
+    tok = small_tokenizer()
+    front = {None: [], 3: [3], "<|bos|>": [1015]}[prepend]
+    want = [[*front, *tok.enc.encode_ordinary(text), 7] for text in texts]
+    assert tok.encode(texts, prepend, 7, threads) == want
+    assert [tok(text, prepend=prepend, append=7) for text in texts] == want
+
+
+def test_encode_refuses_what_is_no_text():
+    with pytest.raises(ValueError, match=r"tuple: expected a str or a list of str"):
+        small_tokenizer().encode(("a",))
+    with pytest.raises(KeyError, match=r"special ones are .*bos"):
+        small_tokenizer().encode_special("<|nothing|>")
+
+
+def test_documents_of_every_kind_in_one_chunk():
+    """str, bytes and memoryview give the same ids; an empty document is a BOS, a null one has no tokens."""
+    tok, text = small_tokenizer(), standard_library()[3][:5000] + "é漢😀"
+    data = text.encode()
+    ids, bounds = tok.encode_documents([text, None, "", data, b"", memoryview(data).cast("b"), None])
+    whole = plain_ids(tok, text)
+    assert ids.tolist() == [*whole, 1015, *whole, 1015, *whole]
+    n = len(whole)
+    assert bounds.tolist() == [0, n, n, n + 1, 2 * n + 1, 2 * n + 2, 3 * n + 2, 3 * n + 2]
+    assert ids.dtype == tok.dtype == np.uint16 and bounds.dtype == np.int64
+    ids, bounds = tok.encode_documents([None, text, ""], 1)
+    assert ids.tolist() == [1015, 1015] and bounds.tolist() == [0, 0, 1, 2]
+    assert tok.encode_documents([])[1].tolist() == [0]
+
+
+def test_big_vocabularies_are_uint32():
+    tok = small_tokenizer()
+    special = {**tok.enc._special_tokens, "<|far|>": 65536}
+    tok = RustBPETokenizer(build_encoding(SPLIT_PATTERN, tok.enc._mergeable_ranks, special), "<|far|>")
+    assert tok.encode_documents(["a"])[0].tolist() == [65536, 97] and tok.dtype == np.uint32
+
+
+@pytest.mark.parametrize("pattern", [SPLIT_PATTERN, R50K, CL100K, O200K, OTHER])
+def test_limit_is_a_prefix_of_the_whole(pattern):
+    """On real text, with every split pattern: also with the one that our cuts would break."""
+    tok = small_tokenizer(pattern)
+    assert tok.can_cut == (pattern != OTHER)
+    for text in random.Random(0).sample(standard_library(), 25):
+        whole = plain_ids(tok, text)
+        for limit in (1, 2, 60, 600, 2049):
+            assert one_document(tok, text, limit) == one_document(tok, text.encode(), limit) == whole[:limit]
+
+
+@pytest.mark.parametrize("pattern", [SPLIT_PATTERN, R50K, CL100K, O200K])
+def test_cuts_are_where_tokens_end(pattern):
+    """Cut at every place that CUT allows, tricky random text gives the tokens of the whole."""
+    enc, choose, n_cuts = pair_tokenizer(pattern).enc, random.Random(0), 0
+    for _ in range(300):
+        text = "".join(choose.choices(TRICKY + "    aas\u6f22\u3001", k=400))
+        data = text.encode()
+        cuts = sorted({found.end() for i in range(len(data)) if (found := FIRST_CUT.match(data, i))})
+        pieces = [data[a:b].decode() for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+        n_cuts += len(cuts)
+        assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
+    assert n_cuts > 10_000, "hardly a cut: this tested nothing"
+
+
+@pytest.mark.parametrize("pattern", [SPLIT_PATTERN, R50K])
+def test_no_character_breaks_a_cut(pattern, monkeypatch):
+    """Every character, on either side of every kind of cut: no space missed, no mark taken for a letter."""
+    characters = [chr(i) for i in range(0x10000) if not 0xD800 <= i < 0xE000]
+    monkeypatch.setattr(tokenizer_module, "PART", 8)
+    for chunk in (characters[i::3] for i in range(3)):
+        text = "".join(f"{c}  {c}b{c}1{c}\u6f22{c}\u3001\u6f22{c}\u3002" for c in chunk)
+        parts = pair_tokenizer(pattern).encode_parts(text)
+        assert len(parts) > 0.5 * len(chunk), "hardly a cut: this tested nothing"
+        assert np.concatenate(parts).tolist() == pair_tokenizer(pattern).enc.encode_ordinary(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(tricky_text, max_size=4), st.integers(1, 80))
+def test_parts_give_the_whole(texts, limit):
+    """The same with parts so small that every text has many: whole and prefix, str and bytes alike."""
+    tok, text = pair_tokenizer(), " ".join(texts) * 5
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "PART", 40)
+        patch.setattr(tokenizer_module, "SMALLEST_PIECE", 3)
+        want = plain_ids(tok, text)
+        assert one_document(tok, text, limit) == one_document(tok, text.encode(), limit) == want[:limit]
+        patch.setattr(tokenizer_module, "LONGEST_RUN", 50)  # now cuts are forced, too
+        whole = one_document(tok, text)
+        assert tok.decode(whole[1:]) == text
+        assert one_document(tok, text.encode()) == whole
+        assert one_document(tok, text, limit) == one_document(tok, text.encode(), limit) == whole[:limit]
+
+
+def test_limit_saves_what_it_can():
+    """What a limit of 2,049 leaves unused is a few percent of what is encoded."""
+    tok, long = small_tokenizer(), [text for text in standard_library() if len(text) > 30_000]
+    encoded = sum(sum(map(len, tok.encode_parts(text, 2049))) for text in long)
+    assert len(long) > 20 and 2048 <= encoded / len(long) < 1.05 * 2048
+
+
+def test_prefix_reads_no_more_than_it_needs():
+    """Behind the prefix there may be anything: it is not even decoded."""
+    tok, text = small_tokenizer(), standard_library()[5][:20_000]
+    assert one_document(tok, text.encode() + b"\xff" * 10_000_000, 500) == plain_ids(tok, text)[:500]
+
+
+HOSTILE = ["a", "A", "1", "!", "=", "\n", " ", "\t", "\0", "'", "/", "é", "漢", "😀", "\u0301", "\u00a0",
+           "\u2003", " \t\u00a0\u2003", " \n", "\r\n", "aA", "'s", ".\n", "1a", "a,", "<|bos|>",
+           " " * 999 + "\n", "\ud800"]
+
+
+@pytest.mark.parametrize("unit", HOSTILE)
+def test_hostile_documents(unit):
+    """Megabytes of one character or two: no crash, nothing lost, and no more than linear time."""
+    tok, n = small_tokenizer(), 1_500_000 // len(unit)
+    started = time.perf_counter()
+    ids = one_document(tok, unit * n)
+    took = time.perf_counter() - started
+    assert ids[0] == 1015 and 1015 not in ids[1:]
+    assert tok.decode(ids[1:]) == (unit * n).replace("\ud800", "\ufffd")
+    assert took < 5, "quadratic time would be minutes"
+    assert one_document(tok, to_bytes(unit * n), 2049) == ids[:2049]
+
+
+def test_up_to_the_threshold_tokens_are_tiktoken_s():
+    """A run of 256 KiB is not cut; tiktoken itself fails on a million spaces."""
+    tok = small_tokenizer()
+    assert LONGEST_RUN == 256 << 10
+    for unit in " ", "a", "\n", "é":
+        text = unit * (LONGEST_RUN // len(unit.encode()))
+        assert one_document(tok, text) == plain_ids(tok, text)
+    with pytest.raises(BaseException, match=r"StackOverflow|stack size"):
+        tok.enc.encode_ordinary(" " * 1_000_000 + "a")
+
+
+def test_training_survives_hostile_documents():
+    texts = [None, "", " " * 1_500_000 + "a", "\ud800", "ab" * 10_000]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tok = RustBPETokenizer.train_from_iterator(iter(texts), 300)
+    assert tok.decode(tok.encode("ab c")) == "ab c"
+
+
+def test_lone_surrogates_count_as_replacement_characters():
+    """As in tiktoken; two halves of a pair are the character."""
+    tok = small_tokenizer()
+    for text in "a\ud800b", "\udc00", "\ud83d\ude00", "x" * 300_000 + "\ud800 y":
+        assert one_document(tok, text)[1:] == tok.encode(text)
+        assert one_document(tok, text) == plain_ids(tok, text)
+
+
+@pytest.mark.parametrize("bad", [b"\xff", b"abc\xe6\xbc", b"\xed\xa0\x80", b"x" * 300_000 + b" \xc0",
+                                 b"\x80" * 600_000], ids=["ff", "torn", "surrogate", "at the end", "600 kB"])
+def test_bytes_that_are_no_text_are_an_error(bad):
+    with pytest.raises(ValueError, match=r"document 2 of 4 in this chunk is not UTF-8: .*byte 0x"):
+        small_tokenizer().encode_documents(["a", None, bad, b"b"])
+
+
+def test_each_thread_has_its_own_encoding():
+    """Shared by nobody, built once, and the ids do not depend on the thread."""
+    tok, seen, together = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), [], threading.Barrier(3)
+
+    def work():
+        first = one_document(tok, standard_library()[0])
+        mine = tok.local.enc
+        together.wait()
+        assert one_document(tok, standard_library()[0]) == first and tok.local.enc is mine
+        seen.append((mine, first))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    assert len({id(enc) for enc, _ in seen} | {id(tok.enc)}) == 4
+    assert all(ids == plain_ids(tok, standard_library()[0]) for _, ids in seen)
+
+
+def test_executor_lives_on_and_starts_no_more_threads_than_asked_for():
+    tok = RustBPETokenizer(small_tokenizer().enc, "<|bos|>")
+    for _ in range(5):
+        tok.encode(standard_library()[:100], num_threads=2)
+    assert 1 <= len(tok.executor._threads) <= 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_encode_works_after_a_fork():
+    """A DataLoader worker forks: the parent's threads are not there any more."""
+    tok = small_tokenizer()
+    want = tok.encode(["a b", "c"], num_threads=2)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if tok.encode(["a b", "c"], num_threads=2) == want else 1)
+    deadline = time.time() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.time() < deadline:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, 9)
+    assert done == (child, 0), "hangs or differs"
+
+
+def test_save_and_load(tmp_path, monkeypatch):
+    """Two text files, nothing temporary left; loaded, they give the same ids and fingerprint."""
+    tok, folder = small_tokenizer(), tmp_path / "tokenizer"
+    tok.save(str(folder))
+    assert sorted(os.listdir(folder)) == ["tokenizer.json", "tokenizer.tiktoken"]
+    assert tiktoken.load.load_tiktoken_bpe(str(folder / "tokenizer.tiktoken")) == tok.enc._mergeable_ranks
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
+    for loaded in RustBPETokenizer.from_directory(str(folder)), get_tokenizer():
+        assert loaded.encode(standard_library()[9], "<|bos|>") == tok.encode(standard_library()[9], "<|bos|>")
+        assert loaded.fingerprint() == tok.fingerprint() and loaded.get_bos_token_id() == 1015
+
+
+def test_from_pretrained_takes_endoftext_as_bos(monkeypatch):
+    enc = build_encoding(R50K, small_tokenizer().enc._mergeable_ranks, {"<|endoftext|>": 3000})
+    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": enc}.get)
+    tok = RustBPETokenizer.from_pretrained("gpt2")
+    assert tok.get_bos_token_id() == 3000 and tok.get_vocab_size() == 3001
+    assert one_document(tok, "a b") == [3000, *enc.encode_ordinary("a b")]
+    assert get_token_bytes(tok)[1015:].tolist() == [0] * (3001 - 1015)
+
+
+def test_fingerprint_tells_tokenizers_apart():
+    enc = small_tokenizer().enc
+    ranks, special = enc._mergeable_ranks, enc._special_tokens
+    fewer = {token: rank for token, rank in ranks.items() if rank < 900}
+    others = [RustBPETokenizer(build_encoding(*parts), bos) for parts, bos in [
+        ((CL100K, ranks, special), "<|bos|>"), ((SPLIT_PATTERN, fewer, special), "<|bos|>"),
+        ((SPLIT_PATTERN, ranks, {**special, "<|new|>": 2000}), "<|bos|>"),
+        ((SPLIT_PATTERN, ranks, special), "<|user_end|>")]]
+    assert len({tok.fingerprint() for tok in [small_tokenizer(), *others]}) == 5
+
+
+DAMAGE = {
+    "ranks missing": ("tokenizer.tiktoken", lambda data: None),
+    "ranks torn": ("tokenizer.tiktoken", lambda data: data[: len(data) // 2]),
+    "ranks empty": ("tokenizer.tiktoken", lambda data: b""),
+    "one rank changed": ("tokenizer.tiktoken", lambda data: data.replace(b" 300\n", b" 301\n")),
+    "json missing": ("tokenizer.json", lambda data: None),
+    "json torn": ("tokenizer.json", lambda data: data[:-20]),
+    "json empty": ("tokenizer.json", lambda data: b""),
+    "json is a list": ("tokenizer.json", lambda data: b"[]"),
+    "json of something else": ("tokenizer.json", lambda data: b"{}"),
+    "json is no text": ("tokenizer.json", lambda data: b"\xff\xfe"),
+    "a later format": ("tokenizer.json", lambda data: data.replace(b"tokenizer 1", b"tokenizer 2")),
+    "pattern changed": ("tokenizer.json", lambda data: data.replace(b"{1,2}", b"{1,3}")),
+    "special tokens changed": ("tokenizer.json", lambda data: data.replace(b"1016", b"1017")),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_files_are_errors(tmp_path, damage):
+    """Whatever is missing, torn or changed: the error names the file and says what to type."""
+    small_tokenizer().save(str(tmp_path))
+    name, change = DAMAGE[damage]
+    before = (tmp_path / name).read_bytes()
+    after = change(before)
+    assert after != before, "nothing was damaged"
+    (tmp_path / name).unlink() if after is None else (tmp_path / name).write_bytes(after)
+    with pytest.raises((ValueError, FileNotFoundError)) as caught:
+        RustBPETokenizer.from_directory(str(tmp_path))
+    assert str(tmp_path / name) in str(caught.value) and "python tokenizer.py" in str(caught.value)
+
+
+def test_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
+    """A crash before the rename: the folder still holds the tokenizer that it held."""
+    small_tokenizer().save(str(tmp_path))
+    monkeypatch.setattr(os, "replace", lambda *names: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        pair_tokenizer().save(str(tmp_path))
+    assert RustBPETokenizer.from_directory(str(tmp_path)).fingerprint() == small_tokenizer().fingerprint()
+
+
+def test_vocabulary_sizes(recwarn):
+    """Too small is an error; too large for the text is a smaller vocabulary, and a warning with its size."""
+    with pytest.raises(ValueError, match=r"take 265; ask for more"):
+        RustBPETokenizer.train_from_iterator(iter(["abc"]), 264)
+    assert RustBPETokenizer.train_from_iterator(iter(["abc"]), 265).get_vocab_size() == 265
+    assert not recwarn
+    tok = RustBPETokenizer.train_from_iterator(iter(["abab abab"]), 5000)
+    size = tok.get_vocab_size()
+    assert 265 < size < 300 and f"has {size} tokens, not 5000" in str(recwarn.pop(UserWarning).message)
+    assert tok.get_bos_token_id() == size - 9 and tok.encode("abab") != list(b"abab")
+
+
+def test_token_bytes_are_those_of_the_text():
+    """Summed over a text's tokens they are its UTF-8 bytes, also where a token is half a character."""
+    tok, text = small_tokenizer(), standard_library()[2] + "漢字 é 😀"
+    n_bytes = get_token_bytes(tok)
+    assert n_bytes.shape == (1024,) and str(n_bytes.dtype) == "torch.int32"
+    assert n_bytes[tok.encode(text)].sum() == len(text.encode())
+    assert n_bytes[1015:].sum() == 0 and n_bytes[:256].tolist() == [1] * 256
+
+
+def test_command_trains_and_says_so(tmp_path, monkeypatch, capsys):
+    """python tokenizer.py: progress, size, bytes per token, where it was saved."""
+    texts = standard_library()
+    batches = {"train": [texts[:40], texts[40:80]], "val": [texts[80:90]]}
+    monkeypatch.setitem(sys.modules, "dataset", type(sys)("dataset"))
+    sys.modules["dataset"].find_data = lambda data_dir: "somewhere"
+    sys.modules["dataset"].parquets_iter_batched = lambda split, data_dir: batches[split]
+    monkeypatch.setattr(sys, "argv", ["tokenizer.py", "--vocab-size", "700", "--out", str(tmp_path)])
+    tokenizer_module.main()
+    said = capsys.readouterr().out
+    tok = RustBPETokenizer.from_directory(str(tmp_path))
+    n_tokens = sum(len(ids) for ids in tok.encode(standard_library()[80:90]))
+    ratio = sum(len(text.encode()) for text in standard_library()[80:90]) / n_tokens
+    assert "read 80 documents" in said and "700 tokens" in said and str(tmp_path) in said
+    assert f"{ratio:.2f} bytes per token" in said
 
 
 # ---------------------------------------------------------------------------------------------------------
