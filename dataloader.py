@@ -51,21 +51,21 @@ class Slice(NamedTuple):
     epoch: int
     shard: int          # index into the split's sorted shards
     row_group: int
-    rows: np.ndarray    # rows of the row group
+    rows: range | list  # rows of the row group
     start: int          # how many of `rows` were delivered before
     dealt: int          # what this epoch had dealt before this row group: row groups, or documents
 
 
 def shuffled(n, seed, epoch, kind, shard=0, row_group=0):
     """
-    The order of n things in one epoch, as an array of indices; 0, 1, ... where seed is None.
+    The order of n things in one epoch, as a range or list of indices; 0, 1, ... where seed is None.
     Drawn from the tuple, so that no two places share an order. PCG64's raw stream is fixed by NumPy's
     compatibility policy; Generator.permutation is not.
     """
     if seed is None:
-        return np.arange(n)
+        return range(n)
     raw = np.random.PCG64((seed, epoch, kind, shard, row_group)).random_raw(n)
-    return np.argsort(raw, kind="stable")
+    return np.argsort(raw, kind="stable").tolist()
 
 
 class DocumentReader:
@@ -82,6 +82,7 @@ class DocumentReader:
         self.grown = [*grown, len(shards)] if len(shards) not in grown else list(grown)
         self.by_document = self._too_few_row_groups() if by_document is None else by_document
         self._cached_read = lru_cache(maxsize=4)(self._read)
+        self.fingerprint = lru_cache(maxsize=4)(self._fingerprint)
 
     def _too_few_row_groups(self):
         row_groups = documents = 0
@@ -96,7 +97,7 @@ class DocumentReader:
                 f"launch with num_lanes (and a world size) of at most {documents}, or add data")
         return True
 
-    def fingerprint(self, n=None):
+    def _fingerprint(self, n=None):
         """Of the names and sizes of the first n shards (default: all)."""
         named = [[shard.name, shard.size] for shard in self.shards[:n]]
         return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
@@ -104,9 +105,9 @@ class DocumentReader:
     def shard_order(self, epoch):
         """Shards that were appended during the first epoch come behind those it began with."""
         if epoch > 1:
-            return shuffled(len(self.shards), self.seed, epoch, 1).tolist()
+            return shuffled(len(self.shards), self.seed, epoch, 1)
         parts = itertools.pairwise([0, *self.grown])
-        return [a + i for a, b in parts for i in shuffled(b - a, self.seed, 1, 1, a).tolist()]
+        return [a + i for a, b in parts for i in shuffled(b - a, self.seed, 1, 1, a)]
 
     def slices(self, lane, cursor, epochs=None):
         """All slices of a lane from the cursor on, without end unless `epochs` is given."""
@@ -115,7 +116,7 @@ class DocumentReader:
             order = self.shard_order(epoch)
             for shard in order[0 if at_shard < 0 else order.index(at_shard):]:
                 counts = self.shards[shard].rows
-                groups = shuffled(len(counts), self.seed, epoch, 2, shard).tolist()
+                groups = shuffled(len(counts), self.seed, epoch, 2, shard)
                 if shard == at_shard:    # a row group past the last (nanochat's states): the next shard
                     groups = groups[groups.index(at_row_group):] if at_row_group < len(groups) else []
                 for row_group in groups:
@@ -138,11 +139,11 @@ class DocumentReader:
     def read(self, shard, row_group, rows):
         """The documents at `rows` of one row group, as an Arrow array of strings or of token bytes."""
         array = (self._cached_read if self.by_document else self._read)(shard, row_group)
-        if len(rows) == len(array) and np.array_equal(rows, np.arange(len(rows))):
+        if rows == range(len(array)):
             return array
         if self.shards[shard].kind == "text" and pa.types.is_string(array.type):
             array = array.cast(pa.large_string())    # take() of 2 GB of text overflows 32-bit offsets
-        return array.take(pa.array(rows))
+        return array.take(pa.array(rows, pa.int64()))
 
     def _read(self, shard, row_group):
         return self.shards[shard].read(row_group)
@@ -160,14 +161,16 @@ class Chunk(NamedTuple):
 
     def reference(self, i, offset=0):
         where = self.source
-        return [where.epoch, where.shard, where.row_group, int(where.rows[self.first + i]), offset]
+        return [where.epoch, where.shard, where.row_group, where.rows[self.first + i], offset]
 
     def document(self, i, came, most=None):
         """A copy, lest a buffered document keep its whole chunk alive; None for a null document."""
         a, b = self.bounds[i], self.bounds[i + 1]
         if a == b:
             return None
-        return Document(self.ids[a:b][:most].copy(), self.reference(i), came)
+        if most is not None:
+            b = min(b, a + most)
+        return Document(self.ids[a:b].copy(), self.reference(i), came)
 
     def cursor(self, i):
         where = self.source
@@ -261,7 +264,7 @@ class TokenizingPool:
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
                     self._encode(reader, shard, row_group, rows[i:i + 1], array[i:i + 1])
-            raise RuntimeError(f"{reader.shards[shard].path}, row group {row_group}, row {int(rows[0])}: "
+            raise RuntimeError(f"{reader.shards[shard].path}, row group {row_group}, row {rows[0]}: "
                                f"{type(error).__name__}: {error}") from error
         self.tokenized += len(ids)
         self.nulls += array.null_count
@@ -366,8 +369,9 @@ class FlatPacker:
         for document in documents:    # one at most
             epoch, shard, row_group, row, offset = document.ref
             self.parts, self.held = [document.ids[offset:]], len(document.ids) - offset
-            chunk = Chunk(document.ids, [0, len(document.ids)], Slice(epoch, shard, row_group, [row], 0, 0), 0)
-            self.last, self.end = (chunk, 0), len(document.ids)
+            source = Slice(epoch, shard, row_group, [row], 0, 0)
+            self.last = Chunk(document.ids, [0, len(document.ids)], source, 0), 0
+            self.end = len(document.ids)
 
 
 def choose_best_fit(sizes, free):
@@ -443,33 +447,32 @@ class BestFitPacker:
 SPARE = 64
 
 
-def fill_gap(gap, lengths, copies, bits):
+def fill_gap(gap, lengths, copies, misses):
     """
     Choose buffered documents that fill `gap` tokens exactly, or else as much of it as can be.
 
-    lengths: sorted, distinct; copies[n]: documents of n tokens; bits: an integer with bit n set for every
-    n in lengths. Subset sum with one integer as the set of reachable sums, the longest documents first,
-    until the gap is reachable. Of those longer than half the gap only one can be part of a filling, so
-    they enter all at once: 1,000 documents then cost hardly more than 100.
+    lengths: sorted, distinct; copies(n): documents of n tokens; misses: an integer with bit k set where a
+    document of gap - k tokens is there. Subset sum with one integer for all sums, bit k for k tokens left
+    open: the longest documents first, until nothing is. Of those longer than half the gap only one can be
+    part of a filling, so they enter all at once: 1,000 documents then cost hardly more than 100.
     Example: lengths [2, 3, 4, 7], one copy each: gap=10 -> [3, 7];  gap=8 -> [7], one token stays open
     """
-    if bits >> gap & 1:
+    if misses & 1:
         return [gap]
-    half, window = gap // 2, (1 << gap + 1) - 1
-    reach = 1 | (bits & window) >> half + 1 << half + 1
-    steps = []                                 # (length, what was reachable before it)
+    half, steps = gap // 2, []                 # steps: (length, what was left open without it)
+    left = 1 << gap | misses & (1 << gap - half) - 1
     for length in reversed(lengths[:bisect_right(lengths, half)]):
         for _ in range(min(copies(length), gap // length)):
-            steps.append((length, reach))
-            reach |= reach << length & window
-        if reach >> gap:
+            steps.append((length, left))
+            left |= left >> length
+        if left & 1:
             break
-    chosen, target = [], reach.bit_length() - 1
+    chosen, target = [], (left & -left).bit_length() - 1
     for length, before in reversed(steps):
         if not before >> target & 1:
             chosen.append(length)
-            target -= length
-    return [*chosen, target] if target else chosen
+            target += length
+    return [*chosen, gap - target] if target < gap else chosen
 
 
 def longest_prefix(T):
@@ -497,7 +500,7 @@ class ExactFitPacker:
         self.arrivals = itertools.count()
         self.long = collections.deque()        # arrivals of those longer than a row, oldest first
         self.by_length = {}                    # length -> arrivals of whole others, oldest first
-        self.lengths, self.bits = [], 0        # its keys, sorted, and as a bitset
+        self.lengths, self.bits = [], 0        # its keys, sorted, and as an integer: bit T + 1 - n for n
         self.short = self.tokens = 0           # documents in by_length; tokens of all
         self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
 
@@ -529,7 +532,7 @@ class ExactFitPacker:
         gap = self.R - len(opener.ids)
         pieces = self._deliver(opener, min(self.R, len(opener.ids)))
         if gap > 0:
-            filling = fill_gap(gap, self.lengths, self._copies, self.bits)
+            filling = fill_gap(gap, self.lengths, self._copies, self.bits >> self.R - gap)
             for length in filling:
                 pieces += self._deliver(self._pop(self.by_length[length][0]), length)
             if left := gap - sum(filling):
@@ -579,7 +582,7 @@ class ExactFitPacker:
             else:
                 self.by_length[n] = collections.deque([arrival])
                 insort(self.lengths, n)
-                self.bits |= 1 << n
+                self.bits |= 1 << self.R - n
 
     def _pop(self, arrival):
         """Always the oldest of its kind: of all, of the long ones, or of its length."""
@@ -594,7 +597,7 @@ class ExactFitPacker:
             if not self.by_length[n]:
                 del self.by_length[n]
                 self.lengths.pop(bisect_left(self.lengths, n))
-                self.bits ^= 1 << n
+                self.bits ^= 1 << self.R - n
         return document
 
     def _copies(self, length):
@@ -750,22 +753,20 @@ class Run:
 
     def _pack_batch(self):
         B, R = self.rows.shape
-        pieces, short, touched = [], [], set()
-        for b in range(B):
-            number = self.order[(self.turn + b) % len(self.order)]
+        pieces, short = [], []
+        turns = [self.order[turn % len(self.order)] for turn in range(self.turn, self.turn + B)]
+        for b, number in enumerate(turns):
             row = self.lanes[number].next_row()
-            touched.add(number)
-            n = sum(map(len, row)) if self.finite else R
-            if n < R:
-                row = [*row, np.full(R - n, self.pool.bos, self.rows.dtype)]
-                short.append((b, n))
-            if n == 0:
-                self.dry.add(number)
             pieces += row
+            if self.finite and (n := sum(map(len, row))) < R:
+                pieces.append(np.full(R - n, self.pool.bos, self.rows.dtype))
+                short.append((b, n))
+                if n == 0:
+                    self.dry.add(number)
         np.concatenate(pieces, out=self.rows.reshape(-1))
         self.turn += B
         rows, snapshots = self.place
-        snapshots = {**snapshots, **{number: self.lanes[number].snapshot() for number in touched}}
+        snapshots = {**snapshots, **{number: self.lanes[number].snapshot() for number in set(turns)}}
         self.place = rows + B * self.world_size, snapshots
         empty = sum(n == 0 for _, n in short)
         more = empty < B or len(self.dry) < len(self.order)
@@ -1323,9 +1324,13 @@ def speed_of(loader, seconds):
     return batches * loader.B * loader.T / (time.perf_counter() - began)
 
 
-def ceiling(pool, reader, seconds):
-    """Tokens per second of the pool alone, thrown away."""
-    chunks = pool.chunks(reader, reader.slices(0, [1, -1, -1, 0, 0]), 2 * pool.threads)
+def all_chunks(pool, loader):
+    (reader,) = loader.readers.values()
+    return pool.chunks(reader, reader.slices(0, [1, -1, -1, 0, 0]), 2 * pool.threads)
+
+
+def ceiling(chunks, seconds):
+    """Tokens per second of a pool alone, thrown away."""
     next(chunks)
     began, tokens = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
@@ -1342,7 +1347,7 @@ class SharedEncoding:
     def get_bos_token_id(self):
         return self.inner.get_bos_token_id()
 
-    def encode(self, texts, prepend, num_threads):
+    def encode(self, texts, prepend=None, num_threads=8):
         encoded = self.inner.enc.encode_ordinary_batch(texts, num_threads=num_threads)
         return [[prepend, *ids] for ids in encoded]
 
@@ -1363,13 +1368,15 @@ def measure(job):
     loader = make()
     first, _ = timed(lambda: next(loader))
     speed_of(loader, 1)
-    (reader,), pool = loader.readers.values(), TokenizingPool(tokenizer, threads)
-    turns = [(speed_of(loader, seconds), ceiling(pool, reader, seconds)) for _ in range(3)]
+    memory = peak_memory() - before
+    pool = TokenizingPool(tokenizer, threads)
+    chunks = all_chunks(pool, loader)
+    turns = [(speed_of(loader, seconds), ceiling(chunks, seconds)) for _ in range(3)]
     again, state = make(), loader.state_dict()
     resume, _ = timed(lambda: (again.load_state_dict(state), next(again)))
-    loader.close(), again.close()
+    loader.close(), again.close(), pool.close()
     speed, top = (float(np.median(column)) for column in zip(*turns, strict=True))
-    return speed, top, first, resume, peak_memory() - before
+    return speed, speed / top, first, resume, memory
 
 
 def timed(action):
@@ -1379,9 +1386,11 @@ def timed(action):
 
 
 def peak_memory():
-    """MB of this process so far."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    """MB of this process so far. Linux's ru_maxrss would begin with the parent's."""
+    if os.path.exists("/proc/self/status"):
+        with open("/proc/self/status") as status:
+            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)    # macOS counts bytes
 
 
 def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
@@ -1391,10 +1400,10 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
 
     cores = cores_of_this_rank()
     tokenizer = RustBPETokenizer.from_directory(tokenizer_dir)
-    (reader,) = PackedLoader(tokenizer, B, T, "train", data_dir=data_dir).readers.values()
-    shared = TokenizingPool(SharedEncoding(tokenizer), cores, batch=128)
-    own = TokenizingPool(tokenizer, cores)
-    turns = [(ceiling(own, reader, seconds), ceiling(shared, reader, seconds)) for _ in range(3)]
+    loader = PackedLoader(tokenizer, B, T, "train", data_dir=data_dir)
+    own = all_chunks(TokenizingPool(tokenizer, cores), loader)
+    shared = all_chunks(TokenizingPool(SharedEncoding(tokenizer), cores, batch=128), loader)
+    turns = [(ceiling(own, seconds), ceiling(shared, seconds)) for _ in range(3)]
     ours, theirs = (float(np.median(column)) for column in zip(*turns, strict=True))
     yield (f"B = {B}, T = {T}, {cores} cores; {ours / 1e6:.2f} M tokens/s by {cores} threads with an "
            f"Encoding each, {theirs / 1e6:.2f} sharing one: {ours / theirs:.2f} times")
@@ -1408,8 +1417,8 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
         for (kind, folder), (packing, tails), threads in jobs:
             job = (tokenizer_dir, folder, packing, tails, B, T, threads, seconds)
             with ProcessPoolExecutor(1, mp_context=fresh) as process:    # its own peak of memory
-                speed, top, first, resume, memory = process.submit(measure, job).result()
-            share = f"{speed / top:.2f}" if kind == "text" else ""
+                speed, share, first, resume, memory = process.submit(measure, job).result()
+            share = f"{share:.2f}" if kind == "text" else "-"
             yield (f"{kind:<8}{packing_name(packing, tails):<15}{threads:>8}{speed / 1e6:>12.2f}{share:>12}"
                    f"{first:>11.2f} s{resume:>7.2f} s{memory:>6.0f} MB")
 
@@ -1429,7 +1438,7 @@ def main():
     from tokenizer import find_tokenizer
 
     data_dir = find_data(args.data)
-    tokenizer, folder = find_tokenizer(args.tokenizer, data_dir)
+    tokenizer, folder = find_tokenizer(args.tokenizer, [data_dir], 32768)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     chosen = [(args.show, show(tokenizer, data_dir, args.T, colour=colour)),
               (args.compare, compare(tokenizer, data_dir, args.B, args.T)),

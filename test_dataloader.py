@@ -18,9 +18,12 @@ import http.server
 import itertools
 import json
 import logging
+import math
 import os
+import pickletools
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +32,7 @@ import threading
 import time
 import tracemalloc
 import warnings
+import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
@@ -46,6 +50,7 @@ from hypothesis import strategies as st
 import dataloader
 import dataset
 import tokenizer as tokenizer_module
+import train
 from dataloader import (
     BestFitPacker,
     Chunk,
@@ -1388,7 +1393,7 @@ def chunk_of(lengths, first=0):
     for i, n in enumerate(lengths):
         ids += [BOS, *(1000 * (first + i) + k for k in range(1, n))][:n]
         bounds.append(len(ids))
-    rows = np.arange(first + len(lengths))
+    rows = range(first + len(lengths))
     return Chunk(np.array(ids, np.int64), bounds, Slice(1, 0, 0, rows, 0, 0), first)
 
 
@@ -1473,7 +1478,7 @@ def test_gap_is_filled_exactly_wherever_any_subset_does(gap, lengths):
     """All subsets, against one integer's bits."""
     sums = {sum(subset) for k in range(len(lengths) + 1) for subset in itertools.combinations(lengths, k)}
     copies = collections.Counter(lengths)
-    chosen = fill_gap(gap, sorted(copies), copies.__getitem__, sum(1 << n for n in copies))
+    chosen = fill_gap(gap, sorted(copies), copies.get, sum(1 << gap - n for n in copies if n <= gap))
     assert sum(chosen) == max(s for s in sums if s <= gap)
     assert not collections.Counter(chosen) - copies, "a document was used twice"
 
@@ -2198,6 +2203,223 @@ def test_a_finite_mixture_ends_when_every_source_has(sources):
 def test_a_bad_weight_is_an_error(sources, weight):
     with pytest.raises(ValueError, match="weight"):
         make({sources["a"]: weight})
+
+
+TOY = ["--device", "cpu", "--depth", "1", "--seq_len", "64", "--batch_size", "8", "--vocab_size", "512",
+       "--eval_rows", "64", "--log_every", "1", "--lr", "0.01"]
+TRAIN_PY = os.path.abspath(train.__file__)
+
+
+@pytest.fixture(scope="module")
+def train_base(tmp_path_factory):
+    """A base folder with two small sources of text, so that no test waits for the built-in corpus."""
+    base = tmp_path_factory.mktemp("train_base")
+    for source, word in (("a", "def f(x): return x + {}\n"), ("b", "class C{}: pass\n")):
+        os.makedirs(base / source)
+        for shard in range(3):
+            texts = ["".join(word.format(i * j) for j in range(i % 60)) for i in range(shard, 160 + shard)]
+            path = base / source / f"shard_{shard}.parquet"
+            pq.write_table(pa.table({"text": texts}), path, row_group_size=20)
+    return base
+
+
+def train_command(base, *arguments, ranks=0):
+    start = [sys.executable, TRAIN_PY]
+    if ranks:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        start = [*torchrun, f"--nproc_per_node={ranks}", TRAIN_PY]
+    data = [] if "--data" in arguments else ["--data", str(base / "a")]
+    return [*start, *TOY, *data, *map(str, arguments)]
+
+
+def train_process(base, *arguments, ranks=0):
+    return subprocess.Popen(train_command(base, *arguments, ranks=ranks), cwd=base, text=True,
+                            env={**os.environ, "NANOLOADER_BASE_DIR": str(base)},
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def train_run(base, *arguments, ranks=0, status=0):
+    process = train_process(base, *arguments, ranks=ranks)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == status, output
+    return output
+
+
+def train_log(folder):
+    with open(os.path.join(folder, "log.jsonl")) as file:
+        return [json.loads(line) for line in file]
+
+
+def train_losses(folder):
+    """{step: loss}; a step that was done twice must have the same loss twice."""
+    losses = {}
+    for record in train_log(folder):
+        if "loss" in record:
+            assert losses.setdefault(record["step"], record["loss"]) == record["loss"], record
+    return losses
+
+
+@pytest.fixture(scope="module")
+def train_whole(train_base):
+    """20 steps on one rank, without a break."""
+    output = train_run(train_base, "--steps", 20, "--save_every", 10, "--out", train_base / "whole")
+    return train_base / "whole", output
+
+
+def test_train_first_loss_is_ln_of_the_padded_vocabulary(train_whole):
+    folder, output = train_whole
+    tokens = int(output.split("tokenizer: ")[1].split(" tokens")[0].replace(",", ""))
+    assert train_losses(folder)[0] == pytest.approx(math.log(-(-tokens // 64) * 64), abs=1e-5)
+    assert train_losses(folder)[19] < 0.8 * train_losses(folder)[0], "it learns nothing"
+
+
+def test_train_keeps_flags_versions_and_evals(train_whole):
+    """log.jsonl: flags and versions first, a line a step, val bits per byte; the screen shows them too."""
+    folder, output = train_whole
+    first, *rest = train_log(folder)
+    assert first["flags"]["steps"] == 20 and first["torch"] == torch.__version__
+    assert [r["step"] for r in rest if "loss" in r] == list(range(20))
+    bpb = next(r for r in rest if "val_bpb" in r)
+    assert f"val {bpb['val_bpb']:.4f} bits per byte; zlib -9: {bpb['zlib_bpb']:.4f}" in output
+
+
+def train_first_half(source, out):
+    """What is left of a run that was killed behind its save at step 10."""
+    os.makedirs(out)
+    shutil.copy(source / "step_0000010.pt", out)
+
+
+def test_train_10_steps_and_10_resumed_are_20(train_base, train_whole):
+    """Bit for bit, past a newest checkpoint that is torn."""
+    out = train_base / "halves"
+    train_first_half(train_whole[0], out)
+    with open(train_whole[0] / "step_0000020.pt", "rb") as file:
+        whole = file.read()
+    with open(out / "step_0000020.pt", "wb") as file:
+        file.write(whole[:len(whole) // 2])
+    output = train_run(train_base, "--steps", 20, "--save_every", 10, "--out", out, "--resume", "auto")
+    assert "step_0000020.pt is torn" in output
+    want = train_losses(train_whole[0])
+    assert train_losses(out) == {step: want[step] for step in range(10, 20)}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_train_2_ranks_are_1_rank(train_base, train_whole, optimizer):
+    """The same losses and val bits per byte; and on from 1 rank's checkpoint by 2."""
+    one, two = train_base / f"one-{optimizer}", train_base / f"two-{optimizer}"
+    muon = ["--optimizer", optimizer, "--steps", 20, "--save_every", 10, "--micro_batch_size", 2]
+    if optimizer == "adamw":
+        one = train_whole[0]
+    else:
+        train_run(train_base, *muon, "--out", one)
+    train_first_half(one, two)
+    train_run(train_base, *muon, "--out", two, "--resume", "auto", ranks=2)
+    want = train_losses(one)
+    for step, loss in train_losses(two).items():
+        assert step >= 10 and loss == pytest.approx(want[step], abs=1e-4)
+    bpb = [next(r["val_bpb"] for r in train_log(folder) if "val_bpb" in r) for folder in (one, two)]
+    assert bpb[0] == pytest.approx(bpb[1], abs=5e-4)
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_train_sigterm_saves_and_resumes(train_base, ranks):
+    """Each rank leaves with status 0 behind a checkpoint of the very step; the next start goes on from it."""
+    out = train_base / f"sigterm{ranks}"
+    process = train_process(train_base, "--steps", 100_000, "--out", out, ranks=ranks)
+    while not os.path.exists(out / "log.jsonl") or len(train_log(out)) < 5:
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    done = max(train_losses(out)) + 1
+    assert f"stopped (SIGTERM) at step {done} of 100000" in output
+    assert train.newest_checkpoint(str(out)) == str(out / f"step_{done:07d}.pt")
+    assert ranks or process.returncode == 0    # torchrun itself ends with a status of its own
+
+
+@pytest.mark.parametrize("flags, told", [
+    (["--batch_size", "0"], "--batch_size 0: expected a number above 0"),
+    (["--depth", "1.5"], "argument --depth: invalid int value: '1.5'"),
+    (["--data", "a:0.7", "b"], "--data b: expected PATH, or several of PATH:WEIGHT"),
+    (["--resume", "nowhere.pt"], "--resume nowhere.pt: no such file; expected auto, none or a checkpoint"),
+    (["--data", "nowhere"], "error: "),
+])
+def test_train_bad_flags_are_one_line(train_base, flags, told):
+    process = train_process(train_base, *flags)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode in (1, 2) and told in output and "Traceback" not in output
+
+
+def test_train_refuses_another_model_and_another_run(train_base, train_whole):
+    folder = train_whole[0]
+    told = train_run(train_base, "--depth", "2", "--out", folder, "--resume", "auto", status=1)
+    assert "--depth is 2, in" in told and "resume with --depth 1" in told
+    assert "holds checkpoints; go on with --resume auto" in train_run(train_base, "--out", folder, status=1)
+
+
+def test_train_not_finite_stops_and_names_the_batch(train_base):
+    """The state before the batch is kept, and it is one that a loader takes; no checkpoint is written."""
+    out = train_base / "boom"
+    told = train_run(train_base, "--lr", "1e39", "--steps", 9, "--out", out, status=1)
+    assert "error: step 1: loss nan" in told and "row group" in told
+    with open(out / "not_finite_0000001.json") as file:
+        assert json.load(file)["rows"] == 8
+    assert not train.list_checkpoints(str(out))
+
+
+def test_train_mixture_and_sample(train_base):
+    """Bits per byte of each source and of all; --sample reads the newest checkpoint."""
+    out = train_base / "mixed"
+    sources = [f"{train_base / 'a'}:0.75", f"{train_base / 'b'}:0.25"]
+    told = train_run(train_base, "--data", *sources, "--steps", 4, "--doc_mask", "--out", out)
+    assert told.count("bits per byte of ") == 2 and "bits per byte over all sources" in told
+    assert train_run(train_base, "--sample", "def ", "--out", out).startswith("def ")
+
+
+def test_train_checkpoint_holds_nothing_but_numbers_and_text(train_whole):
+    """The only globals in its pickle are torch's own for tensors: weights_only=True loads all of it."""
+    with zipfile.ZipFile(train_whole[0] / "step_0000020.pt") as file:
+        pickled = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
+    used = {argument for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
+    assert used and all(name.split()[0] in ("torch", "torch._utils", "collections") for name in used), used
+    with open(TRAIN_PY) as file:
+        code = file.read()
+    assert "_object(" not in code and "_object_list(" not in code, "torch's object collectives unpickle"
+
+
+def test_train_doc_mask_is_each_document_by_itself():
+    """Logits of a row of three documents equal those of three forwards."""
+    torch.manual_seed(0)
+    model, bos = train.GPT(2, 300), 299
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.05)
+    documents = [torch.cat([torch.tensor([bos]), torch.randint(0, 299, (n,))]) for n in (5, 17, 9)]
+    row = torch.cat(documents)[None]
+    together = model(row, mask=train.document_mask(row, bos, flex=False))[0]
+    alone = torch.cat([model(document[None])[0] for document in documents])
+    assert torch.allclose(together, alone, atol=1e-4)
+    assert not torch.allclose(model(row)[0], alone, atol=1e-2), "the mask made no difference"
+
+
+def test_train_muon_takes_the_matrices_of_blocks_only():
+    model = train.GPT(2, 300)
+    adamw, muon = train.make_optimizers(model, "muon", 0.02)
+    taken = {id(p) for group in muon.param_groups for p in group["params"]}
+    assert taken == {id(p) for p in model.blocks.parameters()}
+    assert {id(p) for group in adamw.param_groups for p in group["params"]} == {
+        id(model.embedding.weight), id(model.head.out.weight)}
+    assert muon.param_groups[0]["weight_decay"] == 0.0
+
+
+def test_train_full_disk_is_told_and_leaves_no_rest(tmp_path, monkeypatch):
+    train.save_checkpoint(str(tmp_path), 1, {"step": 1})
+    def full(content, file):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(torch, "save", full)
+    assert "No space left" in train.save_checkpoint(str(tmp_path), 2, {"step": 2})
+    assert os.listdir(tmp_path) == ["step_0000001.pt"]
+    assert train.newest_checkpoint(str(tmp_path)) == str(tmp_path / "step_0000001.pt")
 
 
 if __name__ == "__main__":

@@ -372,6 +372,38 @@ def get_tokenizer(tokenizer_dir: str | None = None) -> RustBPETokenizer:
     return RustBPETokenizer.from_directory(tokenizer_dir or default_dir())
 
 
+def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
+                   vocab_size: int) -> tuple[RustBPETokenizer, str]:
+    """
+    (tokenizer, its folder): the one given; or what `python tokenizer.py` made, for data of your own; or one
+    that is trained now, on the first 100 MB, and kept under a name that tells data and size.
+    """
+    folder, first = tokenizer_dir or default_dir(), os.path.basename(next(iter(sources)).rstrip("/"))
+    there = os.path.exists(os.path.join(folder, JSON_FILE))
+    if not tokenizer_dir and (first.startswith("builtin-") or not there):
+        digest = hashlib.sha256(json.dumps(sorted(sources)).encode()).hexdigest()[:8]
+        folder = f"{default_dir()}-{first}-{digest}-{vocab_size}"
+        if not os.path.exists(os.path.join(folder, JSON_FILE)):
+            print(f"training a tokenizer of {vocab_size:,} tokens, once: {folder}", flush=True)
+            RustBPETokenizer.train_from_iterator(some_text(sources, 10**8), vocab_size).save(folder)
+    return RustBPETokenizer.from_directory(folder), folder
+
+
+def some_text(sources: Sequence[str], limit: int) -> Iterator[str]:
+    """The first documents of each source, `limit` characters in all."""
+    from dataset import list_shards, parquets_iter_batched
+
+    for path in sources:
+        left = limit / len(sources)
+        if list_shards(path, "train")[0].kind == "tokens":
+            raise ValueError(f"{path} holds tokens; pass the tokenizer that made them: --tokenizer DIR")
+        for text in (text for batch in parquets_iter_batched("train", data_dir=path) for text in batch):
+            if left <= 0:
+                break
+            left -= len(text)
+            yield text
+
+
 def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
     """
     The bytes of text that each token stands for, int32 (vocab,), 0 for special tokens: for bits per byte.
