@@ -798,9 +798,8 @@ class Run:
 
     def close(self):
         """Without waiting for what the threads are at."""
-        if self.pid == os.getpid():
-            self.pool.close()
-            self.executor.shutdown(wait=False, cancel_futures=True)
+        self.pool.close()
+        self.executor.shutdown(wait=False, cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -988,13 +987,18 @@ class PackedLoader(IterableDataset):
 
     def close(self):
         """Stop the threads. In a finite run, also tell the other ranks, which would wait for this one."""
-        if self._group is not None and self._run and not self._finished and not self._closed:
+        ours = self._run is not None and self._run.pid == os.getpid()
+        if self._group is not None and ours and not self._finished and not self._closed:
             flags = torch.tensor([0, 0, 1], dtype=torch.int32)
             with contextlib.suppress(RuntimeError):
                 self._farewell = dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True)
-        if self._run:
+        if ours:
             self._run.close()
         self._closed = True
+
+    def __del__(self):
+        if getattr(self, "_run", None) is not None:
+            self.close()
 
     # State -----------------------------------------------------------------------------------------------
 
@@ -1046,7 +1050,7 @@ class PackedLoader(IterableDataset):
                     "merge_states([...]) of the states of all ranks, taken at one step")
             self._set_readers(state["num_lanes"], state["sources"])
             place = state["rows"], {number: state["lanes"][str(number)] for number in mine}
-        if self._run:
+        if self._run is not None and self._run.pid == os.getpid():
             self._run.close()
         self._run, self._place, self._finished = None, place, False
 
@@ -1110,7 +1114,8 @@ class PackedLoader(IterableDataset):
         """
         Since the first batch or the last load, in this process, prefetched batches included: tokens,
         documents and rows packed; share of documents that fit a row and yet were cut; longest wait of a
-        document in rows of its lane; seconds that next() waited. Per source under "sources".
+        document in rows of its lane; seconds that next() waited. Per source under "sources". Dropped are
+        tokens of documents that were tokenized whole: text that tails="drop" never encodes is not counted.
         """
         if self._run is None:
             return {}

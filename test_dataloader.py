@@ -1863,12 +1863,12 @@ def test_bad_arguments_say_what_to_choose(corpus, bad, words):
 
 RANK_PROGRAM = """
 import sys; sys.path.insert(0, {here!r})
-import json, os, torch.distributed as dist
-from test_dataloader import make, rows_of
+import json, os, time, torch.distributed as dist
+from test_dataloader import made, make, rows_of
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-loader = make({data!r}, num_lanes=4, epochs=1, **{options!r})
-rows = []
+loader, rows = make({data!r}, num_lanes=4, epochs=1, **{options!r}), []
+made.clear()
 try:
     for i, batch in enumerate(loader):
         rows.append(rows_of(batch))
@@ -1877,6 +1877,9 @@ try:
                 loader.close()
             elif {leave!r} == "exit":
                 os._exit(3)
+            elif {leave!r} == "del":
+                del loader
+                time.sleep(3)    # alive, but without its loader
             break
     end = "ended"
 except (RuntimeError, ValueError) as error:
@@ -1919,7 +1922,7 @@ def test_ranks_of_a_finite_run_end_at_the_same_batch(corpus, uneven):
         assert [[list(row) for row in batch] for batch in (want if uneven == "pad" else full)] == got
 
 
-@pytest.mark.parametrize("leave", ["close", "break", "exit"])
+@pytest.mark.parametrize("leave", ["close", "break", "exit", "del"])
 def test_no_rank_hangs_where_another_stops_early(corpus, leave):
     (end, rows), _ = on_two_ranks(corpus, leave=leave)
     assert "lost a rank" in end and len(rows) >= 2
