@@ -344,12 +344,12 @@ class FlatPacker:
     def row(self, ended):
         if self.held <= self.T:
             return self._last_row() if ended else None
+        row, part = self.parts, self.parts[-1]
         self.held -= self.T
-        *whole, part = self.parts
         cut = len(part) - self.held
-        self.parts = [part[cut:]]
+        row[-1], self.parts = part[:cut + 1], [part[cut:]]
         self.rows += 1
-        return [*whole, part[:cut + 1]]
+        return row
 
     def _last_row(self):
         overlap = 1 if self.rows else 0        # the first token held was the last target of the row before
@@ -682,8 +682,9 @@ class Lane:
     def next_row(self):
         """A source that ends leaves its share to the others, whose shares begin anew."""
         while self.live:
-            i = whose_turn([self.taken[name] for name in self.live], self.shares) if len(self.live) > 1 else 0
-            name = self.live[i]
+            name = self.live[0]
+            if len(self.live) > 1:
+                name = self.live[whose_turn([self.taken[name] for name in self.live], self.shares)]
             if row := self.streams[name].next_row():
                 self.taken[name] += 1
                 return row
@@ -1265,7 +1266,7 @@ def show(tokenizer, data_dir, T, columns=72, colour=False):
         stats = loader.stats()
         loader.close()
         yield f"{packing_name(packing, tails)}   {describe_stats(stats)}"
-        rows = torch.cat([inputs[-8:, :1], targets[-8:]], dim=1).numpy()
+        rows = torch.cat([inputs[-5:, :1], targets[-5:]], dim=1).numpy()
         for row in rows:
             yield "  " + draw_row(row, columns, colour)
         yield ""
@@ -1280,7 +1281,7 @@ def draw_row(row, columns, colour):
         whole_start = row[a] & FIRST and (b - a == 1 or row[a + 1] & SECOND)
         block = ("[" if whole_start else "<") + "=" * (width - 2) + ("]" if row[b - 1] & LAST else ">")
         block = block[:width] if width < 2 else block
-        text += f"\\033[30;{41 + k % 6}m{block}\\033[0m" if colour else block
+        text += f"\033[30;{41 + k % 6}m{block}\033[0m" if colour else block
     return text
 
 
@@ -1289,18 +1290,17 @@ def packing_name(packing, tails):
 
 
 def describe_stats(stats):
-    seen = stats["tokens_delivered"] + stats["tokens_dropped"]
-    return (f"{100 * stats['tokens_dropped'] / max(1, seen):.1f} % of tokens lost, "
-            f"{100 * stats['cut_share']:.2f} % of documents cut in need, wait {stats['longest_wait_rows']:,}")
+    left = stats["tokens_delivered"] + stats["tokens_dropped"]
+    return (f"lost {stats['tokens_dropped'] / max(1, left):.1%}, fit but cut {stats['cut_share']:.2%}, "
+            f"longest wait {stats['longest_wait_rows']:,} rows")
 
 
 def compare(tokenizer, data_dir, B, T):
     """
-    Lines of a table. Lost: of the tokens that left the buffer. Held: tokens in the buffer at the end, in
-    rows. Speed: from text, all threads.
+    Lines of a table. Lost: of the tokens that left the buffer. Fit but cut: documents that would have fit a
+    row. Held: tokens in the buffer at the end, in rows. Speed: from text, all threads.
     """
-    yield (f"{'packing':<15}{'tokens lost':>12}{'docs cut in need':>18}{'longest wait':>14}{'held':>11}"
-           f"{'M tokens/s':>12}")
+    yield f"{'packing':<15}{'lost':>8}{'fit but cut':>13}{'longest wait':>14}{'held':>13}{'M tokens/s':>12}"
     for packing, tails in CHOICES:
         options = {"packing": packing, "tails": tails, "data_dir": data_dir}
         outline = PackedLoader(Outline(tokenizer), B, T, "train", **options)
@@ -1316,8 +1316,8 @@ def compare(tokenizer, data_dir, B, T):
         speed = speed_of(loader, 4)
         loader.close()
         lost = stats["tokens_dropped"] / (stats["tokens_dropped"] + stats["tokens_delivered"])
-        yield (f"{packing_name(packing, tails):<15}{100 * lost:>10.1f} %{100 * stats['cut_share']:>16.2f} %"
-               f"{stats['longest_wait_rows']:>9,} rows{held:>6,.0f} rows{speed / 1e6:>12.2f}")
+        yield (f"{packing_name(packing, tails):<15}{lost:>8.1%}{stats['cut_share']:>13.2%}"
+               f"{stats['longest_wait_rows']:>9,} rows{held:>8,.0f} rows{speed / 1e6:>12.2f}")
 
 
 def speed_of(loader, seconds):

@@ -2129,6 +2129,38 @@ def test_token_shards_of_another_tokenizer_are_refused(corpus, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# What is seen and reported
+
+def test_show_draws_documents_in_80_columns(corpus):
+    for colour in (False, True):
+        lines = list(dataloader.show(ByteTokenizer(), corpus, T=64, colour=colour))
+        plain = [re.sub("\033\\[[0-9;]*m", "", line) for line in lines]
+        assert max(map(len, plain)) <= 80 and (plain == lines) == (not colour)
+        rows = [line.strip() for line in plain if line.startswith("  ")]
+        assert len(rows) == 20 and all(len(row) == 72 for row in rows)
+        assert all(row[0] == "[" for row in rows[5:10]), "bestfit: every row begins with a document"
+        assert any(">" in row for row in rows), "cut ends are marked"
+
+
+def test_stats_add_up(corpus):
+    for packing, tails in PACKINGS:
+        loader = make(corpus, packing=packing, tails=tails, T=30, B=4, prefetch=0)
+        for _ in range(50):
+            next(loader)
+        stats = loader.stats()
+        assert stats["rows"] == 200 and stats["tokens_delivered"] == 200 * 30
+        assert (stats["tokens_dropped"] > 0) == (packing == "bestfit" or tails == "drop")
+        assert stats["documents"] > 60 and 0 <= stats["cut_share"] < 1 and stats["waited_s"] > 0
+        assert stats["tokens_tokenized"] >= stats["tokens_delivered"]
+        assert sum(source["rows"] for source in stats["sources"].values()) == 200
+
+
+def test_command_line_says_what_to_choose():
+    done = subprocess.run([sys.executable, "dataloader.py"], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 2 and "choose --show, --compare or --bench" in done.stderr
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Mixtures
 
 @pytest.mark.parametrize("weights", [[7, 2, 1], [1], [1, 1], [3, 1000], [5, 7, 11, 13, 17, 1], [1] * 9])
