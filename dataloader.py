@@ -220,17 +220,17 @@ class TokenizingPool:
         parts = ((reader, *part) for s, array in arrays for part in self._cut(s, array))
         return in_order(parts, lambda part: self.executor.submit(self._encode_part, *part), depth)
 
-    def documents(self, reader, references):
+    def documents(self, reader, references, limit):
         """Read and encode just the documents of these references: {(shard, row_group, row): ids}."""
         wanted = collections.defaultdict(set)
-        for _, shard, row_group, row, _ in references:
+        for _, shard, row_group, row, *_ in references:
             wanted[shard, row_group].add(row)
         parts = [(shard, group, rows[i:i + 64]) for (shard, group), rows in
                  ((key, sorted(value)) for key, value in wanted.items()) for i in range(0, len(rows), 64)]
 
         def encode(part):
             shard, row_group, rows = part
-            return self._encode(reader, shard, row_group, rows, reader.read(shard, row_group, rows))
+            return self._encode(reader, shard, row_group, rows, reader.read(shard, row_group, rows), limit)
 
         found = {}
         for (shard, row_group, rows), (ids, bounds) in zip(parts, self.executor.map(encode, parts),
@@ -253,29 +253,29 @@ class TokenizingPool:
 
     def _encode_part(self, reader, s, first, array):
         rows = s.rows[first:first + len(array)]
-        return Chunk(*self._encode(reader, s.shard, s.row_group, rows, array), s, first)
+        return Chunk(*self._encode(reader, s.shard, s.row_group, rows, array, self.limit), s, first)
 
-    def _encode(self, reader, shard, row_group, rows, array):
+    def _encode(self, reader, shard, row_group, rows, array, limit):
         """(ids, bounds) of an array of documents; an error names shard, row group and rows."""
         try:
-            ids, bounds = (self._encode_text(array) if is_text(array)
+            ids, bounds = (self._encode_text(array, limit) if is_text(array)
                            else self._view_tokens(array, reader.shards[shard]))
         except BaseException as error:    # tiktoken's panics are no Exceptions
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
-                    self._encode(reader, shard, row_group, rows[i:i + 1], array[i:i + 1])
+                    self._encode(reader, shard, row_group, rows[i:i + 1], array[i:i + 1], limit)
             raise RuntimeError(f"{reader.shards[shard].path}, row group {row_group}, row {rows[0]}: "
                                f"{type(error).__name__}: {error}") from error
         self.tokenized += len(ids)
         self.nulls += array.null_count
         return ids, bounds
 
-    def _encode_text(self, array):
+    def _encode_text(self, array, limit):
         data, offsets, valid = column_views(array)
         texts = [data[a:b] if ok else None for a, b, ok in
                  zip(offsets.tolist(), offsets[1:].tolist(), valid.tolist(), strict=False)]
         if self.own:
-            ids, bounds = self.tokenizer.encode_documents(texts, self.limit)
+            ids, bounds = self.tokenizer.encode_documents(texts, limit)
             return ids, bounds.tolist()
         strings = [str(text, "utf-8") for text in texts if text is not None]
         encoded = iter(self.tokenizer.encode(strings, prepend=self.bos, num_threads=self.threads))
@@ -316,7 +316,7 @@ def is_text(array):
 class Document(NamedTuple):
     """A buffered document, or the rest of one: then its first token stands for a BOS of its own."""
     ids: np.ndarray
-    ref: list           # [epoch, shard, row_group, row, offset]
+    ref: list           # [epoch, shard, row_group, row, offset], and bestfit's with its length
     came: int           # the lane's row count when it came
 
 
@@ -393,7 +393,8 @@ class BestFitPacker:
     """
     nanochat's rows: at least `buffer_size` documents buffered before every placement, refilled a tokenizer
     batch at a time; the largest that fits, and where none does the shortest, cut to fill the row. Long
-    documents pile up in the buffer until they are all it holds.
+    documents pile up in the buffer until they are all it holds, so no more of one is kept than a row takes,
+    and its reference has its length as well: on resume it need not be tokenized whole.
     Source: github.com/karpathy/nanochat, nanochat/dataloader.py.
     """
 
@@ -406,16 +407,18 @@ class BestFitPacker:
 
     def take(self, chunk, i):
         """All of it: a chunk is a tokenizer batch."""
-        for i in range(i, len(chunk.bounds) - 1):    # noqa: B020
-            if document := chunk.document(i, self.rows):
+        stop = len(chunk.bounds) - 1
+        for j in range(i, stop):
+            if document := chunk.document(j, self.rows, self.R):
+                document.ref.append(chunk.bounds[j + 1] - chunk.bounds[j])
                 self._put(document)
                 self.documents += 1
-        return len(chunk.bounds) - 1
+        return stop
 
     def _put(self, document):
         arrival = next(self.arrivals)
         self.buffer[arrival] = document
-        insort(self.sizes, (len(document.ids), arrival))
+        insort(self.sizes, (document.ref[5], arrival))
 
     def row(self, ended):
         while self.free:
@@ -611,7 +614,7 @@ class ExactFitPacker:
         self.rows = self.restored = rows
         for document in documents:
             offset = document.ref[4]
-            self._put(document._replace(ids=document.ids[:self.most][max(0, offset - 1):]))
+            self._put(document._replace(ids=document.ids[max(0, offset - 1):]))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -924,9 +927,11 @@ class PackedLoader(IterableDataset):
         """Read and tokenize the documents that the packers held, each row group once for all lanes."""
         for name, reader in self.readers.items():
             held = {number: saved[number][name] for number in lanes if name in saved.get(number, {})}
-            ids = pool.documents(reader, [ref for part in held.values() for ref in part["buffer"]])
+            limit = self.T + 1 if self.packing == "bestfit" else pool.limit
+            ids = pool.documents(reader, [ref for part in held.values() for ref in part["buffer"]], limit)
             for number, part in held.items():
-                documents = [Document(ids[tuple(ref[1:4])], ref, part["rows"]) for ref in part["buffer"]]
+                documents = [Document(ids[tuple(ref[1:4])][:limit], ref, part["rows"])
+                             for ref in part["buffer"]]
                 lanes[number].streams[name].packer.restore(documents, part["rows"])
 
     # Iterating -------------------------------------------------------------------------------------------
@@ -1330,7 +1335,7 @@ def speed_of(loader, seconds):
 
 
 def all_chunks(pool, loader):
-    (reader,) = loader.readers.values()
+    reader = next(iter(loader.readers.values()))
     return pool.chunks(reader, reader.slices(0, [1, -1, -1, 0, 0]), 2 * pool.threads)
 
 
@@ -1399,7 +1404,10 @@ def peak_memory():
 
 
 def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
-    """Lines of a table. Ceiling: the pool alone, its tokens thrown away, in turns with the loader."""
+    """
+    Lines of a table. Ceiling: the pool alone, its tokens thrown away, in turns with the loader. 4 x: the
+    same data as a mixture of four sources.
+    """
     from dataset import tokenize
     from tokenizer import RustBPETokenizer
 
@@ -1412,19 +1420,23 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
     ours, theirs = (float(np.median(column)) for column in zip(*turns, strict=True))
     yield (f"B = {B}, T = {T}, {cores} cores; {ours / 1e6:.2f} M tokens/s by {cores} threads with an "
            f"Encoding each, {theirs / 1e6:.2f} sharing one: {ours / theirs:.2f} times")
-    yield (f"{'from':<8}{'packing':<15}{'threads':>8}{'M tokens/s':>12}{'of ceiling':>12}{'first batch':>13}"
+    yield (f"{'from':<11}{'packing':<15}{'threads':>8}{'M tokens/s':>12}{'of ceiling':>12}{'first batch':>13}"
            f"{'resume':>9}{'memory':>9}")
     with tempfile.TemporaryDirectory() as tokens:
         with contextlib.redirect_stderr(io.StringIO()):
             tokenize(data_dir, tokens, tokenizer_dir)
         fresh = multiprocessing.get_context("spawn")
-        jobs = itertools.product([("text", data_dir), ("tokens", tokens)], CHOICES, sorted({1, cores}))
+        kinds = [("text", data_dir), ("tokens", tokens)]
+        mixtures = [("4 x " + kind, {os.path.join(folder, *"." * i): 1 for i in range(4)})
+                    for kind, folder in kinds]
+        jobs = [*itertools.product(kinds, CHOICES, sorted({1, cores})),
+                *itertools.product(mixtures, CHOICES[-1:], [cores])]
         for (kind, folder), (packing, tails), threads in jobs:
             job = (tokenizer_dir, folder, packing, tails, B, T, threads, seconds)
             with ProcessPoolExecutor(1, mp_context=fresh) as process:    # its own peak of memory
                 speed, share, first, resume, memory = process.submit(measure, job).result()
-            share = f"{share:.2f}" if kind == "text" else "-"
-            yield (f"{kind:<8}{packing_name(packing, tails):<15}{threads:>8}{speed / 1e6:>12.2f}{share:>12}"
+            share = f"{share:.2f}" if "text" in kind else "-"
+            yield (f"{kind:<11}{packing_name(packing, tails):<15}{threads:>8}{speed / 1e6:>12.2f}{share:>12}"
                    f"{first:>11.2f} s{resume:>7.2f} s{memory:>6.0f} MB")
 
 

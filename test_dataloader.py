@@ -1737,12 +1737,14 @@ def test_shuffle_is_another_order_every_epoch_and_the_same_for_every_world_size(
                       shuffle_seed=seed)
         documents[world] = rows
     assert documents[1] == documents[4]
-    reader = make(corpus, shuffle_seed=seed).readers[corpus]
-    epochs = [[s[:3] + tuple(s.rows) for s in itertools.islice(reader.slices(0, [e, -1, -1, 0, 0], e), 99)]
-              for e in (1, 2)]
-    order = [[s[1:] for s in epoch] for epoch in epochs]
-    assert sorted(s[:2] for s in order[0]) == sorted(s[:2] for s in order[1])
-    assert (order[0] == order[1]) == (seed is None)
+    reader = make(corpus, shuffle_seed=seed, num_lanes=5).readers[corpus]
+    slices = [list(reader.slices(lane, [1, -1, -1, 0, 0], epochs=2)) for lane in range(5)]
+    epochs = [[[(s.shard, s.row_group, *s.rows) for s in lane if s.epoch == epoch] for lane in slices]
+              for epoch in (1, 2)]
+    assert (epochs[0] == epochs[1]) == (seed is None)
+    for epoch in epochs:
+        dealt = [s[:2] for lane in epoch for s in lane]
+        assert len(set(dealt)) == len(dealt) == 12 and {len(lane) for lane in epoch} == {2, 3}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -2057,23 +2059,20 @@ def test_nanochats_generators_give_nanochats_rows(tmp_path, lanes, monkeypatch):
     data = write_shards(tmp_path, [groups[:4], groups[4:], [["val"]]])
     monkeypatch.setattr(dataloader, "find_data", lambda given: given or data)
     for rank in range(lanes):
-        mine = [text for shard in (groups[:4], groups[4:]) for group in shard[rank::lanes]
-                for batch in [group] for text in batch]
-        batches = [group[i:i + 5] for _ in range(3) for shard in (groups[:4], groups[4:])
+        batches = [group[i:i + 5] for _ in range(400) for shard in (groups[:4], groups[4:])
                    for group in shard[rank::lanes] for i in range(0, len(group), 5)]
-        assert mine
         want = nanochat_rows(batches, T=40, buffer_size=20)
         monkeypatch.setenv("RANK", str(rank)), monkeypatch.setenv("WORLD_SIZE", str(lanes))
         loader = dataloader.tokenizing_distributed_data_loader_with_state_bos_bestfit(
-            PlainTokenizer(), 2, 40, "train", 2, 5, "cpu", None, 20)
+            PlainTokenizer(), 8, 40, "train", 2, 5, "cpu", None, 20)
         got, state = [], None
-        for inputs, targets, state in itertools.islice(loader, len(want) // 2 - 10):    # noqa: B007
+        for inputs, targets, state in itertools.islice(loader, 1260):    # noqa: B007
             got += rows_of((inputs, targets))
-        assert [list(row) for row in got] == want[:len(got)] and len(got) > 20
+        assert [list(row) for row in got] == want[:len(got)] and len(got) > 10_000
         assert {"pq_idx", "rg_idx", "epoch"} <= state.keys()
         again = dataloader.tokenizing_distributed_data_loader_bos_bestfit(
-            PlainTokenizer(), 2, 40, "train", 2, 5, "cpu", buffer_size=20)
-        assert rows_of(next(again)) == got[:2]
+            PlainTokenizer(), 8, 40, "train", 2, 5, "cpu", buffer_size=20)
+        assert rows_of(next(again)) == got[:8]
 
 
 def nanochat_rows(batches, T, buffer_size):
@@ -2198,7 +2197,7 @@ def letters_of(rows):
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_a_mixture_has_its_shares_at_every_world_size(sources, world):
     data = dict(zip(sources.values(), [0.7, 0.2, 0.1], strict=True))
-    rows, state = run(data, steps=800 // world, world=world, B=1, num_lanes=8)
+    rows, state = run(data, steps=1000 // world, world=world, B=10, num_lanes=8)
     letters = letters_of(rows)
     for lane in range(8):
         mine = letters[lane::8]
@@ -2206,8 +2205,8 @@ def test_a_mixture_has_its_shares_at_every_world_size(sources, world):
             counts = collections.Counter(mine[:k])
             assert all(abs(counts[letter] - share * k) < 1 + 1e-9
                        for letter, share in zip("abc", [0.7, 0.2, 0.1], strict=True))
-    assert rows == run(data, steps=800, B=1, num_lanes=8)[0]
-    assert {part["rows"] for part in state["lanes"]["0"].values()} == {70, 20, 10}
+    assert rows == run(data, steps=1000, B=10, num_lanes=8)[0]
+    assert {part["rows"] for part in state["lanes"]["0"].values()} == {875, 250, 125}
 
 
 def test_weights_changed_twice_lose_and_repeat_nothing(sources, capsys):
