@@ -733,27 +733,17 @@ class Run:
         self.place = rows, {number: lane.snapshot() for number, lane in lanes.items()}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.executor, self.ahead = ThreadPoolExecutor(1, "pack"), collections.deque()
-        self.error, self.dry = None, set()    # dry: lanes that have ended
+        self.dry = set()    # lanes that have ended
         self.pid, self.began, self.waited = os.getpid(), time.perf_counter(), 0.0
 
     def next_batch(self, prefetch):
         asked = time.perf_counter()
         while len(self.ahead) <= prefetch:
-            self.ahead.append(self.executor.submit(self._make_batch))
-        batch = self.ahead[0].result()    # it stays first until it is here: Ctrl-C loses no batch
+            self.ahead.append(self.executor.submit(self._pack_batch))
+        batch = self.ahead[0].result()    # first until it is here: Ctrl-C loses none, an error stays one
         self.ahead.popleft()
         self.waited += time.perf_counter() - asked
         return batch
-
-    def _make_batch(self):
-        """After an error every later batch is that error: none is skipped."""
-        if self.error is not None:
-            raise self.error
-        try:
-            return self._pack_batch()
-        except BaseException as error:
-            self.error = error
-            raise
 
     def _pack_batch(self):
         B, R = self.rows.shape

@@ -1729,6 +1729,22 @@ def test_null_documents_are_counted_and_a_lane_of_nothing_else_is_an_error(tmp_p
         next(loaders[1])
 
 
+def test_places_in_a_run_do_not_share_an_order():
+    """Mixed as a tuple: with a sum, seed 1 in epoch 2 would be seed 2 in epoch 1."""
+    places = [(1, 2, 3), (2, 1, 3), (3, 2, 1), (1, 2, 3, 0, 1), (1, 2, 3, 1, 0), (1, 3, 3, 0, 0)]
+    orders = [tuple(dataloader.shuffled(40, *place)) for place in places]
+    assert len(set(orders)) == len(places) and all(sorted(order) == list(range(40)) for order in orders)
+
+
+def test_the_end_of_a_finite_run_is_bos_and_masked(tmp_path):
+    data = write_shards(tmp_path, [[["ab", "c"]], [["val"]]])
+    for packing in ("flat", "bestfit", "exactfit"):
+        ((inputs, targets),) = make(data, B=1, T=8, packing=packing, epochs=1)
+        assert sorted(inputs.tolist()[0][:5]) == sorted([BOS, 97, 98, BOS, 99])
+        assert inputs.tolist()[0][5:] == [BOS] * 3
+        assert targets.tolist()[0] == [*inputs.tolist()[0][1:5], -1, -1, -1, -1]
+
+
 @pytest.mark.parametrize("seed", [None, 5])
 def test_shuffle_is_another_order_every_epoch_and_the_same_for_every_world_size(corpus, seed):
     documents = {}
