@@ -27,6 +27,7 @@ import os
 import resource
 import sys
 import tempfile
+import threading
 import time
 import warnings
 from bisect import bisect_left, bisect_right, insort
@@ -207,12 +208,13 @@ class TokenizingPool:
 
     def __init__(self, tokenizer, threads, batch=None, limit=None):
         self.bos, self.threads = tokenizer.get_bos_token_id(), threads
-        self.batch, self.limit = batch, limit    # documents a chunk (None: free to choose), tokens a document
         self.own = hasattr(tokenizer, "encode_documents")
+        self.batch = batch if self.own else batch or 128    # documents of a chunk; None: free to choose
+        self.limit = limit                                  # tokens of a document that are wanted
         self.tokenizer, self.dtype = tokenizer, np.dtype(getattr(tokenizer, "dtype", np.uint32))
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self.executor = ThreadPoolExecutor(threads if self.own else 1, "tokenize")
-        self.tokenized = self.nulls = 0
+        self.tokenized, self.nulls, self.lock = 0, 0, threading.Lock()
 
     def chunks(self, reader, slices, depth):
         """Chunks of all documents of the slices. `depth`: how many are under way behind the next."""
@@ -266,8 +268,9 @@ class TokenizingPool:
                     self._encode(reader, shard, row_group, rows[i:i + 1], array[i:i + 1], limit)
             raise RuntimeError(f"{reader.shards[shard].path}, row group {row_group}, row {rows[0]}: "
                                f"{type(error).__name__}: {error}") from error
-        self.tokenized += len(ids)
-        self.nulls += array.null_count
+        with self.lock:
+            self.tokenized += len(ids)
+            self.nulls += array.null_count
         return ids, bounds
 
     def _encode_text(self, array, limit):
