@@ -736,7 +736,7 @@ class Run:
         self.place = rows, {number: lane.snapshot() for number, lane in lanes.items()}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.executor, self.ahead = ThreadPoolExecutor(1, "pack"), collections.deque()
-        self.dry = set()    # lanes that have ended
+        self.dry = {number for number, lane in lanes.items() if not lane.live}    # they have ended
         self.pid, self.began, self.waited = os.getpid(), time.perf_counter(), 0.0
 
     def next_batch(self, prefetch):

@@ -1710,6 +1710,20 @@ def test_64_lanes_on_5_row_groups_deliver_every_document_once(tmp_path, world):
     assert joined == collections.Counter(token for text in documents for token in text.encode())
 
 
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_a_finite_run_resumes_up_to_its_end(corpus, sources, packing, tails):
+    """Also where a lane, or one source of a mixture, has ended before the stop."""
+    for data in (corpus, dict(zip(sources.values(), [1, 5, 2], strict=True))):
+        same = {"data": data, "packing": packing, "tails": tails, "num_lanes": 4, "epochs": 2, "T": 30}
+        want = [rows_of(batch) for batch in make(**same)]
+        for stop in {0, 1, len(want) // 2, len(want) - 6, len(want) - 2, len(want)}:
+            loader = make(**same)
+            head = [rows_of(next(loader)) for _ in range(stop)]
+            rest = make(**same)
+            rest.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+            assert head + [rows_of(batch) for batch in rest] == want
+
+
 def test_more_lanes_than_documents_is_an_error_at_construction(tmp_path):
     data = write_shards(tmp_path, [grouped(numbered([5] * 900), [300, 300]), [["val"]]])
     with pytest.raises(ValueError, match=r"900 documents .* cannot feed 1000 lanes"):
