@@ -2158,6 +2158,23 @@ def test_token_shards_of_another_tokenizer_are_refused(corpus, tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Files that are whole or not there
+
+def test_a_file_gets_its_name_when_it_is_safe_on_disk(tmp_path, monkeypatch):
+    """Tokenizers, shards and checkpoints: written beside, synced, renamed."""
+    calls, sync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append("sync") or sync(file))
+    monkeypatch.setattr(os, "replace", lambda a, b: calls.append(b) or replace(a, b))
+    small_tokenizer().save(str(tmp_path))
+    dataset.write_shard(str(tmp_path / "shard.parquet"), [pa.array(["text"])])
+    assert train.save_checkpoint(str(tmp_path), 7, {"step": 7}) is None
+    names = [os.path.basename(call) for call in calls if call != "sync"]
+    assert names == ["tokenizer.tiktoken", "tokenizer.json", "shard.parquet", "step_0000007.pt"]
+    assert all(calls[calls.index(call) - 1] == "sync" for call in calls if call != "sync")
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".tmp")]
+
+
+# ---------------------------------------------------------------------------------------------------------
 # What is seen and reported
 
 def test_show_draws_documents_in_80_columns(corpus):
