@@ -667,10 +667,12 @@ def whose_turn(taken, weights):
     stand here, the earliest deadline goes first. Source: Pfair scheduling, Baruah et al. 1996.
     Example: weights [2, 1] -> 0, 1, 0, 0, 1, 0, ...
     """
-    now, total = sum(taken), sum(weights)
-    due = [(-(-(n + 1) * total // w), i) for i, (n, w) in enumerate(zip(taken, weights, strict=True))
-           if n * total // w <= now]
-    return min(due)[1]
+    now, total, turn, deadline = sum(taken) + 1, sum(weights), None, float("inf")
+    for i, n in enumerate(taken):
+        w = weights[i]
+        if n * total < w * now and (due := -(-(n + 1) * total // w)) < deadline:
+            turn, deadline = i, due
+    return turn
 
 
 class Lane:
@@ -678,28 +680,27 @@ class Lane:
 
     def __init__(self, streams, weights, taken):
         self.streams, self.weights = streams, weights    # by name of the source
-        self.taken = taken                               # rows since these shares began; None: has ended
-        self._set_live()
+        self._set_live([name for name in streams if taken[name] is not None], taken)
 
-    def _set_live(self):
-        self.live = [name for name in self.streams if self.taken[name] is not None]
-        self.shares = whole_numbers([self.weights[name] for name in self.live])
+    def _set_live(self, live, taken):
+        """live: the sources that have not ended; taken: their rows since these shares began."""
+        self.live, self.taken = live, [taken[name] for name in live]
+        self.shares = whole_numbers([self.weights[name] for name in live])
 
     def next_row(self):
         """A source that ends leaves its share to the others, whose shares begin anew."""
         while self.live:
-            name = self.live[0]
-            if len(self.live) > 1:
-                name = self.live[whose_turn([self.taken[name] for name in self.live], self.shares)]
-            if row := self.streams[name].next_row():
-                self.taken[name] += 1
+            i = whose_turn(self.taken, self.shares) if len(self.live) > 1 else 0
+            if row := self.streams[self.live[i]].next_row():
+                self.taken[i] += 1
                 return row
-            self.taken = {other: 0 if other in self.live and other != name else None for other in self.taken}
-            self._set_live()
+            live = [name for name in self.live if name != self.live[i]]
+            self._set_live(live, dict.fromkeys(live, 0))
         return []
 
     def snapshot(self):
-        return {name: {"taken": self.taken[name], **stream.snapshot()}
+        taken = dict(zip(self.live, self.taken, strict=True))
+        return {name: {"taken": taken.get(name), **stream.snapshot()}
                 for name, stream in self.streams.items()}
 
 
@@ -898,7 +899,7 @@ class PackedLoader(IterableDataset):
         self._place = self._run.place
 
     def _make_lane(self, pool, number, saved):
-        depth = -(-2 * self.threads * self.world_size // (self.num_lanes * len(self.readers)))
+        depth = 1 + 2 * self.threads * self.world_size // (self.num_lanes * len(self.readers))
         streams, taken = {}, {}
         for name, reader in self.readers.items():
             part, epochs = saved.get(name, {"cursor": [1, -1, -1, 0, 0], "taken": 0}), self.epochs[name]
