@@ -450,9 +450,6 @@ class BestFitPacker:
             self._put(document)
 
 
-SPARE = 64
-
-
 def fill_gap(gap, lengths, copies, misses):
     """
     Choose buffered documents that fill `gap` tokens exactly, or else as much of it as can be.
@@ -482,8 +479,12 @@ def fill_gap(gap, lengths, copies, misses):
 
 
 def longest_prefix(T):
-    """How many tokens of a document tails="drop" may deliver: a row, and a little that fills a gap before."""
-    return T + 1 + SPARE
+    """
+    How many tokens of a document tails="drop" may deliver: a row, and 64 that may fill a gap before it. With
+    none to spare 6.7 % of the documents that fit a row were cut (20,358 source files, T = 2048), with 16 or 64
+    none; 64 leaves fewer gaps open (13.7 % of the rows, not 20.4 %) for 3 % more to tokenize.
+    """
+    return T + 1 + 64
 
 
 class ExactFitPacker:
