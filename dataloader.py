@@ -480,9 +480,9 @@ def fill_gap(gap, lengths, copies, misses):
 
 def longest_prefix(T):
     """
-    How many tokens of a document tails="drop" may deliver: a row, and 64 that may fill a gap before it. With
-    none to spare 6.7 % of the documents that fit a row were cut (20,358 source files, T = 2048), with 16 or 64
-    none; 64 leaves fewer gaps open (13.7 % of the rows, not 20.4 %) for 3 % more to tokenize.
+    How many tokens of a document tails="drop" may deliver: a row, and 64 that may fill a gap before it.
+    Without them 6.7 % of the documents that fit a row were cut (20,358 source files, T = 2048), with them
+    none, for 3 % more to tokenize.
     """
     return T + 1 + 64
 
