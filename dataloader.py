@@ -164,14 +164,13 @@ class Chunk(NamedTuple):
         where = self.source
         return [where.epoch, where.shard, where.row_group, where.rows[self.first + i], offset]
 
-    def document(self, i, came, most=None):
-        """A copy, lest a buffered document keep its whole chunk alive; None for a null document."""
+    def document(self, i, came, most=None, copy=True):
+        """None for a null document. One that may stay long is a copy: a view keeps its whole chunk alive."""
         a, b = self.bounds[i], self.bounds[i + 1]
         if a == b:
             return None
-        if most is not None:
-            b = min(b, a + most)
-        return Document(self.ids[a:b].copy(), self.reference(i), came)
+        ids = self.ids[a:b if most is None else min(b, a + most)]
+        return Document(ids.copy() if copy else ids, self.reference(i), came)
 
     def cursor(self, i):
         where = self.source
@@ -450,11 +449,11 @@ class BestFitPacker:
             self._put(document)
 
 
-def fill_gap(gap, lengths, copies, misses):
+def fill_gap(gap, lengths, documents, misses):
     """
     Choose buffered documents that fill `gap` tokens exactly, or else as much of it as can be.
 
-    lengths: sorted, distinct; copies(n): documents of n tokens; misses: an integer with bit k set where a
+    lengths: sorted, distinct; documents[n]: those of n tokens; misses: an integer with bit k set where a
     document of gap - k tokens is there. Subset sum with one integer for all sums, bit k for k tokens left
     open: the longest documents first, until nothing is. Of those longer than half the gap only one can be
     part of a filling, so they enter all at once: 1,000 documents then cost hardly more than 100.
@@ -465,7 +464,7 @@ def fill_gap(gap, lengths, copies, misses):
     half, steps = gap // 2, []                 # steps: (length, what was left open without it)
     left = 1 << gap | misses & (1 << gap - half) - 1
     for length in reversed(lengths[:bisect_right(lengths, half)]):
-        for _ in range(min(copies(length), gap // length)):
+        for _ in range(min(len(documents[length]), gap // length)):
             steps.append((length, left))
             left |= left >> length
         if left & 1:
@@ -513,25 +512,26 @@ class ExactFitPacker:
 
     def take(self, chunk, i):
         stop = len(chunk.bounds) - 1
-        while i < stop and self._wants_more():
-            if document := chunk.document(i, self.rows, self.most):
+        size = self._size()
+        while i < stop and self._wants_more(size):
+            if document := chunk.document(i, self.rows, self.most, copy=self.keep):
                 self._put(document)
                 self.documents += 1
                 self.dropped += chunk.bounds[i + 1] - chunk.bounds[i] - len(document.ids)
             i += 1
         return i
 
-    def _wants_more(self):
-        """
-        The buffer grows with the lane's first rows, so that the first batch of many lanes comes soon. Long
-        documents are many tokens: of those no more than keeps the rows of one apart.
-        """
-        size = min(self.buffer_size, 32 + 4 * self.rows)
-        room = self.tokens < 2 * size * self.R or len(self.buffer) < size // 4
-        return self.tokens < self.R or (self.short < size and room)
+    def _size(self):
+        """The buffer grows with the lane's first rows, so that the first batch of many lanes comes soon."""
+        return min(self.buffer_size, 32 + 4 * self.rows)
+
+    def _wants_more(self, size):
+        """Long documents are many tokens: of those no more than keeps the rows of one apart."""
+        return self.tokens < self.R or (self.short < size and (
+            self.tokens < 2 * size * self.R or len(self.buffer) < size // 4))
 
     def row(self, ended):
-        if not ended and self._wants_more():
+        if not ended and self._wants_more(self._size()):
             return None
         if not self.buffer:
             return []
@@ -539,7 +539,7 @@ class ExactFitPacker:
         gap = self.R - len(opener.ids)
         pieces = self._deliver(opener, min(self.R, len(opener.ids)))
         if gap > 0:
-            filling = fill_gap(gap, self.lengths, self._copies, self.bits >> self.R - gap)
+            filling = fill_gap(gap, self.lengths, self.by_length, self.bits >> self.R - gap)
             for length in filling:
                 pieces += self._deliver(self._pop(self.by_length[length][0]), length)
             if left := gap - sum(filling):
@@ -606,9 +606,6 @@ class ExactFitPacker:
                 self.lengths.pop(bisect_left(self.lengths, n))
                 self.bits ^= 1 << self.R - n
         return document
-
-    def _copies(self, length):
-        return len(self.by_length[length])
 
     def references(self):
         return [document.ref for document in self.buffer.values()]
@@ -1372,7 +1369,7 @@ def measure(job):
 
     loader = make()
     first, _ = timed(lambda: next(loader))
-    speed_of(loader, 1)
+    speed_of(loader, len(loader.readers))    # a mixture has a buffer a source to fill
     memory = peak_memory() - before
     pool = TokenizingPool(tokenizer, threads)
     chunks = all_chunks(pool, loader)

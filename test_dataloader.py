@@ -1478,7 +1478,8 @@ def test_gap_is_filled_exactly_wherever_any_subset_does(gap, lengths):
     """All subsets, against one integer's bits."""
     sums = {sum(subset) for k in range(len(lengths) + 1) for subset in itertools.combinations(lengths, k)}
     copies = collections.Counter(lengths)
-    chosen = fill_gap(gap, sorted(copies), copies.get, sum(1 << gap - n for n in copies if n <= gap))
+    documents, misses = {n: [n] * copies[n] for n in copies}, sum(1 << gap - n for n in copies if n <= gap)
+    chosen = fill_gap(gap, sorted(copies), documents, misses)
     assert sum(chosen) == max(s for s in sums if s <= gap)
     assert not collections.Counter(chosen) - copies, "a document was used twice"
 
