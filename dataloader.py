@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataset import find_data, list_shards
+from dataset import cores, find_data, in_order, list_shards
 
 # ---------------------------------------------------------------------------------------------------------
 # Reading: which documents are whose
@@ -177,17 +177,6 @@ class Chunk(NamedTuple):
         return [where.epoch, where.shard, where.row_group, self.first + i, where.dealt]
 
 
-def in_order(tasks, submit, depth):
-    """The results of submit(task) in the order of the tasks, `depth` of them under way behind each."""
-    waiting = collections.deque()
-    for task in tasks:
-        waiting.append(submit(task))
-        if len(waiting) > depth:
-            yield waiting.popleft().result()
-    while waiting:
-        yield waiting.popleft().result()
-
-
 def column_views(array):
     """An Arrow string or binary array as (data, offsets, valid): memoryview, int array, bool array."""
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
@@ -217,9 +206,15 @@ class TokenizingPool:
 
     def chunks(self, reader, slices, depth):
         """Chunks of all documents of the slices. `depth`: how many are under way behind the next."""
-        arrays = in_order(slices, lambda s: self.executor.submit(self._read, reader, s), 1)
-        parts = ((reader, *part) for s, array in arrays for part in self._cut(s, array))
-        return in_order(parts, lambda part: self.executor.submit(self._encode_part, *part), depth)
+        def read(s):
+            return reader.read(s.shard, s.row_group, s.rows[s.start:])
+
+        def encode(part):
+            return self._encode_part(reader, *part)
+
+        parts = (part for s, array in in_order(self.executor, read, slices, 2)
+                 for part in self._cut(s, array))
+        return (chunk for _, chunk in in_order(self.executor, encode, parts, depth + 1))
 
     def documents(self, reader, references, limit):
         """Read and encode just the documents of these references: {(shard, row_group, row): ids}."""
@@ -239,9 +234,6 @@ class TokenizingPool:
             for row, a, b in zip(rows, bounds, bounds[1:], strict=False):
                 found[shard, row_group, row] = ids[a:b].copy()
         return found
-
-    def _read(self, reader, s):
-        return s, reader.read(s.shard, s.row_group, s.rows[s.start:])
 
     def _cut(self, s, array):
         """A slice in parts of whole documents: tokenizer batches where the packer counts in them."""
@@ -313,7 +305,7 @@ def is_text(array):
 # take(chunk, i)  is given the documents of a chunk from i on; returns the first that it did not take
 # row(ended)      the next row as a list of arrays; None: it wants documents first. Once no more can come,
 #                 the last row may be short and [] is the end
-# references()    what it holds, oldest first; restore(documents, rows) puts it back
+# held()          the Documents it holds, oldest first; restore(documents, rows) puts them back
 
 class Document(NamedTuple):
     """A buffered document, or the rest of one: then its first token stands for a BOS of its own."""
@@ -327,50 +319,51 @@ class FlatPacker:
 
     def __init__(self, T):
         self.T, self.rows = T, 0
-        self.parts, self.held = [], 0          # arrays not yet delivered, and their tokens
+        self.parts, self.n_held = [], 0        # arrays not yet delivered, and their tokens
         self.last, self.end = None, 0          # the document they end with: (chunk, i), length
         self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
 
     def take(self, chunk, i):
         """As many documents as the next row needs, as one array."""
         bounds = chunk.bounds
-        stop = min(len(bounds) - 1, bisect_left(bounds, bounds[i] + self.T + 1 - self.held, i + 1))
+        stop = min(len(bounds) - 1, bisect_left(bounds, bounds[i] + self.T + 1 - self.n_held, i + 1))
         if bounds[stop] > bounds[i]:
             self.parts.append(chunk.ids[bounds[i]:bounds[stop]])
-            self.held += bounds[stop] - bounds[i]
+            self.n_held += bounds[stop] - bounds[i]
             last = bisect_left(bounds, bounds[stop], i, stop) - 1    # null documents have no tokens
             self.last, self.end = (chunk, last), bounds[stop] - bounds[last]
         self.documents += stop - i
         return stop
 
     def row(self, ended):
-        if self.held <= self.T:
+        if self.n_held <= self.T:
             return self._last_row() if ended else None
         row, part = self.parts, self.parts[-1]
-        self.held -= self.T
-        cut = len(part) - self.held
+        self.n_held -= self.T
+        cut = len(part) - self.n_held
         row[-1], self.parts = part[:cut + 1], [part[cut:]]
         self.rows += 1
         return row
 
     def _last_row(self):
         overlap = 1 if self.rows else 0        # the first token held was the last target of the row before
-        row, held = self.parts, self.held
-        self.parts, self.held = [], 0
+        row, held = self.parts, self.n_held
+        self.parts, self.n_held = [], 0
         self.rows += held > overlap
         return row if held > overlap else []
 
-    def references(self):
-        if not self.held:
+    def held(self):
+        """One at most, without its tokens."""
+        if not self.n_held:
             return []
         chunk, i = self.last
-        return [chunk.reference(i, self.end - self.held)]
+        return [Document(None, chunk.reference(i, self.end - self.n_held), self.rows)]
 
     def restore(self, documents, rows):
         self.rows = self.restored = rows
-        for document in documents:    # one at most
+        for document in documents:
             epoch, shard, row_group, row, offset = document.ref
-            self.parts, self.held = [document.ids[offset:]], len(document.ids) - offset
+            self.parts, self.n_held = [document.ids[offset:]], len(document.ids) - offset
             source = Slice(epoch, shard, row_group, [row], 0, 0)
             self.last = Chunk(document.ids, [0, len(document.ids)], source, 0), 0
             self.end = len(document.ids)
@@ -440,8 +433,8 @@ class BestFitPacker:
         self.rows += bool(row)
         return row
 
-    def references(self):
-        return [document.ref for document in self.buffer.values()]
+    def held(self):
+        return list(self.buffer.values())
 
     def restore(self, documents, rows):
         self.rows = self.restored = rows
@@ -607,8 +600,8 @@ class ExactFitPacker:
                 self.bits ^= 1 << self.R - n
         return document
 
-    def references(self):
-        return [document.ref for document in self.buffer.values()]
+    def held(self):
+        return list(self.buffer.values())
 
     def restore(self, documents, rows):
         """The rest of a document that was cut keeps one token in front, to stand for its BOS."""
@@ -620,6 +613,23 @@ class ExactFitPacker:
 
 # ---------------------------------------------------------------------------------------------------------
 # Lanes: independent streams of rows
+
+class Place(NamedTuple):
+    """Where one source of one lane stands: all that a state says of it. The default is the beginning."""
+    taken: int | None = 0    # rows it gave since the shares began; None: it has ended
+    rows: int = 0            # rows it gave in all
+    cursor: list | tuple = (1, -1, -1, 0, 0)
+    buffer: list | tuple = ()    # the Documents that its packer holds, oldest first
+
+    def as_json(self):
+        return {"taken": self.taken, "rows": self.rows, "cursor": list(self.cursor),
+                "buffer": [document.ref for document in self.buffer]}
+
+    @classmethod
+    def from_json(cls, saved):
+        buffer = [Document(None, ref, saved["rows"]) for ref in saved["buffer"]]
+        return cls(saved["taken"], saved["rows"], saved["cursor"], buffer)
+
 
 class Stream:
     """One source within one lane: chunks into a packer, and the cursor behind what it was given."""
@@ -653,53 +663,56 @@ class Stream:
     def _cursor(self):
         return self.cursor if self.chunk is None else self.chunk.cursor(self.i)
 
-    def snapshot(self):
-        return {"rows": self.packer.rows, "cursor": self._cursor(), "buffer": self.packer.references()}
+    def place(self, taken):
+        return Place(taken, self.packer.rows, self._cursor(), self.packer.held())
 
 
-def whose_turn(taken, weights):
+def turns(weights, taken):
     """
-    Index of the source that gives a lane's next row, so that after every row each source i has given its
-    exact share of them to within one row (strictly): taken[i] rows so far, weights positive integers.
-    Every source's next row has a first and a last row of the lane where it may stand; of those that may
-    stand here, the earliest deadline goes first. Source: Pfair scheduling, Baruah et al. 1996.
-    Example: weights [2, 1] -> 0, 1, 0, 0, 1, 0, ...
+    Yields which source gives the lane's next row, so that after every row each source i has given its exact
+    share of them to within one row (strictly). weights: positive integers; taken[i]: its rows so far. The
+    next row of each has a first and a last row of the lane where it may stand; of those that may stand here,
+    the one that is due first does. Source: Pfair scheduling, Baruah et al. 1996.
+    Example: weights [2, 1] -> 0, 1, 0, and so on again: the order repeats after sum(weights) rows
     """
-    now, total, turn, deadline = sum(taken) + 1, sum(weights), None, float("inf")
-    for i, n in enumerate(taken):
-        w = weights[i]
-        if n * total < w * now and (due := -(-(n + 1) * total // w)) < deadline:
-            turn, deadline = i, due
-    return turn
+    total, taken = sum(weights), list(taken)
+    first = [n * total // w + 1 for n, w in zip(taken, weights, strict=True)]
+    last = [-(-(n + 1) * total // w) for n, w in zip(taken, weights, strict=True)]
+    for now in itertools.count(sum(taken) + 1):
+        turn = min((i for i, row in enumerate(first) if row <= now), key=last.__getitem__)
+        yield turn
+        n = taken[turn] = taken[turn] + 1
+        first[turn], last[turn] = n * total // weights[turn] + 1, -(-(n + 1) * total // weights[turn])
 
 
 class Lane:
     """The streams of one lane, one a source, taking turns by their weights."""
 
     def __init__(self, streams, weights, taken):
-        self.streams, self.weights = streams, weights    # by name of the source
-        self._set_live([name for name in streams if taken[name] is not None], taken)
+        self.streams, self.weights, self.taken = streams, weights, taken    # by name of the source
+        self._begin_turns()
 
-    def _set_live(self, live, taken):
-        """live: the sources that have not ended; taken: their rows since these shares began."""
-        self.live, self.taken = live, [taken[name] for name in live]
-        self.shares = whole_numbers([self.weights[name] for name in live])
+    def _begin_turns(self):
+        self.live = [name for name, taken in self.taken.items() if taken is not None]
+        shares = whole_numbers([self.weights[name] for name in self.live])
+        self.turns = turns(shares, [self.taken[name] for name in self.live])
+        if sum(shares) <= 10_000:    # then computed once: 0.6 -> 0.03 us a row
+            self.turns = itertools.cycle(itertools.islice(self.turns, sum(shares)))
 
     def next_row(self):
         """A source that ends leaves its share to the others, whose shares begin anew."""
         while self.live:
-            i = whose_turn(self.taken, self.shares) if len(self.live) > 1 else 0
-            if row := self.streams[self.live[i]].next_row():
-                self.taken[i] += 1
+            name = self.live[next(self.turns)]
+            if row := self.streams[name].next_row():
+                self.taken[name] += 1
                 return row
-            live = [name for name in self.live if name != self.live[i]]
-            self._set_live(live, dict.fromkeys(live, 0))
+            self.taken = {other: None if other == name or taken is None else 0
+                          for other, taken in self.taken.items()}
+            self._begin_turns()
         return []
 
-    def snapshot(self):
-        taken = dict(zip(self.live, self.taken, strict=True))
-        return {name: {"taken": taken.get(name), **stream.snapshot()}
-                for name, stream in self.streams.items()}
+    def places(self):
+        return {name: stream.place(self.taken[name]) for name, stream in self.streams.items()}
 
 
 def whole_numbers(weights):
@@ -715,7 +728,7 @@ def whole_numbers(weights):
 class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
-    place: tuple          # behind it: rows of the run, and a snapshot of each lane
+    place: tuple          # behind it: rows of the run, and of each lane the Place of each source
     full: bool            # every row holds a document: at the end of a finite run some do not
     more: bool            # it holds one, or some lane may still have one
     copied: object        # CUDA event: the copy to the device
@@ -732,7 +745,7 @@ class Run:
         self.order, self.turn = list(lanes), 0
         self.T, self.world_size, self.device = T, world_size, device
         self.rows = np.empty((B, T + 1), pool.dtype)
-        self.place = rows, {number: lane.snapshot() for number, lane in lanes.items()}
+        self.place = rows, {number: lane.places() for number, lane in lanes.items()}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.executor, self.ahead = ThreadPoolExecutor(1, "pack"), collections.deque()
         self.dry = {number for number, lane in lanes.items() if not lane.live}    # they have ended
@@ -750,8 +763,8 @@ class Run:
     def _pack_batch(self):
         B, R = self.rows.shape
         pieces, short = [], []
-        turns = [self.order[turn % len(self.order)] for turn in range(self.turn, self.turn + B)]
-        for b, number in enumerate(turns):
+        numbers = [self.order[turn % len(self.order)] for turn in range(self.turn, self.turn + B)]
+        for b, number in enumerate(numbers):
             row = self.lanes[number].next_row()
             pieces += row
             if self.finite and (n := sum(map(len, row))) < R:
@@ -761,9 +774,9 @@ class Run:
                     self.dry.add(number)
         np.concatenate(pieces, out=self.rows.reshape(-1))
         self.turn += B
-        rows, snapshots = self.place
-        snapshots = {**snapshots, **{number: self.lanes[number].snapshot() for number in set(turns)}}
-        self.place = rows + B * self.world_size, snapshots
+        rows, places = self.place
+        places = {**places, **{number: self.lanes[number].places() for number in set(numbers)}}
+        self.place = rows + B * self.world_size, places
         empty = sum(n == 0 for _, n in short)
         more = empty < B or len(self.dry) < len(self.order)
         return self._to_device(short, self.place, empty == 0, more)
@@ -837,7 +850,7 @@ class PackedLoader(IterableDataset):
         self.shards = {name: list_shards(name, split) for name in self.weights}
         self._set_readers(num_lanes or self.world_size, {})
         self._group = self._own_group()
-        self._place = 0, {}      # where to go on: rows of the run, and a snapshot of each of our lanes
+        self._place = 0, {}      # where to go on: rows of the run; {lane: {source: Place}}
         self._run = None
         self._finished = self._closed = False
 
@@ -900,11 +913,11 @@ class PackedLoader(IterableDataset):
         depth = 1 + 2 * self.threads * self.world_size // (self.num_lanes * len(self.readers))
         streams, taken = {}, {}
         for name, reader in self.readers.items():
-            part, epochs = saved.get(name, {"cursor": [1, -1, -1, 0, 0], "taken": 0}), self.epochs[name]
-            chunks = pool.chunks(reader, reader.slices(number, part["cursor"], epochs), depth)
-            streams[name] = Stream(self._make_packer(pool), chunks, part["cursor"])
-            taken[name] = part["taken"]
-            if taken[name] is None and (epochs is None or epochs > part["cursor"][0]):
+            place, epochs = saved.get(name, Place()), self.epochs[name]
+            chunks = pool.chunks(reader, reader.slices(number, place.cursor, epochs), depth)
+            streams[name] = Stream(self._make_packer(pool), chunks, place.cursor)
+            taken[name] = place.taken
+            if taken[name] is None and (epochs is None or epochs > place.cursor[0]):
                 taken[name] = 0    # it had ended, and was given more epochs
         return Lane(streams, self.weights, taken)
 
@@ -918,13 +931,14 @@ class PackedLoader(IterableDataset):
     def _restore_buffers(self, pool, lanes, saved):
         """Read and tokenize the documents that the packers held, each row group once for all lanes."""
         for name, reader in self.readers.items():
-            held = {number: saved[number][name] for number in lanes if name in saved.get(number, {})}
+            places = {number: saved[number][name] for number in lanes if name in saved.get(number, {})}
             limit = self.T + 1 if self.packing == "bestfit" else pool.limit
-            ids = pool.documents(reader, [ref for part in held.values() for ref in part["buffer"]], limit)
-            for number, part in held.items():
-                documents = [Document(ids[tuple(ref[1:4])][:limit], ref, part["rows"])
-                             for ref in part["buffer"]]
-                lanes[number].streams[name].packer.restore(documents, part["rows"])
+            held = [document.ref for place in places.values() for document in place.buffer]
+            ids = pool.documents(reader, held, limit)
+            for number, place in places.items():
+                documents = [document._replace(ids=ids[tuple(document.ref[1:4])][:limit])
+                             for document in place.buffer]
+                lanes[number].streams[name].packer.restore(documents, place.rows)
 
     # Iterating -------------------------------------------------------------------------------------------
 
@@ -1007,12 +1021,13 @@ class PackedLoader(IterableDataset):
         """
         if not self._place[1]:
             self._start()
-        rows, snapshots = self._place
-        epoch, shard, row_group, _, _ = next(iter(next(iter(snapshots.values())).values()))["cursor"]
+        rows, places = self._place
+        epoch, shard, row_group, _, _ = next(iter(next(iter(places.values())).values())).cursor
         return {"version": VERSION, "epoch": epoch, "pq_idx": max(0, shard), "rg_idx": max(0, row_group),
                 "num_lanes": self.num_lanes, "rows": rows, **self._settings(),
                 "sources": {name: self._describe(name) for name in self.readers},
-                "lanes": {str(number): snapshot for number, snapshot in snapshots.items()}}
+                "lanes": {str(number): {name: place.as_json() for name, place in lane.items()}
+                          for number, lane in places.items()}}
 
     def _settings(self):
         """What must be the same for the rows to be the same."""
@@ -1047,7 +1062,8 @@ class PackedLoader(IterableDataset):
                     f"this state lacks lanes {missing} of {state['num_lanes']}: it is one rank's; load "
                     "merge_states([...]) of the states of all ranks, taken at one step")
             self._set_readers(state["num_lanes"], state["sources"])
-            place = state["rows"], {number: state["lanes"][str(number)] for number in mine}
+            place = state["rows"], {number: {name: Place.from_json(part) for name, part
+                                             in state["lanes"][str(number)].items()} for number in mine}
         if self._run is not None and self._run.pid == os.getpid():
             self._run.close()
         self._run, self._place, self._finished = None, place, False
@@ -1104,9 +1120,8 @@ class PackedLoader(IterableDataset):
         warnings.warn("a state of nanochat's three keys resumes approximately, at the next row group; the "
                       "rows that were buffered are lost. Save state_dict() to resume exactly", stacklevel=3)
         cursor = [epoch, pq_idx, (rg_idx // self.num_lanes + 1) * self.num_lanes, 0, 0]
-        fresh = {"taken": 0, "rows": 0, "cursor": cursor, "buffer": []}
         mine = self._lanes_from(0, self.num_lanes)
-        return 0, {number: dict.fromkeys(self.readers, fresh) for number in mine}
+        return 0, {number: dict.fromkeys(self.readers, Place(cursor=cursor)) for number in mine}
 
     def stats(self) -> dict:
         """
@@ -1170,8 +1185,7 @@ def sources_of(data_dir, epochs):
 
 def cores_of_this_rank():
     """The cores that this process may use, shared among the ranks of its node."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def tokenizer_fingerprint(tokenizer):
@@ -1373,11 +1387,11 @@ def measure(job):
     memory = peak_memory() - before
     pool = TokenizingPool(tokenizer, threads)
     chunks = all_chunks(pool, loader)
-    turns = [(speed_of(loader, seconds), ceiling(chunks, seconds)) for _ in range(3)]
+    pairs = [(speed_of(loader, seconds), ceiling(chunks, seconds)) for _ in range(3)]
     again, state = make(), loader.state_dict()
     resume, _ = timed(lambda: (again.load_state_dict(state), next(again)))
     loader.close(), again.close(), pool.close()
-    speed, top = (float(np.median(column)) for column in zip(*turns, strict=True))
+    speed, top = (float(np.median(column)) for column in zip(*pairs, strict=True))
     return speed, speed / top, first, resume, memory
 
 
@@ -1403,14 +1417,14 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
     from dataset import tokenize
     from tokenizer import RustBPETokenizer
 
-    cores = cores_of_this_rank()
+    threads = cores_of_this_rank()
     tokenizer = RustBPETokenizer.from_directory(tokenizer_dir)
     loader = PackedLoader(tokenizer, B, T, "train", data_dir=data_dir)
-    own = all_chunks(TokenizingPool(tokenizer, cores), loader)
-    shared = all_chunks(TokenizingPool(SharedEncoding(tokenizer), cores, batch=128), loader)
-    turns = [(ceiling(own, seconds), ceiling(shared, seconds)) for _ in range(3)]
-    ours, theirs = (float(np.median(column)) for column in zip(*turns, strict=True))
-    yield (f"B = {B}, T = {T}, {cores} cores; {ours / 1e6:.2f} M tokens/s by {cores} threads with an "
+    own = all_chunks(TokenizingPool(tokenizer, threads), loader)
+    shared = all_chunks(TokenizingPool(SharedEncoding(tokenizer), threads, batch=128), loader)
+    pairs = [(ceiling(own, seconds), ceiling(shared, seconds)) for _ in range(3)]
+    ours, theirs = (float(np.median(column)) for column in zip(*pairs, strict=True))
+    yield (f"B = {B}, T = {T}, {threads} cores; {ours / 1e6:.2f} M tokens/s by {threads} threads with an "
            f"Encoding each, {theirs / 1e6:.2f} sharing one: {ours / theirs:.2f} times")
     yield (f"{'from':<11}{'packing':<15}{'threads':>8}{'M tokens/s':>12}{'of ceiling':>12}{'first batch':>13}"
            f"{'resume':>9}{'memory':>9}")
@@ -1421,14 +1435,14 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
         kinds = [("text", data_dir), ("tokens", tokens)]
         mixtures = [("4 x " + kind, {os.path.join(folder, *"." * i): 1 for i in range(4)})
                     for kind, folder in kinds]
-        jobs = [*itertools.product(kinds, CHOICES, sorted({1, cores})),
-                *itertools.product(mixtures, CHOICES[-1:], [cores])]
-        for (kind, folder), (packing, tails), threads in jobs:
-            job = (tokenizer_dir, folder, packing, tails, B, T, threads, seconds)
+        jobs = [*itertools.product(kinds, CHOICES, sorted({1, threads})),
+                *itertools.product(mixtures, CHOICES[-1:], [threads])]
+        for (kind, folder), (packing, tails), n in jobs:
+            job = (tokenizer_dir, folder, packing, tails, B, T, n, seconds)
             with ProcessPoolExecutor(1, mp_context=fresh) as process:    # its own peak of memory
                 speed, share, first, resume, memory = process.submit(measure, job).result()
             share = f"{share:.2f}" if "text" in kind else "-"
-            yield (f"{kind:<11}{packing_name(packing, tails):<15}{threads:>8}{speed / 1e6:>12.2f}{share:>12}"
+            yield (f"{kind:<11}{packing_name(packing, tails):<15}{n:>8}{speed / 1e6:>12.2f}{share:>12}"
                    f"{first:>11.2f} s{resume:>7.2f} s{memory:>6.0f} MB")
 
 

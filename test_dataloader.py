@@ -62,8 +62,8 @@ from dataloader import (
     choose_best_fit,
     fill_gap,
     merge_states,
+    turns,
     whole_numbers,
-    whose_turn,
 )
 from tokenizer import (
     FIRST_CUT,
@@ -1793,7 +1793,7 @@ def test_state_is_small_json_of_references_and_cheap(tmp_path):
     assert state == json.loads(json.dumps(state)) and len(json.dumps(state)) < 64 * 1024
     began = time.perf_counter()
     for _ in range(20):
-        loader._run.lanes[0].snapshot()
+        loader._run.lanes[0].places()
     assert (time.perf_counter() - began) / 20 < 0.005, "100 microseconds on a quiet machine"
 
 
@@ -2210,20 +2210,26 @@ def test_command_line_says_what_to_choose():
 # ---------------------------------------------------------------------------------------------------------
 # Mixtures
 
+def assert_shares_are_exact(weights, rows):
+    """At every prefix; from any row on the turns go on as they would have, and they repeat."""
+    taken, total = [0] * len(weights), sum(weights)
+    order = list(itertools.islice(turns(weights, taken), rows))
+    assert order[total:] == order[:-total] if total < rows else True
+    for k, turn in enumerate(order, 1):
+        taken[turn] += 1
+        assert all(abs(n * total - w * k) < total for n, w in zip(taken, weights, strict=True)), k
+        if k % 50 == 0:
+            assert list(itertools.islice(turns(weights, taken), min(50, rows - k))) == order[k:k + 50]
+
+
 @pytest.mark.parametrize("weights", [[7, 2, 1], [1], [1, 1], [3, 1000], [5, 7, 11, 13, 17, 1], [1] * 9])
 def test_shares_are_exact_to_within_one_row_at_every_prefix(weights):
-    taken, total = [0] * len(weights), sum(weights)
-    for k in range(1, 10_001):
-        taken[whose_turn(taken, weights)] += 1
-        assert all(abs(n * total - w * k) < total for n, w in zip(taken, weights, strict=True)), k
+    assert_shares_are_exact(weights, 10_000)
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=7))
 def test_shares_are_exact_for_drawn_weights(weights):
-    taken, total = [0] * len(weights), sum(weights)
-    for k in range(1, 300):
-        taken[whose_turn(taken, weights)] += 1
-        assert all(abs(n * total - w * k) < total for n, w in zip(taken, weights, strict=True))
+    assert_shares_are_exact(weights, 300)
 
 
 def test_weights_are_taken_as_they_are_written():

@@ -33,12 +33,12 @@ SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_star
 SPLIT_PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}"
                  r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+")
 
-# -----------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # Cutting a document (UTF-8 bytes) without changing its tokens
 
 # A cut is safe where one of these ends: there every pattern in SAFE_PATTERNS ends a token.
 CUT = (
-    rb"[0-9A-Za-z](?=[^'0-9A-Za-z\x80-\xff])"  # a letter or digit, then an ASCII sign that is no apostrophe
+    rb"[0-9A-Za-z](?=[^'0-9A-Za-z\x80-\xff])"    # a letter or digit, then an ASCII sign that is no apostrophe
     # anything but a space, then a space; by its last UTF-8 byte: U+00A0, U+2003 and such end in the others
     rb"|[!-~\x8b-\x9e\xa1-\xa7\xaa-\xae\xb0-\xbf](?= )"
     # a Chinese or Japanese letter, then a comma or full stop of theirs: that text has no spaces
@@ -50,14 +50,14 @@ FIRST_CUT, LAST_CUT = re.compile(CUT), re.compile(rb"(?s:.*)(?:" + CUT + rb")")
 # The split patterns (first digits of their sha256) that test_dataloader.py checks this for. With any other
 # pattern only documents longer than LONGEST_RUN are cut, so that a limit saves less.
 SAFE_PATTERNS = {
-    "4513fed735f5b87d",  # SPLIT_PATTERN
-    "bf51d578af571878",  # tiktoken's gpt2, r50k_base and p50k_base
-    "f021c3d976978e62",  # cl100k_base
-    "2d1b8dc11e89af71",  # o200k_base
+    "4513fed735f5b87d",    # SPLIT_PATTERN
+    "bf51d578af571878",    # tiktoken's gpt2, r50k_base and p50k_base
+    "f021c3d976978e62",    # cl100k_base
+    "2d1b8dc11e89af71",    # o200k_base
 }
 
-PART = 1 << 16  # bytes: long documents are encoded in parts of up to this size
-LONGEST_RUN = 1 << 18  # bytes without a safe cut that tiktoken is given at once: a million spaces fail in it
+PART = 1 << 16           # bytes: long documents are encoded in parts of up to this size
+LONGEST_RUN = 1 << 18    # bytes without a safe cut given to tiktoken at once; a million spaces overflow it
 
 
 def next_cut(data, start: int, part: int) -> int:
@@ -72,7 +72,7 @@ def next_cut(data, start: int, part: int) -> int:
     if found:
         return found.end()
     end = min(start + LONGEST_RUN, len(data))
-    if end < len(data):  # not between the bytes of one character, of which at most three look like this
+    if end < len(data):    # not between the bytes of one character, of which at most three look like this
         end -= next((back for back in range(4) if data[end - back] & 0xC0 != 0x80), 0)
     return end
 
@@ -94,7 +94,7 @@ def split_parts(text: str) -> Iterator[str]:
         start = end
 
 
-# -----------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # Saved as two text files: the ranks in tiktoken's own format, the rest as JSON
 
 RANKS_FILE, JSON_FILE, FORMAT = "tokenizer.tiktoken", "tokenizer.json", "nanoloader tokenizer 1"
@@ -154,12 +154,12 @@ def load_saved(tokenizer_dir: str) -> tuple[tiktoken.Encoding, str]:
     return build_encoding(saved["pattern"], ranks, saved["special_tokens"]), saved["bos_token"]
 
 
-# -----------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # The tokenizer
 
-DOCUMENTS_PER_TASK = 16  # of encode(list)
-BYTES_PER_TOKEN = 2  # a first guess, on the low side, for how much text a limit takes
-SMALLEST_PIECE = 128  # bytes: what is encoded at once when little is missing to a limit
+DOCUMENTS_PER_TASK = 16    # of encode(list)
+BYTES_PER_TOKEN = 2    # a first guess, on the low side, for how much text a limit takes
+SMALLEST_PIECE = 128    # bytes: what is encoded at once when little is missing to a limit
 
 
 class RustBPETokenizer:
@@ -282,11 +282,11 @@ class RustBPETokenizer:
             while tasks:
                 try:
                     task = tasks.popleft()
-                except IndexError:  # another worker was quicker
+                except IndexError:    # another worker was quicker
                     return
                 results[task] = [self.encode_text(text) for text in texts[task]]
 
-        if self.executor_pid != os.getpid():  # threads do not survive a fork
+        if self.executor_pid != os.getpid():    # threads do not survive a fork
             # It starts a thread only when none is idle, so no more than are asked for.
             self.executor, self.executor_pid = ThreadPoolExecutor(256, "tokenizer"), os.getpid()
         for worker in [self.executor.submit(work) for _ in range(min(max(1, num_threads), len(tasks)))]:
@@ -317,7 +317,7 @@ class RustBPETokenizer:
         for parts, at, end in zip(documents, bounds.tolist(), bounds[1:].tolist(), strict=False):
             ids[at:end][:1] = self.bos_token_id
             for part in parts:
-                ids[at + 1 : end][: len(part)] = part[: end - at - 1]
+                ids[at + 1:end][:len(part)] = part[:end - at - 1]
                 at += len(part)
         return ids, bounds
 
@@ -358,9 +358,8 @@ class RustBPETokenizer:
         return self.local.enc.encode_to_numpy(text, disallowed_special=())
 
 
-# -----------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # What the other files call
-
 
 def default_dir() -> str:
     from dataset import get_base_dir
@@ -420,9 +419,8 @@ def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
     return torch.from_numpy(n_bytes).to(device)
 
 
-# -----------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------
 # python tokenizer.py
-
 
 def documents_with_progress(batches: Iterable[list[str]], max_chars: int) -> Iterator[str]:
     n_documents, n_chars, started, printed = 0, 0, time.time(), time.time()
@@ -443,7 +441,7 @@ def bytes_per_token(tokenizer: RustBPETokenizer, batches: Iterable[list[str]], m
     n_bytes = n_tokens = 0
     for batch in batches:
         n_bytes += sum(len(to_bytes(text)) for text in batch)
-        n_tokens += len(tokenizer.encode_documents(batch)[0]) - len(batch)  # BOS stands for no bytes
+        n_tokens += len(tokenizer.encode_documents(batch)[0]) - len(batch)    # BOS stands for no bytes
         if n_bytes >= max_bytes:
             break
     return n_bytes / max(1, n_tokens)

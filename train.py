@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from dataloader import PackedLoader, merge_states
+from dataloader import PackedLoader, cores_of_this_rank, merge_states
 from dataset import find_data, list_shards, parquets_iter_batched
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
@@ -559,8 +559,7 @@ class Run:
     def set_up_device(self):
         if not self.cuda:
             self.device, self.peak = torch.device("cpu"), None
-            cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-            return torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1))))
+            return torch.set_num_threads(cores_of_this_rank())
         self.device, self.peak = torch.device("cuda", self.local_rank), peak_flops("cuda")
         torch.set_float32_matmul_precision("high")
         if self.flags.doc_mask:    # cuDNN's backward: NaN with a mask where T % 128 == 64 (pytorch #196678)
