@@ -32,6 +32,7 @@ import threading
 import time
 import tracemalloc
 import warnings
+import weakref
 import zipfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
@@ -57,6 +58,7 @@ from dataloader import (
     DocumentReader,
     ExactFitPacker,
     FlatPacker,
+    Lane,
     PackedLoader,
     Slice,
     choose_best_fit,
@@ -1530,6 +1532,16 @@ def test_exactfit_opens_with_the_oldest_and_cuts_only_where_no_subset_fits(lengt
             break
 
 
+def test_exactfit_buffer_grows_with_the_rows():
+    """So that the first batch of many lanes comes soon."""
+    packer, chunk, i, held = ExactFitPacker(99, np.array([BOS]), 200, "keep"), chunk_of([20] * 1000), 0, []
+    for _ in range(100):
+        i = packer.take(chunk, i)
+        held.append(len(packer.held()))
+        packer.row(False)
+    assert held == [min(200, 32 + 4 * row) for row in range(100)]
+
+
 @pytest.mark.parametrize("tails", ["keep", "drop"])
 @pytest.mark.parametrize("buffer_size, most_cut", [(256, 0.0015), (1000, 0.0002)])
 def test_exactfit_on_lognormal_lengths(tails, buffer_size, most_cut):
@@ -2069,6 +2081,15 @@ def test_memory_is_flat_over_20_epochs(corpus):
     assert sizes[1] < sizes[0] + 100_000, sizes
 
 
+@pytest.mark.parametrize("packer", [BestFitPacker(8, 4), ExactFitPacker(8, np.array([BOS]), 4, "keep")])
+def test_a_document_that_may_stay_long_does_not_keep_its_chunk_in_memory(packer):
+    chunk = chunk_of([3, 100, 4])
+    alive = weakref.ref(chunk.ids)
+    packer.take(chunk, 0)
+    del chunk
+    assert packer.held() and alive() is None
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The faces: torch's DataLoader, nanochat's generators, other tokenizers, tokens on disk
 
@@ -2299,6 +2320,36 @@ def test_a_finite_mixture_ends_when_every_source_has(sources):
     assert tokens == {ord("a"): sum(range(2, 40)), ord("b"): 2 * sum(range(2, 40))}
 
 
+@pytest.mark.parametrize("rows_of_a", range(1, 14))
+def test_shares_begin_anew_where_a_source_ends(rows_of_a):
+    """Exact to within one row from there on, although b or c may just have been ahead of its share."""
+    class Rows:
+        def __init__(self, name, n):
+            self.rows = [[name]] * n
+
+        def next_row(self):
+            return self.rows.pop() if self.rows else []
+
+    streams = {"a": Rows("a", rows_of_a), "b": Rows("b", 99), "c": Rows("c", 999)}
+    lane = Lane(streams, {"a": 1, "b": 1, "c": 9}, dict.fromkeys("abc", 0))
+    rows = [lane.next_row()[0] for _ in range(500)]
+    behind = "".join(rows[len(rows) - rows[::-1].index("a"):])
+    lag = [abs(10 * behind[:k].count("b") - k) for k in range(1, len(behind) + 1)]
+    assert rows.count("a") == rows_of_a and max(lag) < 10, behind[:30]
+
+
+@pytest.mark.parametrize("packing", ["flat", "exactfit"])
+def test_a_run_that_has_ended_goes_on_when_it_is_given_more_epochs(sources, packing):
+    """a goes on in its second epoch; b, which is given no more, does not."""
+    a, b, _ = sources.values()
+    first, second = (make({a: 1, b: 1}, packing=packing, T=50, epochs={a: n, b: 1}) for n in (1, 2))
+    rows = [row for batch in first for row in rows_of(batch)]
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    rows += [row for batch in second for row in rows_of(batch)]
+    targets = collections.Counter(itertools.chain(*(row[1:] for row in rows)))
+    assert targets[ord("a")] == 2 * targets[ord("b")] == 2 * sum(range(2, 40))
+
+
 @pytest.mark.parametrize("weight", [0, -1, None, float("nan")])
 def test_a_bad_weight_is_an_error(sources, weight):
     with pytest.raises(ValueError, match="weight"):
@@ -2405,7 +2456,7 @@ def test_train_10_steps_and_10_resumed_are_20(train_base, train_whole):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_train_2_ranks_are_1_rank(train_base, train_whole, optimizer):
-    """The same losses and val bits per byte; and on from 1 rank's checkpoint by 2."""
+    """The same losses, val bits per byte and states; and on from 1 rank's checkpoint by 2."""
     one, two = train_base / f"one-{optimizer}", train_base / f"two-{optimizer}"
     muon = ["--optimizer", optimizer, "--steps", 20, "--save_every", 10, "--micro_batch_size", 2]
     if optimizer == "adamw":
@@ -2419,6 +2470,8 @@ def test_train_2_ranks_are_1_rank(train_base, train_whole, optimizer):
         assert step >= 10 and loss == pytest.approx(want[step], abs=1e-4)
     bpb = [next(r["val_bpb"] for r in train_log(folder) if "val_bpb" in r) for folder in (one, two)]
     assert bpb[0] == pytest.approx(bpb[1], abs=5e-4)
+    ends = [json.loads(train.load_checkpoint(folder / "step_0000020.pt")["loader"]) for folder in (one, two)]
+    assert ends[0] == ends[1], "the state of all lanes, whoever had them"
 
 
 @pytest.mark.parametrize("ranks", [0, 2])
