@@ -1542,6 +1542,20 @@ def test_exactfit_buffer_grows_with_the_rows():
     assert held == [min(200, 32 + 4 * row) for row in range(100)]
 
 
+@pytest.mark.parametrize("rows_long", [3, 50])
+def test_exactfit_rows_of_one_document_stand_far_apart(rows_long):
+    """Where all documents are long, however long: by a quarter of the buffer at least."""
+    T, seen, nearest = 8, {}, math.inf
+    packer, chunk, i = ExactFitPacker(T, np.array([BOS]), 128, "keep"), chunk_of([rows_long * T] * 800), 0
+    for row in range(1500):
+        i = packer.take(chunk, i)
+        number = np.concatenate(packer.row(False))[1] // 1000    # of the document that opens it
+        if row > 100:
+            nearest = min(nearest, row - seen.get(number, -math.inf))
+        seen[number] = row
+    assert 128 // 4 - 1 <= nearest < math.inf
+
+
 @pytest.mark.parametrize("tails", ["keep", "drop"])
 @pytest.mark.parametrize("buffer_size, most_cut", [(256, 0.0015), (1000, 0.0002)])
 def test_exactfit_on_lognormal_lengths(tails, buffer_size, most_cut):
@@ -2562,6 +2576,16 @@ def test_train_muon_takes_the_matrices_of_blocks_only():
     assert {id(p) for group in adamw.param_groups for p in group["params"]} == {
         id(model.embedding.weight), id(model.head.out.weight)}
     assert muon.param_groups[0]["weight_decay"] == 0.0
+
+
+def test_train_rates_rise_stay_and_fall():
+    """Over 3 % of the steps, then until 60 %, then to 0."""
+    model = train.GPT(1, 64)
+    optimizers = train.make_optimizers(model, "adamw", 0.1)
+    shares = [train.set_rates(optimizers, step, 1000) for step in range(1000)]
+    assert optimizers[0].param_groups[-1]["lr"] == pytest.approx(0.1 * shares[-1])
+    assert [shares[step] for step in (0, 14, 29, 30, 600, 800, 999)] == pytest.approx(
+        [1 / 30, 0.5, 1, 1, 1, 0.5, 0.0025])
 
 
 def test_train_full_disk_is_told_and_leaves_no_rest(tmp_path, monkeypatch):
