@@ -53,8 +53,17 @@ class Slice(NamedTuple):
     shard: int          # index into the split's sorted shards
     row_group: int
     rows: range | list  # rows of the row group
-    start: int          # how many of `rows` were delivered before
-    dealt: int          # what this epoch had dealt before this row group: row groups, or documents
+    start: int          # how many of `rows` were given before
+    dealt: int          # how many row groups (or documents) this epoch had dealt before, to all lanes
+
+
+class Cursor(NamedTuple):
+    """Where a lane goes on reading. The default is the beginning of a run, shard -1 that of an epoch."""
+    epoch: int = 1
+    shard: int = -1
+    row_group: int = -1
+    given: int = 0      # how many of its documents of that row group the lane was given
+    dealt: int = 0      # as in Slice: it spares reading the footers of all shards before
 
 
 def shuffled(n, seed, epoch, kind, shard=0, row_group=0):
@@ -69,21 +78,31 @@ def shuffled(n, seed, epoch, kind, shard=0, row_group=0):
     return np.argsort(raw, kind="stable").tolist()
 
 
+def fingerprint_of(shards):
+    """Of their names and sizes."""
+    named = [[shard.name, shard.size] for shard in shards]
+    return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
+
+
 class DocumentReader:
     """
     One source: its shards, and how their documents are dealt to lanes.
 
     Row groups, counted through the epoch in its order, go to the lanes round robin. Where the split has
-    fewer row groups than lanes, documents do. A cursor is [epoch, shard, row_group, n, dealt]: of that row
-    group the lane was given n documents; shard -1 is the beginning of the epoch.
+    fewer row groups than lanes, documents do. grown: how many shards the split had at each launch of the
+    first epoch, ascending.
     """
 
     def __init__(self, shards, num_lanes, seed=None, by_document=None, grown=()):
         self.shards, self.num_lanes, self.seed = shards, num_lanes, seed
         self.grown = [*grown, len(shards)] if len(shards) not in grown else list(grown)
         self.by_document = self._too_few_row_groups() if by_document is None else by_document
-        self._cached_read = lru_cache(maxsize=4)(self._read)
-        self.fingerprint = lru_cache(maxsize=4)(self._fingerprint)
+        self.fingerprint = fingerprint_of(shards)
+
+        def read(shard, row_group):
+            return shards[shard].read(row_group)
+
+        self._read = lru_cache(maxsize=4)(read) if self.by_document else read
 
     def _too_few_row_groups(self):
         row_groups = documents = 0
@@ -98,11 +117,6 @@ class DocumentReader:
                 f"launch with num_lanes (and a world size) of at most {documents}, or add data")
         return True
 
-    def _fingerprint(self, n=None):
-        """Of the names and sizes of the first n shards (default: all)."""
-        named = [[shard.name, shard.size] for shard in self.shards[:n]]
-        return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
-
     def shard_order(self, epoch):
         """Shards that were appended during the first epoch come behind those it began with."""
         if epoch > 1:
@@ -112,7 +126,7 @@ class DocumentReader:
 
     def slices(self, lane, cursor, epochs=None):
         """All slices of a lane from the cursor on, without end unless `epochs` is given."""
-        epoch, at_shard, at_row_group, start, dealt = cursor
+        epoch, at_shard, at_row_group, given, dealt = cursor
         while epochs is None or epoch <= epochs:
             order = self.shard_order(epoch)
             for shard in order[0 if at_shard < 0 else order.index(at_shard):]:
@@ -122,32 +136,29 @@ class DocumentReader:
                     groups = groups[groups.index(at_row_group):] if at_row_group < len(groups) else []
                 for row_group in groups:
                     here = shard == at_shard and row_group == at_row_group
-                    rows, units = self._share(lane, epoch, shard, row_group, counts[row_group], dealt)
+                    rows, deals = self._share(lane, epoch, shard, row_group, counts[row_group], dealt)
                     if len(rows):
-                        yield Slice(epoch, shard, row_group, rows, start if here else 0, dealt)
-                    dealt += units
-            epoch, at_shard, at_row_group, start, dealt = epoch + 1, -1, -1, 0, 0
+                        yield Slice(epoch, shard, row_group, rows, given if here else 0, dealt)
+                    dealt += deals
+            epoch, at_shard, at_row_group, given, dealt = Cursor(epoch + 1)
 
     def _share(self, lane, epoch, shard, row_group, n, dealt):
-        """The lane's rows of a row group, and how many units it adds to what the epoch has dealt."""
+        """The lane's rows of a row group, and how many row groups or documents it deals: to `dealt`."""
         if not self.by_document and dealt % self.num_lanes != lane:
-            return (), n > 0
+            return (), int(n > 0)
         rows = shuffled(n, self.seed, epoch, 3, shard, row_group)
         if not self.by_document:
-            return rows, n > 0
+            return rows, int(n > 0)
         return rows[(lane - dealt) % self.num_lanes::self.num_lanes], n
 
     def read(self, shard, row_group, rows):
         """The documents at `rows` of one row group, as an Arrow array of strings or of token bytes."""
-        array = (self._cached_read if self.by_document else self._read)(shard, row_group)
+        array = self._read(shard, row_group)
         if rows == range(len(array)):
             return array
         if self.shards[shard].kind == "text" and pa.types.is_string(array.type):
             array = array.cast(pa.large_string())    # take() of 2 GB of text overflows 32-bit offsets
         return array.take(pa.array(rows, pa.int64()))
-
-    def _read(self, shard, row_group):
-        return self.shards[shard].read(row_group)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -174,7 +185,7 @@ class Chunk(NamedTuple):
 
     def cursor(self, i):
         where = self.source
-        return [where.epoch, where.shard, where.row_group, self.first + i, where.dealt]
+        return Cursor(where.epoch, where.shard, where.row_group, self.first + i, where.dealt)
 
 
 def column_views(array):
@@ -221,16 +232,20 @@ class TokenizingPool:
         wanted = collections.defaultdict(set)
         for _, shard, row_group, row, *_ in references:
             wanted[shard, row_group].add(row)
-        parts = [(shard, group, rows[i:i + 64]) for (shard, group), rows in
-                 ((key, sorted(value)) for key, value in wanted.items()) for i in range(0, len(rows), 64)]
+
+        def read(item):
+            (shard, row_group), rows = item
+            return reader.read(shard, row_group, sorted(rows))
 
         def encode(part):
-            shard, row_group, rows = part
-            return self._encode(reader, shard, row_group, rows, reader.read(shard, row_group, rows), limit)
+            return self._encode(reader, *part, limit)
 
+        parts = ((*where, sorted(rows)[i:i + 64], array[i:i + 64])
+                 for (where, rows), array in in_order(self.executor, read, wanted.items(), 2)
+                 for i in range(0, len(rows), 64))
         found = {}
-        for (shard, row_group, rows), (ids, bounds) in zip(parts, self.executor.map(encode, parts),
-                                                           strict=True):
+        for (shard, row_group, rows, _), (ids, bounds) in in_order(self.executor, encode, parts,
+                                                                   2 * self.threads):
             for row, a, b in zip(rows, bounds, bounds[1:], strict=False):
                 found[shard, row_group, row] = ids[a:b].copy()
         return found
@@ -257,7 +272,8 @@ class TokenizingPool:
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
                     self._encode(reader, shard, row_group, rows[i:i + 1], array[i:i + 1], limit)
-            raise RuntimeError(f"{reader.shards[shard].path}, row group {row_group}, row {rows[0]}: "
+            where = f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows)} to {max(rows)}"
+            raise RuntimeError(f"{reader.shards[shard].path}, row group {row_group}, {where}: "
                                f"{type(error).__name__}: {error}") from error
         with self.lock:
             self.tokenized += len(ids)
@@ -618,17 +634,17 @@ class Place(NamedTuple):
     """Where one source of one lane stands: all that a state says of it. The default is the beginning."""
     taken: int | None = 0    # rows it gave since the shares began; None: it has ended
     rows: int = 0            # rows it gave in all
-    cursor: list | tuple = (1, -1, -1, 0, 0)
+    cursor: Cursor = Cursor()
     buffer: list | tuple = ()    # the Documents that its packer holds, oldest first
 
     def as_json(self):
         return {"taken": self.taken, "rows": self.rows, "cursor": list(self.cursor),
-                "buffer": [document.ref for document in self.buffer]}
+                "buffer": [list(document.ref) for document in self.buffer]}
 
     @classmethod
     def from_json(cls, saved):
         buffer = [Document(None, ref, saved["rows"]) for ref in saved["buffer"]]
-        return cls(saved["taken"], saved["rows"], saved["cursor"], buffer)
+        return cls(saved["taken"], saved["rows"], Cursor(*saved["cursor"]), buffer)
 
 
 class Stream:
@@ -637,7 +653,7 @@ class Stream:
     def __init__(self, packer, chunks, cursor):
         self.packer, self.chunks, self.cursor = packer, chunks, cursor
         self.chunk, self.i, self.ended = None, 0, False
-        self.fed_in = cursor[0]    # the last epoch that had a token for this lane
+        self.fed_in = cursor.epoch    # the last epoch that had a token for this lane
 
     def next_row(self):
         """The arrays of the next row: T + 1 tokens, fewer in a finite stream's last row, [] behind it."""
@@ -657,8 +673,8 @@ class Stream:
         if len(chunk.ids):
             self.fed_in = chunk.source.epoch
         elif chunk.source.epoch > self.fed_in + 1:
-            raise ValueError("a lane's documents are all null: a whole epoch gave it no token; launch with "
-                             "fewer lanes, or convert the data again without null documents")
+            raise ValueError("a lane got nothing but null documents for a whole epoch; launch with fewer "
+                             "lanes, or convert the data again without null documents")
 
     def _cursor(self):
         return self.cursor if self.chunk is None else self.chunk.cursor(self.i)
@@ -740,25 +756,43 @@ class Run:
     are still at, they do to lanes that nobody reads any more.
     """
 
-    def __init__(self, lanes, pool, rows, B, T, world_size, device, finite):
-        self.lanes, self.pool, self.finite = lanes, pool, finite
+    def __init__(self, lanes, pool, rows, B, T, world_size, device, finite, prefetch):
+        self.lanes, self.pool, self.finite, self.most_ready = lanes, pool, finite, prefetch + 1
         self.order, self.turn = list(lanes), 0
         self.T, self.world_size, self.device = T, world_size, device
         self.rows = np.empty((B, T + 1), pool.dtype)
         self.place = rows, {number: lane.places() for number, lane in lanes.items()}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.executor, self.ahead = ThreadPoolExecutor(1, "pack"), collections.deque()
         self.dry = {number for number, lane in lanes.items() if not lane.live}    # they have ended
         self.pid, self.began, self.waited = os.getpid(), time.perf_counter(), 0.0
+        self.executor, self.packing = ThreadPoolExecutor(1, "pack"), threading.Lock()
+        self.ready, self.error, self.changed = collections.deque(), None, threading.Condition()
 
-    def next_batch(self, prefetch):
+    def next_batch(self, place):
+        """
+        The batch behind the loader's place. It stays the first until its own place is the loader's: a Ctrl-C
+        anywhere in next() loses none.
+        """
         asked = time.perf_counter()
-        while len(self.ahead) <= prefetch:
-            self.ahead.append(self.executor.submit(self._pack_batch))
-        batch = self.ahead[0].result()    # first until it is here: Ctrl-C loses none, an error stays one
-        self.ahead.popleft()
+        with self.changed:
+            if self.ready and self.ready[0].place is place:
+                self.ready.popleft()
+            self.executor.submit(self._work_ahead)
+            self.changed.wait_for(lambda: self.ready or self.error)
+        if not self.ready:
+            raise self.error
         self.waited += time.perf_counter() - asked
-        return batch
+        return self.ready[0]
+
+    def _work_ahead(self):
+        with self.packing:
+            while len(self.ready) < self.most_ready and self.error is None:
+                try:
+                    self.ready.append(self._pack_batch())
+                except BaseException as error:    # tiktoken's panics are no Exceptions
+                    self.error = error
+                with self.changed:
+                    self.changed.notify()
 
     def _pack_batch(self):
         B, R = self.rows.shape
@@ -797,13 +831,12 @@ class Run:
 
     def rows_of_lanes(self):
         """Pack all that is left, undelivered: {lane: rows in all}."""
-        def count():
+        with self.packing:
             for lane in self.lanes.values():
                 while lane.next_row():
                     pass
-            return {number: sum(stream.packer.rows for stream in lane.streams.values())
-                    for number, lane in self.lanes.items()}
-        return self.executor.submit(count).result()
+        return {number: sum(stream.packer.rows for stream in lane.streams.values())
+                for number, lane in self.lanes.items()}
 
     def close(self):
         """Without waiting for what the threads are at."""
@@ -841,41 +874,51 @@ class PackedLoader(IterableDataset):
         self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
         self.packing, self.tails, self.uneven = packing, tails, uneven
         self.shuffle_seed, self.tokenizer_batch_size = shuffle_seed, tokenizer_batch_size
-        self.buffer_size = buffer_size or {"flat": 1, "bestfit": 1000}.get(packing, 256)
+        usual_buffer = {"flat": 1, "bestfit": 1000}.get(packing, 256)
+        self.buffer_size = usual_buffer if buffer_size is None else buffer_size
         self.device, self.prefetch = torch.device(device), prefetch
-        self.threads = threads or cores_of_this_rank()
-        self._asked_lanes = num_lanes
-        self._check_arguments(num_lanes or self.world_size)
+        self.threads = cores_of_this_rank() if threads is None else threads
+        self.num_lanes, self._asked_lanes = self.world_size if num_lanes is None else num_lanes, num_lanes
+        self._check_arguments()
         self.weights, self.epochs = sources_of(data_dir, epochs)
         self.shards = {name: list_shards(name, split) for name in self.weights}
-        self._set_readers(num_lanes or self.world_size, {})
+        self.readers = self._make_readers(self.num_lanes, {})
+        self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._group = self._own_group()
         self._place = 0, {}      # where to go on: rows of the run; {lane: {source: Place}}
-        self._run = None
+        self._run, self._pid = None, os.getpid()
         self._finished = self._closed = False
 
-    def _check_arguments(self, num_lanes):
+    def _check_arguments(self):
         choices = {"split": ("train", "val"), "packing": ("flat", "bestfit", "exactfit"),
                    "tails": ("keep", "drop"), "uneven": ("pad", "stop", "error", "free")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; choose one of {', '.join(allowed)}")
-        if self.B < 1 or self.T < 1:
-            raise ValueError(f"B={self.B}, T={self.T}; a batch has at least one row, a row one token")
+        for name in ("B", "T", "num_lanes", "buffer_size", "tokenizer_batch_size", "threads", "prefetch"):
+            n, least = getattr(self, name), int(name != "prefetch")
+            if not isinstance(n, int | np.integer) or n < least:
+                raise ValueError(f"{name}={n!r}; expected a whole number, {least} or more")
+        if self.shuffle_seed is not None and self.shuffle_seed < 0:
+            raise ValueError(f"shuffle_seed={self.shuffle_seed}; expected 0 or more, or None for no shuffle")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} of world_size={self.world_size}; ranks count from 0")
-        if num_lanes % self.world_size:
-            raise ValueError(f"{num_lanes} lanes cannot be shared evenly by {self.world_size} ranks; choose "
-                             f"num_lanes a multiple of {self.world_size}, or a world size in "
-                             f"{divisors(num_lanes)}")
+        if self.num_lanes % self.world_size:
+            raise ValueError(f"{self.num_lanes} lanes cannot be shared evenly by {self.world_size} ranks; "
+                             f"choose num_lanes a multiple of {self.world_size}, or a world size in "
+                             f"{divisors(self.num_lanes)}")
 
-    def _set_readers(self, num_lanes, saved):
-        """saved: what a state says of each source, {} for a new run."""
-        self.num_lanes, self.readers = num_lanes, {}
-        for name, shards in self.shards.items():
-            old = saved.get(name, {"by_document": None, "grown": []})
-            self.readers[name] = DocumentReader(shards, num_lanes, self.shuffle_seed, old["by_document"],
-                                                old["grown"])
+    def _make_readers(self, num_lanes, saved):
+        """
+        saved: what a state says of each source, {} for a new run. Its order decides whose turn comes first
+        where several are due, so a dict of another order gives the same rows.
+        """
+        readers, new = {}, {"by_document": None, "grown": []}
+        for name in sorted(self.shards, key=[*saved, *self.shards].index):
+            old = saved.get(name, new)
+            readers[name] = DocumentReader(self.shards[name], num_lanes, self.shuffle_seed,
+                                           old["by_document"], old["grown"])
+        return readers
 
     def _own_group(self):
         """Only a finite run on several ranks needs them to talk: one small message a batch, over gloo."""
@@ -906,19 +949,18 @@ class PackedLoader(IterableDataset):
         lanes = {number: self._make_lane(pool, number, saved.get(number, {}))
                  for number in self._lanes_from(rows, self.num_lanes)}
         self._restore_buffers(pool, lanes, saved)
-        self._run = Run(lanes, pool, rows, self.B, self.T, self.world_size, self.device, self._is_finite())
+        self._run = Run(lanes, pool, rows, self.B, self.T, self.world_size, self.device, self._is_finite(),
+                        self.prefetch)
         self._place = self._run.place
 
     def _make_lane(self, pool, number, saved):
         depth = 1 + 2 * self.threads * self.world_size // (self.num_lanes * len(self.readers))
         streams, taken = {}, {}
         for name, reader in self.readers.items():
-            place, epochs = saved.get(name, Place()), self.epochs[name]
-            chunks = pool.chunks(reader, reader.slices(number, place.cursor, epochs), depth)
+            place = saved.get(name, Place())
+            chunks = pool.chunks(reader, reader.slices(number, place.cursor, self.epochs[name]), depth)
             streams[name] = Stream(self._make_packer(pool), chunks, place.cursor)
             taken[name] = place.taken
-            if taken[name] is None and (epochs is None or epochs > place.cursor[0]):
-                taken[name] = 0    # it had ended, and was given more epochs
         return Lane(streams, self.weights, taken)
 
     def _make_packer(self, pool):
@@ -947,6 +989,9 @@ class PackedLoader(IterableDataset):
         if info is not None and info.num_workers > 1:
             raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
                              "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
+        if info is not None and self._group is not None:
+            raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
+                             'num_workers=0, or to this loader uneven="free"')
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -956,16 +1001,18 @@ class PackedLoader(IterableDataset):
             raise StopIteration
         if self._run is None or self._run.pid != os.getpid():    # the first batch, or the first after a fork
             self._start()
-        batch = self._run.next_batch(self.prefetch)
+        batch = self._run.next_batch(self._place)
         if self._is_finite() and self._is_end(batch):
             self._finished = True
+            self._leave_group()
             raise StopIteration
-        self._place = batch.place
         if batch.copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(batch.copied)
             batch.inputs.record_stream(stream)    # both are parts of one allocation
-        return batch.inputs, batch.targets
+        tensors = batch.inputs, batch.targets
+        self._place = batch.place    # last: what comes before it may be interrupted, and is done again
+        return tensors
 
     def _is_end(self, batch):
         """Whether a finite run ends before this batch: asked of all ranks where there are several."""
@@ -987,6 +1034,12 @@ class PackedLoader(IterableDataset):
             raise RuntimeError("this finite run has lost a rank: it closed its loader too soon")
         return flags.tolist()
 
+    def _leave_group(self):
+        """All ranks have just met there for the last time. A group is 3 threads and 5 open files."""
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+            self._group = None
+
     def _refuse_uneven(self):
         counts = torch.zeros(self.num_lanes, dtype=torch.int64)
         for number, rows in self._run.rows_of_lanes().items():
@@ -999,17 +1052,16 @@ class PackedLoader(IterableDataset):
 
     def close(self):
         """Stop the threads. In a finite run, also tell the other ranks, which would wait for this one."""
-        ours = self._run is not None and self._run.pid == os.getpid()
-        if self._group is not None and ours and not self._finished and not self._closed:
+        if self._group is not None and not self._closed and self._pid == os.getpid():
             flags = torch.tensor([0, 0, 1], dtype=torch.int32)
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(RuntimeError, ValueError):
                 self._farewell = dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True)
-        if ours:
+        if self._run is not None and self._run.pid == os.getpid():
             self._run.close()
         self._closed = True
 
     def __del__(self):
-        if getattr(self, "_run", None) is not None:
+        if getattr(self, "_closed", True) is False:
             self.close()
 
     # State -----------------------------------------------------------------------------------------------
@@ -1032,7 +1084,7 @@ class PackedLoader(IterableDataset):
     def _settings(self):
         """What must be the same for the rows to be the same."""
         settings = {"split": self.split, "T": self.T, "packing": self.packing,
-                    "shuffle_seed": self.shuffle_seed, "tokenizer": tokenizer_fingerprint(self.tokenizer)}
+                    "shuffle_seed": self.shuffle_seed, "tokenizer": self._fingerprint}
         if self.packing == "exactfit":
             settings["tails"] = self.tails
         if self.packing == "bestfit":
@@ -1044,34 +1096,54 @@ class PackedLoader(IterableDataset):
     def _describe(self, name):
         reader = self.readers[name]
         return {"weight": self.weights[name], "shards": len(reader.shards),
-                "fingerprint": reader.fingerprint(), "by_document": reader.by_document, "grown": reader.grown}
+                "fingerprint": reader.fingerprint, "by_document": reader.by_document,
+                "grown": list(reader.grown)}
 
     def load_state_dict(self, state: dict) -> None:
         """
         Go on where a state ends; also on a loader that was iterated. ValueError, and nothing changed, where
         it does not fit. nanochat's three keys resume approximately: at the row group behind theirs.
         """
-        if set(state) <= {"pq_idx", "rg_idx", "epoch"}:
-            place = self._place_of_three_keys(**state)
+        if {"pq_idx", "rg_idx"} <= state.keys() <= {"pq_idx", "rg_idx", "epoch"}:
+            num_lanes, readers, place = self.num_lanes, self.readers, self._place_of_three_keys(**state)
         else:
             self._check_settings(state)
-            state = self._match_sources(state)
-            mine = self._lanes_from(state["rows"], state["num_lanes"])
-            if missing := [number for number in mine if str(number) not in state["lanes"]]:
+            num_lanes, (sources, lanes) = state["num_lanes"], self._match_sources(state)
+            mine = self._lanes_from(state["rows"], num_lanes)
+            if missing := [number for number in mine if str(number) not in lanes]:
                 raise ValueError(
-                    f"this state lacks lanes {missing} of {state['num_lanes']}: it is one rank's; load "
+                    f"this state lacks lanes {missing} of {num_lanes}: it is one rank's; load "
                     "merge_states([...]) of the states of all ranks, taken at one step")
-            self._set_readers(state["num_lanes"], state["sources"])
-            place = state["rows"], {number: {name: Place.from_json(part) for name, part
-                                             in state["lanes"][str(number)].items()} for number in mine}
+            readers = self._make_readers(num_lanes, sources)
+            place = state["rows"], {number: self._places(lanes[str(number)], sources) for number in mine}
+            self._report_sources(sources)
         if self._run is not None and self._run.pid == os.getpid():
             self._run.close()
-        self._run, self._place, self._finished = None, place, False
+        self.num_lanes, self.readers, self._place = num_lanes, readers, place
+        if self._finished:
+            self._group = self._own_group()
+        self._run, self._finished = None, False
+
+    def _places(self, lane, sources):
+        """
+        {source: Place} of a lane. The shares begin anew where they are others, or where a source that had
+        ended has more to give: more epochs, or shards that were added.
+        """
+        places = {name: Place.from_json(lane[name]) if name in lane else Place() for name in self.shards}
+        more = [name for name, place in places.items() if place.taken is None and (
+            self.epochs[name] is None or self.epochs[name] > place.cursor.epoch
+            or len(self.shards[name]) > sources[name]["shards"])]
+        if not more and self.weights == {name: source["weight"] for name, source in sources.items()}:
+            return places
+        return {name: place if place.taken is None and name not in more else place._replace(taken=0)
+                for name, place in places.items()}
 
     def _check_settings(self, state):
         if state.get("version") != VERSION:
             raise ValueError(f"this state has version {state.get('version')!r}, this code reads {VERSION}; "
                              "resume with the code that wrote it")
+        if lacking := {"num_lanes", "rows", "sources", "lanes"} - state.keys():
+            raise ValueError(f"this state lacks {sorted(lacking)}; load it as state_dict() gave it")
         for key, ours in self._settings().items():
             if state.get(key) != ours:
                 raise ValueError(f"{key} of the state is {state.get(key)!r}, of this loader {ours!r}; "
@@ -1085,43 +1157,57 @@ class PackedLoader(IterableDataset):
                              f"evenly; resume with a world size in {divisors(lanes)}")
 
     def _match_sources(self, state):
-        """Sources are known by name; where both sides have one only, it may have moved."""
-        saved, lanes = state["sources"], state["lanes"]
-        if len(saved) == len(self.readers) == 1 and list(saved) != list(self.readers):
-            (old,), (new,) = saved, self.readers
-            saved = {new: saved[old]}
+        """The state's sources and lanes. Known by name; where both sides have one only, it may have moved."""
+        sources, lanes = state["sources"], state["lanes"]
+        if len(sources) == len(self.shards) == 1 and sources.keys() != self.shards.keys():
+            (old,), (new,) = sources, self.shards
+            sources = {new: sources[old]}
             lanes = {number: {new: part[old]} for number, part in lanes.items()}
-        for name in self.readers.keys() & saved.keys():
-            self._check_shards(name, saved[name], [part[name]["cursor"][0] for part in lanes.values()])
+        if not sources.keys() & self.shards.keys():
+            raise ValueError(f"sources of the state are {sorted(sources)}, of this loader "
+                             f"{sorted(self.shards)}; name at least one as it was, or start anew")
+        for name in self.shards.keys() & sources.keys():
+            self._check_shards(name, sources[name], [part[name]["cursor"][0] for part in lanes.values()])
+        return sources, lanes
+
+    def _report_sources(self, saved):
+        """On rank 0, a line for each source of a mixture that has another weight now."""
         before = {name: source["weight"] for name, source in saved.items()}
-        if before != self.weights:
-            lanes = {number: {name: {**source, "taken": 0} for name, source in part.items()}
-                     for number, part in lanes.items()}
-        for name in before | self.weights if self.rank == 0 and len(before | self.weights) > 1 else ():
-            was, now = before.get(name), self.weights.get(name)
+        names = before | self.weights
+        if self.rank or len(names) == 1:
+            return
+        for name in names:
+            was, now = before.get(name, 0), self.weights.get(name, 0)
             if was != now:
-                change = "added" if was is None else "removed" if now is None else "changed"
-                print(f"data: source {name} {change}: weight {was or 0} -> {now or 0}")
-        return {**state, "sources": saved, "lanes": lanes}
+                change = "added" if not was else "removed" if not now else "changed"
+                print(f"data: source {name} {change}: weight {was} -> {now}")
 
     def _check_shards(self, name, saved, epochs):
-        reader, n = self.readers[name], saved["shards"]
-        ours = reader.fingerprint(n)
+        shards, n = self.shards[name], saved["shards"]
+        ours = fingerprint_of(shards[:n])
         if ours != saved["fingerprint"]:
             raise ValueError(
                 f"shards of {name}: the state knows {n} with fingerprint {saved['fingerprint']}, here are "
-                f"{len(reader.shards)} with {ours}; put the same files back (names and sizes), or start anew")
-        if len(reader.shards) > n and (self.split != "train" or max(epochs) > 1):
+                f"{len(shards)} with {ours}; put the same files back (names and sizes), or start anew")
+        if len(shards) > n and (self.split != "train" or max(epochs) > 1):
             raise ValueError(
-                f"shards of {name}: the state knows {n}, here are {len(reader.shards)}; they may be added to "
+                f"shards of {name}: the state knows {n}, here are {len(shards)}; they may be added to "
                 "the train split during a run's first epoch only: take the new ones away, or start anew")
 
     def _place_of_three_keys(self, pq_idx, rg_idx, epoch=1):
+        for name, reader in self.readers.items():
+            if not 0 <= pq_idx < len(reader.shards):
+                raise ValueError(f"pq_idx of the state is {pq_idx}, {name} has {len(reader.shards)} shards; "
+                                 "resume with the same data, or start a new run without the state")
         warnings.warn("a state of nanochat's three keys resumes approximately, at the next row group; the "
                       "rows that were buffered are lost. Save state_dict() to resume exactly", stacklevel=3)
-        cursor = [epoch, pq_idx, (rg_idx // self.num_lanes + 1) * self.num_lanes, 0, 0]
-        mine = self._lanes_from(0, self.num_lanes)
-        return 0, {number: dict.fromkeys(self.readers, Place(cursor=cursor)) for number in mine}
+        places = {name: Place(cursor=Cursor(epoch, pq_idx, self._row_group_behind(reader, rg_idx)))
+                  for name, reader in self.readers.items()}
+        return 0, dict.fromkeys(self._lanes_from(0, self.num_lanes), places)
+
+    def _row_group_behind(self, reader, rg_idx):
+        """The first that no lane has been given a document of."""
+        return rg_idx + 1 if reader.by_document else (rg_idx // self.num_lanes + 1) * self.num_lanes
 
     def stats(self) -> dict:
         """
@@ -1150,6 +1236,8 @@ def count_packed(packers, T):
 
 def merge_states(states: list) -> dict:
     """The states of all ranks, taken at one step, as one that every allowed world size loads."""
+    if not states:
+        raise ValueError("no states to merge; pass those of all ranks, taken at one step")
     first = states[0]
     for state in states[1:]:
         for key in first.keys() - {"lanes", "epoch", "pq_idx", "rg_idx"}:
@@ -1170,17 +1258,26 @@ def divisors(n):
 def sources_of(data_dir, epochs):
     """data_dir and epochs as {source: weight} and {source: epochs}."""
     weights = data_dir if isinstance(data_dir, dict) else {find_data(data_dir): 1}
+    weights = {source_name(path): weight for path, weight in weights.items()}
     if not weights:
         raise ValueError("data_dir is an empty dict; name at least one source: {folder: weight}")
     for name, weight in weights.items():
         if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise ValueError(f"weight {weight!r} of source {name}; a weight is a positive number, a share "
                              "of the tokens")
-    epochs = epochs if isinstance(epochs, dict) else dict.fromkeys(weights, epochs)
+    epochs = ({source_name(path): n for path, n in epochs.items()} if isinstance(epochs, dict)
+              else dict.fromkeys(weights, epochs))
     if unknown := epochs.keys() - weights.keys():
         raise ValueError(f"epochs names {sorted(unknown)}, data_dir has {sorted(weights)}")
-    return {str(name): weight for name, weight in weights.items()}, {
-        str(name): epochs.get(name) for name in weights}
+    for n in epochs.values():
+        if n is not None and (not isinstance(n, int | np.integer) or n < 1):
+            raise ValueError(f"epochs={n!r}; expected a whole number, 1 or more, or None: without end")
+    return weights, {name: epochs.get(name) for name in weights}
+
+
+def source_name(path):
+    """a and a/ are one source."""
+    return str(path).rstrip("/") or "/"
 
 
 def cores_of_this_rank():
@@ -1342,7 +1439,7 @@ def speed_of(loader, seconds):
 
 def all_chunks(pool, loader):
     reader = next(iter(loader.readers.values()))
-    return pool.chunks(reader, reader.slices(0, [1, -1, -1, 0, 0]), 2 * pool.threads)
+    return pool.chunks(reader, reader.slices(0, Cursor()), 2 * pool.threads)
 
 
 def ceiling(chunks, seconds):
