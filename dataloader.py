@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataset import cores, find_data, in_order, list_shards
+from dataset import column_views, cores, find_data, in_order, is_text, list_shards
 
 # ---------------------------------------------------------------------------------------------------------
 # Reading: which documents are whose
@@ -188,15 +188,6 @@ class Chunk(NamedTuple):
         return Cursor(where.epoch, where.shard, where.row_group, self.first + i, where.dealt)
 
 
-def column_views(array):
-    """An Arrow string or binary array as (data, offsets, valid): memoryview, int array, bool array."""
-    wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
-    _, offsets, data = array.buffers()
-    offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)
-    offsets = offsets[array.offset:array.offset + len(array) + 1]
-    return memoryview(data or b""), offsets, ~np.asarray(array.is_null())
-
-
 class TokenizingPool:
     """
     Reads row groups and encodes their documents, ahead of the consumer and in order.
@@ -252,7 +243,7 @@ class TokenizingPool:
 
     def _cut(self, s, array):
         """A slice in parts of whole documents: tokenizer batches where the packer counts in them."""
-        size = self.batch or (32 if is_text(array) else len(s.rows))
+        size = self.batch or (32 if is_text(array.type) else len(s.rows))
         first = s.start
         while first < len(s.rows):
             stop = min(len(s.rows), first - first % size + size)
@@ -266,7 +257,7 @@ class TokenizingPool:
     def _encode(self, reader, shard, row_group, rows, array, limit):
         """(ids, bounds) of an array of documents; an error names shard, row group and rows."""
         try:
-            ids, bounds = (self._encode_text(array, limit) if is_text(array)
+            ids, bounds = (self._encode_text(array, limit) if is_text(array.type)
                            else self._view_tokens(array, reader.shards[shard]))
         except BaseException as error:    # tiktoken's panics are no Exceptions
             if len(rows) > 1:    # one by one, to find the culprit
@@ -309,10 +300,6 @@ class TokenizingPool:
 
     def close(self):
         self.executor.shutdown(wait=False, cancel_futures=True)
-
-
-def is_text(array):
-    return pa.types.is_string(array.type) or pa.types.is_large_string(array.type)
 
 
 # ---------------------------------------------------------------------------------------------------------

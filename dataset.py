@@ -368,11 +368,11 @@ def _check_column(schema, kind):
         raise ValueError(f"it has no column `text`, only {names}; make shards of it with: "
                          f"python dataset.py convert FILES --text-key {(schema.names or ['COLUMN'])[0]}")
     seen = schema.field(kind).type
-    if not (_is_text(seen) if kind == "text" else pa.types.is_binary(seen)):
+    if not (is_text(seen) if kind == "text" else pa.types.is_binary(seen)):
         raise ValueError(f"its column `{kind}` holds {seen}, not {'strings' if kind == 'text' else 'binary'}")
 
 
-def _is_text(kind):
+def is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return kind in (pa.string(), pa.large_string(), pa.string_view())
@@ -386,6 +386,15 @@ def _one_array(column, kind):
     return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
 
 
+def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
+    """An Arrow string or binary array as (data, offsets, valid): memoryview, int array, bool array."""
+    wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+    _, offsets, data = array.buffers()
+    offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)
+    offsets = offsets[array.offset:array.offset + len(array) + 1]
+    return memoryview(data or b""), offsets, ~np.asarray(array.is_null())
+
+
 def checksum(array: pa.Array) -> int:
     """
     CRC-32 of a row group's documents: of their lengths, nulls, and the sums of each 4 KB of bytes as 64-bit
@@ -395,14 +404,11 @@ def checksum(array: pa.Array) -> int:
     Parquet's page checksums cover neither page headers nor the footer, nor do they tell that a file
     was replaced by another of the same size; this one is of what is read in the end.
     """
-    lengths = pc.fill_null(pc.binary_length(array).cast(pa.int64()), -1).to_numpy(zero_copy_only=False)
-    crc = zlib.crc32(np.ascontiguousarray(lengths, "<i8"))
-    _, offsets, data = array.buffers()
-    if not len(array) or data is None:
-        return crc
-    width = np.int64 if array.type in (pa.large_string(), pa.large_binary()) else np.int32
-    ends = np.frombuffer(offsets, width)[array.offset:]
-    content = memoryview(data)[ends[0]:ends[len(array)]]
+    if not len(array):
+        return 0
+    data, offsets, valid = column_views(array)
+    crc = zlib.crc32(np.where(valid, np.diff(offsets), -1).astype("<i8"))
+    content = data[offsets[0]:offsets[-1]]
     whole = len(content) // 4096
     words = np.frombuffer(content, "<u8", whole * 512).reshape(whole, 512)
     return zlib.crc32(content[whole * 4096:], zlib.crc32(words.sum(axis=1, dtype="<u8"), crc))
@@ -996,7 +1002,7 @@ def _checked(data):
 def _parquet_documents(stream, text_key):
     parquet = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
     schema = parquet.schema_arrow
-    if text_key not in schema.names or not _is_text(schema.field(text_key).type):
+    if text_key not in schema.names or not is_text(schema.field(text_key).type):
         columns = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
         yield "the file", None, f"no string column {text_key!r}, only {columns}; name one with --text-key"
         return
