@@ -212,7 +212,9 @@ class TokenizingPool:
             return reader.read(s.shard, s.row_group, s.rows[s.start:])
 
         def encode(part):
-            return self._encode_part(reader, *part)
+            s, first, array = part
+            rows = s.rows[first:first + len(array)]
+            return Chunk(*self._encode(reader, s.shard, s.row_group, rows, array, self.limit), s, first)
 
         parts = (part for s, array in in_order(self.executor, read, slices, 2)
                  for part in self._cut(s, array))
@@ -249,10 +251,6 @@ class TokenizingPool:
             stop = min(len(s.rows), first - first % size + size)
             yield s, first, array[first - s.start:stop - s.start]
             first = stop
-
-    def _encode_part(self, reader, s, first, array):
-        rows = s.rows[first:first + len(array)]
-        return Chunk(*self._encode(reader, s.shard, s.row_group, rows, array, self.limit), s, first)
 
     def _encode(self, reader, shard, row_group, rows, array, limit):
         """(ids, bounds) of an array of documents; an error names shard, row group and rows."""
