@@ -160,23 +160,14 @@ def largest_of_ranks(number):
 
 
 def gather_json(value):
-    """All ranks' values on rank 0, None elsewhere. Bytes, not objects: nothing is ever unpickled."""
+    """All ranks' values, on every rank. Bytes, not objects: nothing is ever unpickled."""
     if not dist.is_initialized():
         return [value]
     data = json.dumps(value).encode()
     data = torch.frombuffer(bytearray(data.ljust(largest_of_ranks(len(data)))), dtype=torch.uint8)
-    parts = [torch.empty_like(data) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
-    dist.gather(data, parts)
-    return parts and [json.loads(part.numpy().tobytes()) for part in parts]
-
-
-def json_of_rank_0(value):
-    if not dist.is_initialized():
-        return value
-    data = json.dumps(value).encode() if dist.get_rank() == 0 else b""
-    data = torch.frombuffer(bytearray(data.ljust(largest_of_ranks(len(data)))), dtype=torch.uint8)
-    dist.broadcast(data, 0)
-    return json.loads(data.numpy().tobytes())
+    parts = [torch.empty_like(data) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, data)
+    return [json.loads(part.numpy().tobytes()) for part in parts]
 
 
 class StopRequest:
@@ -540,7 +531,7 @@ class Run:
         self.rank, self.local_rank, self.world = start_ranks(flags.device)
         self.stop = StopRequest(flags.max_minutes)
         self.set_up_device()
-        self.out, self.checkpoint = json_of_rank_0(choose_run(flags) if self.rank == 0 else None)
+        self.out, self.checkpoint = gather_json(choose_run(flags) if self.rank == 0 else None)[0]
         saved = load_checkpoint(self.checkpoint) if self.checkpoint else None
         self.set_up_lanes(saved)
         self.set_up_data()
