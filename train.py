@@ -289,9 +289,9 @@ class GPT(nn.Module):
         return 6 * matrices + 12 * len(self.blocks) * T * self.embedding.embedding_dim
 
 
-def peak_flops(device):
-    """Dense bf16 peak by the chip's data sheet; None where it is not known."""
-    name = torch.cuda.get_device_name() if device == "cuda" else ""
+def peak_flops():
+    """Dense bf16 peak of this GPU by its data sheet; None where it is not known."""
+    name = torch.cuda.get_device_name()
     known = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
     return next((flops for chip, flops in known.items() if chip in name), None)
 
@@ -551,7 +551,7 @@ class Run:
         if not self.cuda:
             self.device, self.peak = torch.device("cpu"), None
             return torch.set_num_threads(cores_of_this_rank())
-        self.device, self.peak = torch.device("cuda", self.local_rank), peak_flops("cuda")
+        self.device, self.peak = torch.device("cuda", self.local_rank), peak_flops()
         torch.set_float32_matmul_precision("high")
         if self.flags.doc_mask:    # cuDNN's backward: NaN with a mask where T % 128 == 64 (pytorch #196678)
             torch.backends.cuda.enable_cudnn_sdp(False)
