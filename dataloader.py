@@ -1466,7 +1466,7 @@ def measure(job):
     loader = make()
     first, _ = timed(lambda: next(loader))
     speed_of(loader, len(loader.readers))    # a mixture has a buffer a source to fill
-    memory = peak_memory() - before
+    memory = (peak_memory() - before) / (1 << 20)
     pool = TokenizingPool(tokenizer, threads)
     chunks = all_chunks(pool, loader)
     pairs = [(speed_of(loader, seconds), ceiling(chunks, seconds)) for _ in range(3)]
@@ -1484,11 +1484,11 @@ def timed(action):
 
 
 def peak_memory():
-    """MB of this process so far. Linux's ru_maxrss would begin with the parent's."""
+    """Bytes of this process so far. Linux's ru_maxrss would begin with the parent's."""
     if os.path.exists("/proc/self/status"):
         with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) for line in status if line.startswith("VmHWM")) / 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)    # macOS counts bytes
+            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # macOS counts bytes
 
 
 def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):

@@ -20,7 +20,6 @@ import glob
 import json
 import math
 import os
-import resource
 import shutil
 import signal
 import sys
@@ -36,7 +35,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from dataloader import PackedLoader, cores_of_this_rank, merge_states
+from dataloader import PackedLoader, cores_of_this_rank, merge_states, peak_memory
 from dataset import find_data, list_shards, parquets_iter_batched
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
@@ -513,13 +512,6 @@ class Log:
             figure.savefig(os.path.join(self.folder, "loss.png"))
 
 
-def memory_gb(device):
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() / 1e9
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The run
 
@@ -769,11 +761,12 @@ class Run:
         flags, seconds = self.flags, times[-1]
         per_second = flags.batch_size * flags.seq_len / seconds
         usual = sorted(times[-50:])[len(times[-50:]) // 2]
+        memory = torch.cuda.max_memory_allocated() if self.cuda else peak_memory()
         left = min((flags.steps - self.step - 1) * usual, max(0.0, self.stop.ends - time.time()))
         self.log.step({"step": self.step, "loss": loss, "lr": flags.lr * share, "norm": gradient_norm,
                        "tokens_per_s": per_second, "ms": 1e3 * seconds, "wait_ms": 1e3 * waited,
                        "mfu": self.peak and per_second * self.flops / (self.peak * self.world),
-                       "memory_gb": memory_gb(flags.device)},
+                       "memory_gb": memory / 1e9},
                       left, self.step % flags.log_every == 0 or self.step == flags.steps - 1)
 
 
