@@ -1139,19 +1139,16 @@ def _tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress
                              "name a new folder with --out, or remove this one")
         return sum(_n_bytes(old.read(i)) for i in range(len(old.rows))) // width
 
+    tokens = []
     def encode(row_group):
         texts = shard.read(row_group)
         ids = _encode(texts, tokenizer)
+        tokens.append(_n_bytes(ids) // width)
         progress.add(texts.nbytes)
         return ids
 
-    tokens = []
-    def arrays():
-        for _, ids in in_order(pool, encode, range(len(shard.rows)), 2 * threads):
-            tokens.append(_n_bytes(ids) // width)
-            yield ids
-
-    write_shard(path, arrays(), "tokens", made_of, compression)
+    arrays = (ids for _, ids in in_order(pool, encode, range(len(shard.rows)), 2 * threads))
+    write_shard(path, arrays, "tokens", made_of, compression)
     return sum(tokens)
 
 
