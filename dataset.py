@@ -479,6 +479,15 @@ def write_shard(path: str, row_groups: Iterable[pa.Array], column: str = "text",
             os.unlink(part)
 
 
+def write_whole(path: str, data: bytes) -> None:
+    """All of the file or nothing: a reader or a crash never meets half of it."""
+    part = f"{path}.{os.getpid()}.tmp"
+    with open(part, "wb") as file:
+        file.write(data)
+    _sync(part)
+    os.replace(part, path)
+
+
 def _sync(path):
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
@@ -1118,10 +1127,8 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
             tokens += _tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress)
             progress.add(done=1)
     progress.close()
-    sources = os.path.join(out, "source.json")
-    with open(sources + ".tmp", "w") as file:
-        json.dump({shard.name: shard.size for shard in shards}, file, indent=0)
-    os.replace(sources + ".tmp", sources)
+    sources = {shard.name: shard.size for shard in shards}
+    write_whole(os.path.join(out, "source.json"), json.dumps(sources, indent=0).encode())
     return tokens
 
 

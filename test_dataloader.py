@@ -1372,9 +1372,8 @@ def test_command_trains_and_says_so(tmp_path, monkeypatch, capsys):
     """python tokenizer.py: progress, size, bytes per token, where it was saved."""
     texts = standard_library()
     batches = {"train": [texts[:40], texts[40:80]], "val": [texts[80:90]]}
-    monkeypatch.setitem(sys.modules, "dataset", type(sys)("dataset"))
-    sys.modules["dataset"].find_data = lambda data_dir: "somewhere"
-    sys.modules["dataset"].parquets_iter_batched = lambda split, data_dir: batches[split]
+    monkeypatch.setattr(tokenizer_module, "find_data", lambda data_dir: "somewhere")
+    monkeypatch.setattr(tokenizer_module, "parquets_iter_batched", lambda split, data_dir: batches[split])
     monkeypatch.setattr(sys, "argv", ["tokenizer.py", "--vocab-size", "700", "--out", str(tmp_path)])
     tokenizer_module.main()
     said = capsys.readouterr().out

@@ -25,6 +25,8 @@ import numpy as np
 import rustbpe
 import tiktoken
 
+from dataset import find_data, get_base_dir, list_shards, parquets_iter_batched, write_whole
+
 # nanochat's special tokens; their ids follow those of the merges. All but the first are for chat.
 SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
                   "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"]
@@ -112,16 +114,6 @@ def format_ranks(ranks: dict[bytes, int]) -> bytes:
 
 def hash_description(description: dict) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
-
-
-def write_whole(path: str, data: bytes) -> None:
-    """All of the file or nothing: a reader or a crash never meets half of it."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 def read_saved(path: str, remedy: str) -> bytes:
@@ -362,8 +354,6 @@ class RustBPETokenizer:
 # What the other files call
 
 def default_dir() -> str:
-    from dataset import get_base_dir
-
     return os.path.join(get_base_dir(), "tokenizer")
 
 
@@ -391,8 +381,6 @@ def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
 
 def some_text(sources: Sequence[str], limit: int) -> Iterator[str]:
     """The first documents of each source, `limit` characters in all."""
-    from dataset import list_shards, parquets_iter_batched
-
     for path in sources:
         left = limit / len(sources)
         if list_shards(path, "train")[0].kind == "tokens":
@@ -448,8 +436,6 @@ def bytes_per_token(tokenizer: RustBPETokenizer, batches: Iterable[list[str]], m
 
 
 def main():
-    from dataset import find_data, parquets_iter_batched
-
     parser = argparse.ArgumentParser(description="Train a tokenizer on the train split and save it.")
     parser.add_argument("--vocab-size", type=int, default=32768, help="tokens, the special ones included")
     parser.add_argument("--data", help="folder or URI of parquet shards (default: the data at hand)")
