@@ -10,6 +10,7 @@ Encoding between them (`python dataloader.py --bench`, 2 cores, 2026-11).
 
 import argparse
 import base64
+import functools
 import hashlib
 import json
 import os
@@ -168,7 +169,6 @@ class RustBPETokenizer:
         self.bos_token_id = self.encode_special(bos_token)
         self.dtype = np.dtype(np.uint16 if enc.n_vocab <= 1 << 16 else np.uint32)
         self.can_cut = hashlib.sha256(enc._pat_str.encode()).hexdigest()[:16] in SAFE_PATTERNS
-        self.description: dict | None = None
         self.local = threading.local()
         self.executor, self.executor_pid = None, None
 
@@ -206,21 +206,20 @@ class RustBPETokenizer:
 
     def save(self, tokenizer_dir: str) -> None:
         os.makedirs(tokenizer_dir, exist_ok=True)
-        saved = {"format": FORMAT, **self.describe(), "fingerprint": self.fingerprint()}
+        saved = {"format": FORMAT, **self.description, "fingerprint": self.fingerprint()}
         write_whole(os.path.join(tokenizer_dir, RANKS_FILE), format_ranks(self.enc._mergeable_ranks))
         write_whole(os.path.join(tokenizer_dir, JSON_FILE), (json.dumps(saved, indent=1) + "\n").encode())
 
-    def describe(self) -> dict:
+    @functools.cached_property
+    def description(self) -> dict:
         """All that decides the ids, as plain JSON; the ranks by their sha256."""
-        if self.description is None:
-            sha256 = hashlib.sha256(format_ranks(self.enc._mergeable_ranks)).hexdigest()
-            self.description = {"pattern": self.enc._pat_str, "special_tokens": self.enc._special_tokens,
-                                "bos_token": self.bos_token, "ranks_sha256": sha256}
-        return self.description
+        return {"pattern": self.enc._pat_str, "special_tokens": self.enc._special_tokens,
+                "bos_token": self.bos_token,
+                "ranks_sha256": hashlib.sha256(format_ranks(self.enc._mergeable_ranks)).hexdigest()}
 
     def fingerprint(self) -> str:
         """Hex sha256 over ranks, pattern and special tokens: tokenizers that share it give the same ids."""
-        return hash_description(self.describe())
+        return hash_description(self.description)
 
     def get_vocab_size(self) -> int:
         return self.enc.n_vocab
