@@ -1178,14 +1178,13 @@ def _n_bytes(array):
 # ---------------------------------------------------------------------------------------------------------
 # Verify and stats
 
-def verify(folder: str, threads: int | None = None) -> bool:
+def verify(folder: str) -> bool:
     """Read every shard against every checksum there is and print a table; True where all is intact."""
     shards, sums, damaged, documents, nulls = _all_shards(folder), _read_sums(folder), [], 0, 0
     print(f"{'shard':<22} {'documents':>11} {'row groups':>10} {'nulls':>7} {'MB':>9} {'on disk':>9}  check")
-    threads = threads or cores()
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         check = functools.partial(_check_shard, sums=sums)
-        for shard, (found, problem) in in_order(pool, check, shards, 2 * threads):
+        for shard, (found, problem) in in_order(pool, check, shards, 2 * cores()):
             if problem:
                 damaged.append(shard.path)
                 print(f"{shard.name:<22} DAMAGED  {problem}", flush=True)
@@ -1225,14 +1224,14 @@ def _check_shard(shard, sums):
         return None, str(error)
 
 
-def stats(folder: str, tokenizer_dir: str | None = None, threads: int | None = None) -> None:
+def stats(folder: str, tokenizer_dir: str | None = None) -> None:
     """Print what is in a folder: documents, bytes, tokens, lengths, row groups, lanes."""
     lanes, lengths = [], []
     print(folder)
     print(f"{'split':<6} {'shards':>7} {'row groups':>11} {'documents':>13} {'nulls':>7} {'MB':>11}  tokens")
     for split in ("train", "val"):
         shards = list_shards(folder, split)
-        found, nulls = _lengths(shards, threads or cores())
+        found, nulls = _lengths(shards)
         groups = sorted(len(shard.rows) for shard in shards)
         print(f"{split:<6} {len(shards):>7,} {sum(groups):>11,} {len(found) + nulls:>13,} {nulls:>7,} "
               f"{found.sum() / 1e6:>11,.1f}  {_count_tokens(shards, int(found.sum()), tokenizer_dir)}")
@@ -1243,15 +1242,15 @@ def stats(folder: str, tokenizer_dir: str | None = None, threads: int | None = N
     _print_histogram(np.concatenate(lengths), "bytes of text" if shards[0].kind == "text" else "bytes of ids")
 
 
-def _lengths(shards, threads):
+def _lengths(shards):
     """(bytes of every document that is not null, how many are null)"""
     def read(place):
         array = place[0].read(place[1])
         return pc.binary_length(array.drop_null()).to_numpy().astype(np.int64), array.null_count
 
     places = ((shard, row_group) for shard in shards for row_group in range(len(shard.rows)))
-    with ThreadPoolExecutor(threads) as pool:
-        found = [result for _, result in in_order(pool, read, places, 2 * threads)]
+    with ThreadPoolExecutor(cores()) as pool:
+        found = [result for _, result in in_order(pool, read, places, 2 * cores())]
     lengths = np.concatenate([np.zeros(0, np.int64), *(lengths for lengths, _ in found)])
     return lengths, sum(nulls for _, nulls in found)
 
