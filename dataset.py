@@ -126,7 +126,7 @@ def _join(folder, name):
 def _open_file(folder, name, size):
     """A seekable pyarrow file; an error where it does not have the size that was listed."""
     if _is_http(folder):
-        return pa.PythonFile(_HttpFile(urljoin(folder, name), size), mode="r")
+        return pa.PythonFile(_HttpFile(_join(folder, name), size), mode="r")
     fs, root = _filesystem(folder)
     file = fs.open_input_file(f"{root}/{name}")    # no memory map: a file that is cut meanwhile would kill us
     if file.size() != size:
@@ -145,9 +145,6 @@ class _HttpFile(io.RawIOBase):
 
     def seekable(self):
         return True
-
-    def tell(self):
-        return self.position
 
     def seek(self, offset, whence=0):
         self.position = offset + (0, self.position, self.length)[whence]
