@@ -42,7 +42,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataset import column_views, cores, find_data, in_order, is_text, list_shards
+from dataset import column_views, cores, find_data, in_order, is_text, list_shards, tokenize
 
 # ---------------------------------------------------------------------------------------------------------
 # Reading: which documents are whose
@@ -1496,7 +1496,6 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
     Lines of a table. Ceiling: the pool alone, its tokens thrown away, in turns with the loader. 4 x: the
     same data as a mixture of four sources.
     """
-    from dataset import tokenize
     from tokenizer import RustBPETokenizer
 
     threads = cores_of_this_rank()
