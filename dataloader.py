@@ -1536,17 +1536,17 @@ def main():
     parser.add_argument("--tokenizer", help="its folder; default: the one trained on the data")
     parser.add_argument("--B", type=int, default=32, help="rows of a batch")
     parser.add_argument("--T", type=int, default=2048, help="tokens of a row")
-    args = parser.parse_args()
-    if not (args.show or args.compare or args.bench):
+    flags = parser.parse_args()
+    if not (flags.show or flags.compare or flags.bench):
         parser.error("choose --show, --compare or --bench")
     from tokenizer import find_tokenizer
 
-    data_dir = find_data(args.data)
-    tokenizer, folder = find_tokenizer(args.tokenizer, [data_dir], 32768)
+    data_dir = find_data(flags.data)
+    tokenizer, folder = find_tokenizer(flags.tokenizer, [data_dir], 32768)
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    chosen = [(args.show, show(tokenizer, data_dir, args.T, colour=colour)),
-              (args.compare, compare(tokenizer, data_dir, args.B, args.T)),
-              (args.bench, bench(folder, data_dir, args.B, args.T))]
+    chosen = [(flags.show, show(tokenizer, data_dir, flags.T, colour=colour)),
+              (flags.compare, compare(tokenizer, data_dir, flags.B, flags.T)),
+              (flags.bench, bench(folder, data_dir, flags.B, flags.T))]
     for wanted, lines in chosen:
         for line in lines if wanted else ():
             print(line, flush=True)

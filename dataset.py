@@ -227,7 +227,7 @@ class Progress:
     def __init__(self, total, unit, piece_bytes=0):
         self.total, self.unit, self.piece_bytes = total, unit, piece_bytes    # piece_bytes: of one, about
         self.done = self.bytes = 0
-        self.start = self.shown = time.time()
+        self.began = self.shown = time.time()
         self.lock = threading.Lock()
 
     def add(self, n_bytes=0, done=0):
@@ -238,7 +238,7 @@ class Progress:
 
     def show(self, end=""):
         self.shown = time.time()
-        spent = max(self.shown - self.start, 1e-3)
+        spent = max(self.shown - self.began, 1e-3)
         rate = self.bytes / spent
         left = (self.total - self.done) * (self.piece_bytes / max(rate, 1) if self.piece_bytes
                                            else spent / max(self.done, 1))
@@ -1291,8 +1291,8 @@ def main(argv: list[str] | None = None) -> None:
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         argv = ["download", *argv]    # python dataset.py -n 8
     try:
-        args = _parser().parse_args(argv or ["--help"])
-        args.run(args)
+        flags = _parser().parse_args(argv or ["--help"])
+        flags.run(flags)
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command goes on")
     except (OSError, ValueError, ImportError, pa.ArrowException) as error:
@@ -1334,40 +1334,40 @@ def _parser():
     return parser
 
 
-def _run_download(args):
-    if args.num_files == 0 or args.num_files < -1:
-        raise ValueError(f"-n {args.num_files}: expected how many train shards, or -1 for all {MAX_SHARD:,}")
-    count = MAX_SHARD if args.num_files == -1 else min(args.num_files, MAX_SHARD)
+def _run_download(flags):
+    if flags.num_files == 0 or flags.num_files < -1:
+        raise ValueError(f"-n {flags.num_files}: expected how many train shards, or -1 for all {MAX_SHARD:,}")
+    count = MAX_SHARD if flags.num_files == -1 else min(flags.num_files, MAX_SHARD)
     # Val first: were it the last to come, another shard would be val meanwhile.
     names = [f"shard_{number:05d}.parquet" for number in (MAX_SHARD, *range(count))]
-    failed = download(names, args.out, args.base_url.rstrip("/"), args.num_workers)
-    print(f"{len(names) - len(failed):,} of {len(names):,} shards are in {args.out}")
+    failed = download(names, flags.out, flags.base_url.rstrip("/"), flags.num_workers)
+    print(f"{len(names) - len(failed):,} of {len(names):,} shards are in {flags.out}")
     for name, reason in sorted(failed.items()):
         print(f"missing: {name}: {reason}")
     if failed:
         sys.exit(f"error: {len(failed):,} shards are missing; the same command fetches just those")
 
 
-def _run_convert(args):
-    made = convert(args.inputs, args.out, args.text_key, args.skip_bad, args.seed, args.num_workers)
+def _run_convert(flags):
+    made = convert(flags.inputs, flags.out, flags.text_key, flags.skip_bad, flags.seed, flags.num_workers)
     print(f"{made['files']:,} files -> {made['documents']:,} documents, {made['bytes'] / 1e6:,.1f} MB, "
-          f"in {made['shards']:,} shards, the last for val, in {args.out}")
+          f"in {made['shards']:,} shards, the last for val, in {flags.out}")
     if made["bad"]:
         print("\n  ".join([f"{made['bad']:,} bad documents were left out; the first:", *made["shown"]]))
 
 
-def _run_tokenize(args):
-    tokens = tokenize(find_data(args.data), args.out, args.tokenizer, compression=args.compression)
-    print(f"{tokens:,} tokens in {args.out}")
+def _run_tokenize(flags):
+    tokens = tokenize(find_data(flags.data), flags.out, flags.tokenizer, compression=flags.compression)
+    print(f"{tokens:,} tokens in {flags.out}")
 
 
-def _run_verify(args):
-    if not verify(find_data(args.data)):
+def _run_verify(flags):
+    if not verify(find_data(flags.data)):
         sys.exit(1)
 
 
-def _run_stats(args):
-    stats(find_data(args.data), args.tokenizer)
+def _run_stats(flags):
+    stats(find_data(flags.data), flags.tokenizer)
 
 
 if __name__ == "__main__":

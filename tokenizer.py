@@ -410,17 +410,17 @@ def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
 # python tokenizer.py
 
 def documents_with_progress(batches: Iterable[list[str]], max_chars: int) -> Iterator[str]:
-    n_documents, n_chars, started, printed = 0, 0, time.time(), time.time()
+    n_documents, n_chars, began, printed = 0, 0, time.time(), time.time()
     for text in (text for batch in batches for text in batch):
         n_documents, n_chars = n_documents + 1, n_chars + len(text)
         yield text
         if time.time() - printed > 1 or n_chars >= max_chars:
             printed = time.time()
-            took = printed - started
+            took = printed - began
             print(f"{n_documents:>10,} documents {n_chars / 1e6:>9,.1f} MB {took:>6.1f} s", flush=True)
         if n_chars >= max_chars:
             break
-    took = time.time() - started
+    took = time.time() - began
     print(f"read {n_documents:,} documents, {n_chars / 1e6:,.1f} MB, in {took:.1f} s; merging", flush=True)
 
 
@@ -441,12 +441,12 @@ def main():
     parser.add_argument("--out", help="folder to save it in (default: where get_tokenizer looks)")
     parser.add_argument("--max-chars", type=int, default=2 * 10**9, help="train on at most so much text")
     flags = parser.parse_args()
-    started, data_dir, out = time.time(), find_data(flags.data), flags.out or default_dir()
+    began, data_dir, out = time.time(), find_data(flags.data), flags.out or default_dir()
     documents = documents_with_progress(parquets_iter_batched("train", data_dir=data_dir), flags.max_chars)
     tokenizer = RustBPETokenizer.train_from_iterator(documents, flags.vocab_size)
     tokenizer.save(out)
     ratio = bytes_per_token(tokenizer, parquets_iter_batched("val", data_dir=data_dir), 10**7)
-    print(f"trained {tokenizer.get_vocab_size():,} tokens in {time.time() - started:.1f} s")
+    print(f"trained {tokenizer.get_vocab_size():,} tokens in {time.time() - began:.1f} s")
     print(f"{ratio:.2f} bytes per token on val documents\nsaved to {out}")
 
 
