@@ -1450,11 +1450,10 @@ class SharedEncoding:
         return [[prepend, *ids] for ids in encoded]
 
 
-def measure(job):
+def measure(folder, data_dir, packing, tails, B, T, threads, seconds):
     """One line of the benchmark, in a process of its own. threads=1 means one core as well."""
     from tokenizer import RustBPETokenizer
 
-    folder, data_dir, packing, tails, B, T, threads, seconds = job
     if threads == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     tokenizer, before = RustBPETokenizer.from_directory(folder), peak_memory()
@@ -1519,9 +1518,9 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
         jobs = [*itertools.product(kinds, CHOICES, sorted({1, threads})),
                 *itertools.product(mixtures, CHOICES[-1:], [threads])]
         for (kind, folder), (packing, tails), n in jobs:
-            job = (tokenizer_dir, folder, packing, tails, B, T, n, seconds)
             with ProcessPoolExecutor(1, mp_context=fresh) as process:    # its own peak of memory
-                speed, share, first, resume, memory = process.submit(measure, job).result()
+                job = process.submit(measure, tokenizer_dir, folder, packing, tails, B, T, n, seconds)
+                speed, share, first, resume, memory = job.result()
             share = f"{share:.2f}" if "text" in kind else "-"
             yield (f"{kind:<11}{packing_name(packing, tails):<15}{n:>8}{speed / 1e6:>12.2f}{share:>12}"
                    f"{first:>11.2f} s{resume:>7.2f} s{memory:>6.0f} MB")
