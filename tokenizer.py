@@ -352,13 +352,13 @@ class RustBPETokenizer:
 # ---------------------------------------------------------------------------------------------------------
 # What the other files call
 
-def default_dir() -> str:
+def default_tokenizer_dir() -> str:
     return os.path.join(get_base_dir(), "tokenizer")
 
 
 def get_tokenizer(tokenizer_dir: str | None = None) -> RustBPETokenizer:
     """The saved tokenizer, by default the one that `python tokenizer.py` saved last."""
-    return RustBPETokenizer.from_directory(tokenizer_dir or default_dir())
+    return RustBPETokenizer.from_directory(tokenizer_dir or default_tokenizer_dir())
 
 
 def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
@@ -367,11 +367,12 @@ def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
     (tokenizer, its folder): the one given; or what `python tokenizer.py` made, for data of your own; or one
     that is trained now, on the first 100 MB, and kept under a name that tells data and size.
     """
-    folder, first = tokenizer_dir or default_dir(), os.path.basename(next(iter(sources)).rstrip("/"))
+    folder = tokenizer_dir or default_tokenizer_dir()
+    first = os.path.basename(next(iter(sources)).rstrip("/"))
     there = os.path.exists(os.path.join(folder, JSON_FILE))
     if not tokenizer_dir and (first.startswith("builtin-") or not there):
         digest = hashlib.sha256(json.dumps(sorted(sources)).encode()).hexdigest()[:8]
-        folder = f"{default_dir()}-{first}-{digest}-{vocab_size}"
+        folder = f"{default_tokenizer_dir()}-{first}-{digest}-{vocab_size}"
         if not os.path.exists(os.path.join(folder, JSON_FILE)):
             print(f"training a tokenizer of {vocab_size:,} tokens, once: {folder}", flush=True)
             RustBPETokenizer.train_from_iterator(some_text(sources, 10**8), vocab_size).save(folder)
@@ -441,7 +442,7 @@ def main():
     parser.add_argument("--out", help="folder to save it in (default: where get_tokenizer looks)")
     parser.add_argument("--max-chars", type=int, default=2 * 10**9, help="train on at most so much text")
     flags = parser.parse_args()
-    began, data_dir, out = time.time(), find_data(flags.data), flags.out or default_dir()
+    began, data_dir, out = time.time(), find_data(flags.data), flags.out or default_tokenizer_dir()
     documents = documents_with_progress(parquets_iter_batched("train", data_dir=data_dir), flags.max_chars)
     tokenizer = RustBPETokenizer.train_from_iterator(documents, flags.vocab_size)
     tokenizer.save(out)
