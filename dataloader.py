@@ -1354,7 +1354,7 @@ def show(tokenizer, data_dir, T, columns=72, colour=False):
     """Rows of every packer, a block a document: ] ends it, > is where it was cut, < goes on with it."""
     for packing, tails in CHOICES:
         loader = PackedLoader(Outline(tokenizer), 256, T, "train", packing=packing, tails=tails,
-                              data_dir=data_dir)
+                              data_dir=data_dir, prefetch=0)
         inputs, targets = next(loader)
         stats = loader.stats()
         loader.close()
@@ -1396,7 +1396,7 @@ def compare(tokenizer, data_dir, B, T):
     yield f"{'packing':<15}{'lost':>8}{'fit but cut':>13}{'longest wait':>14}{'held':>13}{'M tokens/s':>12}"
     for packing, tails in CHOICES:
         options = {"packing": packing, "tails": tails, "data_dir": data_dir}
-        outline = PackedLoader(Outline(tokenizer), B, T, "train", **options)
+        outline = PackedLoader(Outline(tokenizer), B, T, "train", prefetch=0, **options)
         for _ in range(max(1, 4096 // B)):
             next(outline)
         stats = outline.stats()
@@ -1538,6 +1538,15 @@ def main():
     flags = parser.parse_args()
     if not (flags.show or flags.compare or flags.bench):
         parser.error("choose --show, --compare or --bench")
+    try:
+        print_tables(flags)
+    except BrokenPipeError:    # as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def print_tables(flags):
     from tokenizer import find_tokenizer
 
     data_dir = find_data(flags.data)

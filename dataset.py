@@ -274,7 +274,7 @@ class Shard:
     def __init__(self, folder, name, file_size, text_size=None):
         self.folder, self.name, self.file_size, self.text_size = folder, name, file_size, text_size
         self.path, self.size = _join(folder, name), file_size if text_size is None else text_size
-        self.facts, self.lock = None, threading.Lock()
+        self.facts = None
 
     @property
     def rows(self) -> list[int]:
@@ -319,11 +319,10 @@ class Shard:
 
     def footer(self):
         """What is kept of the footer: a few numbers, so that thousands of shards cost little."""
-        with self.lock:
-            if self.facts is None:
-                metadata = self.attempt(lambda: _metadata(self.folder, self.name, self.file_size), "footer")
-                self.facts = self.attempt(lambda: self._facts(metadata), "footer", attempts=1)
-            return self.facts
+        if self.facts is None:    # no lock, which a fork could inherit taken; read twice does no harm
+            metadata = self.attempt(lambda: _metadata(self.folder, self.name, self.file_size), "footer")
+            self.facts = self.attempt(lambda: self._facts(metadata), "footer", attempts=1)
+        return self.facts
 
     def _facts(self, metadata):
         schema, extra = metadata.schema.to_arrow_schema(), metadata.metadata or {}
@@ -1189,11 +1188,11 @@ def verify(folder: str) -> bool:
             row = "{:<22} {:>11,} {:>10,} {:>7,} {:>9,.1f} {:>9,.1f}  {}"
             print(row.format(shard.name, *found), flush=True)
             documents, nulls = documents + found[0], nulls + found[2]
-    print(f"{len(shards) - len(damaged):,} of {len(shards):,} shards intact, {documents:,} documents, "
-          f"{nulls:,} null (the loader counts and leaves out null ones)")
+    print(f"{folder}: {len(shards) - len(damaged):,} of {len(shards):,} shards intact, "
+          f"{documents:,} documents, {nulls:,} null (the loader counts and leaves them out)")
     if damaged:
         print(f"next: rm {' '.join(damaged[:8])}{' ...' if damaged[8:] else ''}\n"
-              "then run the command that made them again: python dataset.py -n N, convert or tokenize")
+              "then what made them: python dataset.py -n N and tokenize go on, convert wants a new folder")
     return not damaged
 
 

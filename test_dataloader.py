@@ -2195,7 +2195,7 @@ from test_dataloader import *
 read, reading = dataset._metadata, threading.Event()
 def slowly(*place):
     reading.set()
-    time.sleep(0.3)    # from far away
+    time.sleep(0.15)    # from far away
     return read(*place)
 dataset._metadata = slowly
 loader = make({data!r}, buffer_size=2)

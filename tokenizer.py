@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import threading
 import time
 import warnings
@@ -128,7 +129,7 @@ def read_saved(path: str, remedy: str) -> bytes:
 def load_saved(tokenizer_dir: str) -> tuple[tiktoken.Encoding, str]:
     """The Encoding and its BOS's name; a file that is missing, torn or changed is an error that names it."""
     json_path, ranks_path = (os.path.join(tokenizer_dir, name) for name in (JSON_FILE, RANKS_FILE))
-    remedy = f"train one: python tokenizer.py --vocab-size 32768 --out {tokenizer_dir}"
+    remedy = f"train one on your data: python tokenizer.py --data DIR --out {tokenizer_dir}"
     try:
         saved = json.loads(read_saved(json_path, remedy))
         form, fingerprint = saved.pop("format"), saved.pop("fingerprint")
@@ -374,6 +375,9 @@ def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
         digest = hashlib.sha256(json.dumps(sorted(sources)).encode()).hexdigest()[:8]
         folder = f"{default_tokenizer_dir()}-{first}-{digest}-{vocab_size}"
         if not os.path.exists(os.path.join(folder, JSON_FILE)):
+            for path in sources:
+                if list_shards(path, "train")[0].kind == "tokens":
+                    raise ValueError(f"{path} holds tokens; pass what made them: --tokenizer DIR")
             print(f"training a tokenizer of {vocab_size:,} tokens, once: {folder}", flush=True)
             RustBPETokenizer.train_from_iterator(some_text(sources, 10**8), vocab_size).save(folder)
     return RustBPETokenizer.from_directory(folder), folder
@@ -383,8 +387,6 @@ def some_text(sources: Sequence[str], limit: int) -> Iterator[str]:
     """The first documents of each source, `limit` characters in all."""
     for path in sources:
         left = limit / len(sources)
-        if list_shards(path, "train")[0].kind == "tokens":
-            raise ValueError(f"{path} holds tokens; pass the tokenizer that made them: --tokenizer DIR")
         for text in (text for batch in parquets_iter_batched("train", data_dir=path) for text in batch):
             if left <= 0:
                 break
@@ -442,6 +444,13 @@ def main():
     parser.add_argument("--out", help="folder to save it in (default: where get_tokenizer looks)")
     parser.add_argument("--max-chars", type=int, default=2 * 10**9, help="train on at most so much text")
     flags = parser.parse_args()
+    try:
+        train_and_save(flags)
+    except (OSError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def train_and_save(flags):
     began, data_dir, out = time.time(), find_data(flags.data), flags.out or default_tokenizer_dir()
     documents = documents_with_progress(parquets_iter_batched("train", data_dir=data_dir), flags.max_chars)
     tokenizer = RustBPETokenizer.train_from_iterator(documents, flags.vocab_size)

@@ -1,4 +1,4 @@
-"""
+r"""
 Train a GPT on packed token batches: one process, one node or many, on CPUs or GPUs.
 
     python train.py                                      the demo: Python's own library, 2 to 3 minutes
@@ -20,6 +20,7 @@ import glob
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -107,7 +108,7 @@ def parse_flags(argv=None):
         flags.sources = parse_data(flags.data or [])
     except ValueError as error:
         p.error(str(error))
-    if flags.profile and not all(step.isdigit() for step in flags.profile.split(":", 1)):
+    if flags.profile and not re.fullmatch(r"\d+:\d+", flags.profile):
         p.error(f"--profile {flags.profile}: expected A:B, two steps")
     return flags
 
@@ -466,8 +467,11 @@ def load_checkpoint(path):
 def refuse_other_flags(saved, flags, path):
     for name in SAME_ON_RESUME:
         if saved[name] != getattr(flags, name):
+            same = f"--{name} {saved[name]}"
+            if name == "shuffle":    # a switch
+                same = "--shuffle" if saved[name] else "no --shuffle"
             raise ValueError(f"--{name} is {getattr(flags, name)}, in {path} it was {saved[name]}; resume "
-                             f"with --{name} {saved[name]}, or start anew: --resume none and another --out")
+                             f"with {same}, or start anew: --resume none and another --out")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -477,7 +481,7 @@ class Log:
     """Rank 0's: lines on the screen; JSON lines, TensorBoard and a plot, if installed, in its folder."""
 
     def __init__(self, folder, first):
-        self.folder, self.losses, self.board = folder, [], None
+        self.folder, self.losses, self.board, self.failed = folder, [], None, False
         self.write(first)
         with contextlib.suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
@@ -488,8 +492,10 @@ class Log:
         try:
             with open(os.path.join(self.folder, "log.jsonl"), "a") as file:
                 file.write(json.dumps(record) + "\n")
-        except OSError as error:    # a full disk stops no training
-            print(f"warning: {self.folder}/log.jsonl: {error}")
+        except OSError as error:    # a full disk stops no training, and is told once
+            if not self.failed:
+                print(f"warning: {self.folder}/log.jsonl: {error}; lines will be missing in it", flush=True)
+            self.failed = True
 
     def step(self, r, left, show):
         self.write(r)
@@ -794,6 +800,8 @@ def main():
         sys.exit(f"error: {error}")
     try:
         status = run.go()
+    except OSError as error:    # a shard that is missing or torn, say
+        sys.exit(f"error: {error}; then go on from the last checkpoint: --out {run.out} --resume auto")
     except torch.OutOfMemoryError as error:
         sys.exit(f"error: {str(error).splitlines()[0]}\nLower --micro_batch_size (now {run.micro} rows): the "
                  "same run in less memory. Then --seq_len or --depth, which change it.")
