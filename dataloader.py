@@ -24,6 +24,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import queue
 import resource
 import sys
 import tempfile
@@ -751,7 +752,7 @@ class Run:
         self.dry = {number for number, lane in lanes.items() if not lane.live}    # they have ended
         self.pid, self.began, self.waited = os.getpid(), time.perf_counter(), 0.0
         self.executor, self.packing = ThreadPoolExecutor(1, "pack"), threading.Lock()
-        self.ready, self.error, self.changed = collections.deque(), None, threading.Condition()
+        self.ready, self.error, self.told = collections.deque(), None, queue.SimpleQueue()
 
     def next_batch(self, place):
         """
@@ -759,11 +760,13 @@ class Run:
         anywhere in next() loses none.
         """
         asked = time.perf_counter()
-        with self.changed:
-            if self.ready and self.ready[0].place is place:
-                self.ready.popleft()
-            self.executor.submit(self._work_ahead)
-            self.changed.wait_for(lambda: self.ready or self.error)
+        if self.ready and self.ready[0].place is place:
+            self.ready.popleft()
+        self.executor.submit(self._work_ahead)
+        while not self.told.empty():    # of batches that came before
+            self.told.get()
+        while not self.ready and self.error is None:
+            self.told.get()    # no Condition: a Ctrl-C in its Python code could leave it locked for ever
         if not self.ready:
             raise self.error
         self.waited += time.perf_counter() - asked
@@ -776,8 +779,7 @@ class Run:
                     self.ready.append(self._pack_batch())
                 except BaseException as error:    # tiktoken's panics are no Exceptions
                     self.error = error
-                with self.changed:
-                    self.changed.notify()
+                self.told.put(None)
 
     def _pack_batch(self):
         B, R = self.rows.shape
