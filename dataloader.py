@@ -157,7 +157,7 @@ class DocumentReader:
         array = self._read(shard, row_group)
         if rows == range(len(array)):
             return array
-        if self.shards[shard].kind == "text" and pa.types.is_string(array.type):
+        if pa.types.is_string(array.type):
             array = array.cast(pa.large_string())    # take() of 2 GB of text overflows 32-bit offsets
         return array.take(pa.array(rows, pa.int64()))
 
@@ -961,7 +961,7 @@ class PackedLoader(IterableDataset):
         """Read and tokenize the documents that the packers held, each row group once for all lanes."""
         for name, reader in self.readers.items():
             places = {number: saved[number][name] for number in lanes if name in saved.get(number, {})}
-            limit = self.T + 1 if self.packing == "bestfit" else pool.limit
+            limit = self.T + 1 if self.packing == "bestfit" else pool.limit    # bestfit's refs know lengths
             held = [document.ref for place in places.values() for document in place.buffer]
             ids = pool.documents(reader, held, limit)
             for number, place in places.items():
@@ -1104,11 +1104,10 @@ class PackedLoader(IterableDataset):
             readers = self._make_readers(num_lanes, sources)
             place = state["rows"], {number: self._places(lanes[str(number)], sources) for number in mine}
             self._report_sources(sources)
+        group = self._own_group() if self._finished else self._group
         if self._run is not None and self._run.pid == os.getpid():
             self._run.close()
-        self.num_lanes, self.readers, self._place = num_lanes, readers, place
-        if self._finished:
-            self._group = self._own_group()
+        self.num_lanes, self.readers, self._place, self._group = num_lanes, readers, place, group
         self._run, self._finished = None, False
 
     def _places(self, lane, sources):
@@ -1384,16 +1383,20 @@ def packing_name(packing, tails):
     return f"{packing} {tails}" if packing == "exactfit" else packing
 
 
+def lost_share(stats):
+    """Of the tokens that left the buffer."""
+    return stats["tokens_dropped"] / (stats["tokens_dropped"] + stats["tokens_delivered"])
+
+
 def describe_stats(stats):
-    left = stats["tokens_delivered"] + stats["tokens_dropped"]
-    return (f"lost {stats['tokens_dropped'] / max(1, left):.1%}, fit but cut {stats['cut_share']:.2%}, "
+    return (f"lost {lost_share(stats):.1%}, fit but cut {stats['cut_share']:.2%}, "
             f"longest wait {stats['longest_wait_rows']:,} rows")
 
 
 def compare(tokenizer, data_dir, B, T):
     """
-    Lines of a table. Lost: of the tokens that left the buffer. Fit but cut: documents that would have fit a
-    row. Held: tokens in the buffer at the end, in rows. Speed: from text, all threads.
+    Lines of a table. Fit but cut: of all documents. Held: tokens in the buffer at the end, in rows. Speed:
+    from text, all threads.
     """
     yield f"{'packing':<15}{'lost':>8}{'fit but cut':>13}{'longest wait':>14}{'held':>13}{'M tokens/s':>12}"
     for packing, tails in CHOICES:
@@ -1410,8 +1413,7 @@ def compare(tokenizer, data_dir, B, T):
         speed_of(loader, 2)
         speed = speed_of(loader, 4)
         loader.close()
-        lost = stats["tokens_dropped"] / (stats["tokens_dropped"] + stats["tokens_delivered"])
-        yield (f"{packing_name(packing, tails):<15}{lost:>8.1%}{stats['cut_share']:>13.2%}"
+        yield (f"{packing_name(packing, tails):<15}{lost_share(stats):>8.1%}{stats['cut_share']:>13.2%}"
                f"{stats['longest_wait_rows']:>9,} rows{held:>8,.0f} rows{speed / 1e6:>12.2f}")
 
 

@@ -395,7 +395,7 @@ def checksum(array: pa.Array) -> int:
     """
     CRC-32 of a row group's documents: of their lengths, nulls, and the sums of each 4 KB of bytes as 64-bit
     words. 42 GB/s on one core where the CRC of the bytes takes 7 (25 % of the speed of reading tokens); it
-    sees all but words that change places within 4 KB.
+    sees all but changes within 4 KB that leave their sum as it was.
 
     Parquet's page checksums cover neither page headers nor the footer, nor do they tell that a file
     was replaced by another of the same size; this one is of what is read in the end.

@@ -614,7 +614,6 @@ class Run:
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(state)
         self.loader.load_state_dict(json.loads(saved["loader"]))
-        torch.set_rng_state(saved["rng"])
         self.step = saved["step"]
         self.say(f"resumed from {self.checkpoint}: step {self.step}")
 
@@ -685,8 +684,8 @@ class Run:
         states, parts = gather_json(self.loader.state_dict()), [o.state_dict() for o in self.optimizers]
         failed = self.rank == 0 and save_checkpoint(self.out, self.step, {
             "step": self.step, "model": self.model.state_dict(), "optimizers": parts,
-            "loader": json.dumps(merge_states(states)), "rng": torch.get_rng_state(),
-            "flags": vars(self.flags), "tokenizer": self.tokenizer.fingerprint()})
+            "loader": json.dumps(merge_states(states)), "flags": vars(self.flags),
+            "tokenizer": self.tokenizer.fingerprint()})
         if failed:
             self.say(f"warning: step {self.step} could not be saved ({failed}); the last good checkpoint "
                      f"stays: {(list_checkpoints(self.out) or ['none yet'])[-1]}")
