@@ -2066,10 +2066,12 @@ def on_two_ranks(data, leave=None, before=0, **options):
     fails where one hangs.
     """
     program = RANK_PROGRAM.format(here=HERE, data=data, options=options, leave=leave, before=before)
-    port = str(20_000 + os.getpid() % 20_000)
-    ranks = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env={
-        **os.environ, "RANK": str(r), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-        for r in range(2)]
+    # The store is ours, as it is torchrun's: no rank has to find a port that is still free.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+           "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    ranks = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+                              env={**env, "RANK": str(rank)}) for rank in range(2)]
     try:
         out = [rank.communicate(timeout=60)[0] for rank in ranks]
     finally:
