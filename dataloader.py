@@ -32,6 +32,7 @@ import threading
 import time
 import warnings
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
@@ -172,17 +173,17 @@ class Chunk(NamedTuple):
     source: Slice
     first: int          # place of document 0 in source.rows
 
-    def reference(self, i, offset=0):
+    def ref(self, i, offset=0):
         where = self.source
         return [where.epoch, where.shard, where.row_group, where.rows[self.first + i], offset]
 
-    def document(self, i, came, most=None, copy=True):
+    def document(self, i, came, limit=None, copy=True):
         """None for a null document. One that may stay long is a copy: a view keeps its whole chunk alive."""
         a, b = self.bounds[i], self.bounds[i + 1]
         if a == b:
             return None
-        ids = self.ids[a:b if most is None else min(b, a + most)]
-        return Document(ids.copy() if copy else ids, self.reference(i), came)
+        ids = self.ids[a:b][:limit]
+        return Document(ids.copy() if copy else ids, self.ref(i), came)
 
     def cursor(self, i):
         where = self.source
@@ -221,10 +222,10 @@ class TokenizingPool:
                  for part in self._cut(s, array))
         return (chunk for _, chunk in in_order(self.executor, encode, parts, depth + 1))
 
-    def documents(self, reader, references, limit):
-        """Read and encode just the documents of these references: {(shard, row_group, row): ids}."""
+    def documents(self, reader, refs, limit):
+        """Read and encode just the documents of these refs: {(shard, row_group, row): ids}."""
         wanted = collections.defaultdict(set)
-        for _, shard, row_group, row, *_ in references:
+        for _, shard, row_group, row, *_ in refs:
             wanted[shard, row_group].add(row)
 
         def read(item):
@@ -245,11 +246,14 @@ class TokenizingPool:
         return found
 
     def _cut(self, s, array):
-        """A slice in parts of whole documents: tokenizer batches where the packer counts in them."""
+        """
+        A slice in parts of whole documents: tokenizer batches where the packer counts in them. They end at
+        multiples of their size, also behind a start in mid-batch: as in the run that never stopped.
+        """
         size = self.batch or (32 if is_text(array.type) else len(s.rows))
         first = s.start
         while first < len(s.rows):
-            stop = min(len(s.rows), first - first % size + size)
+            stop = min(len(s.rows), (first // size + 1) * size)
             yield s, first, array[first - s.start:stop - s.start]
             first = stop
 
@@ -322,7 +326,7 @@ class FlatPacker:
     def __init__(self, T):
         self.T, self.rows = T, 0
         self.parts, self.n_held = [], 0        # arrays not yet delivered, and their tokens
-        self.last, self.end = None, 0          # the document they end with: (chunk, i), length
+        self.last, self.last_length = None, 0    # the document they end with: (chunk, i)
         self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
 
     def take(self, chunk, i):
@@ -333,7 +337,7 @@ class FlatPacker:
             self.parts.append(chunk.ids[bounds[i]:bounds[stop]])
             self.n_held += bounds[stop] - bounds[i]
             last = bisect_left(bounds, bounds[stop], i, stop) - 1    # null documents have no tokens
-            self.last, self.end = (chunk, last), bounds[stop] - bounds[last]
+            self.last, self.last_length = (chunk, last), bounds[stop] - bounds[last]
         self.documents += stop - i
         return stop
 
@@ -359,7 +363,7 @@ class FlatPacker:
         if not self.n_held:
             return []
         chunk, i = self.last
-        return [Document(None, chunk.reference(i, self.end - self.n_held), self.rows)]
+        return [Document(None, chunk.ref(i, self.last_length - self.n_held), self.rows)]
 
     def restore(self, documents, rows):
         self.rows = self.restored = rows
@@ -368,7 +372,7 @@ class FlatPacker:
             self.parts, self.n_held = [document.ids[offset:]], len(document.ids) - offset
             source = Slice(epoch, shard, row_group, [row], 0, 0)
             self.last = Chunk(document.ids, [0, len(document.ids)], source, 0), 0
-            self.end = len(document.ids)
+            self.last_length = len(document.ids)
 
 
 def choose_best_fit(sizes, free):
@@ -456,8 +460,9 @@ def fill_gap(gap, lengths, documents, misses):
     """
     if misses & 1:
         return [gap]
-    half, steps = gap // 2, []                 # steps: (length, what was left open without it)
-    left = 1 << gap | misses & (1 << gap - half) - 1
+    half, steps = gap // 2, []                 # steps: (length, what could be left open without it)
+    one_of_the_longer = misses & ((1 << (gap - half)) - 1)
+    left = (1 << gap) | one_of_the_longer
     for length in reversed(lengths[:bisect_right(lengths, half)]):
         for _ in range(min(len(documents[length]), gap // length)):
             steps.append((length, left))
@@ -495,7 +500,7 @@ class ExactFitPacker:
 
     def __init__(self, T, bos, buffer_size, tails):
         self.R, self.buffer_size, self.keep, self.rows = T + 1, buffer_size, tails == "keep", 0
-        self.most = None if self.keep else longest_prefix(T)
+        self.limit = None if self.keep else longest_prefix(T)
         self.bos = bos                         # array of one token
         self.buffer = {}                       # arrival -> Document, oldest first
         self.arrivals = itertools.count()
@@ -509,7 +514,7 @@ class ExactFitPacker:
         stop = len(chunk.bounds) - 1
         size = self._size()
         while i < stop and self._wants_more(size):
-            if document := chunk.document(i, self.rows, self.most, copy=self.keep):
+            if document := chunk.document(i, self.rows, self.limit, copy=self.keep):
                 self._put(document)
                 self.documents += 1
                 self.dropped += chunk.bounds[i + 1] - chunk.bounds[i] - len(document.ids)
@@ -538,11 +543,11 @@ class ExactFitPacker:
             for length in filling:
                 pieces += self._deliver(self._pop(self.by_length[length][0]), length)
             if left := gap - sum(filling):
-                pieces += self._crop(left)
+                pieces += self._cut_to_fit(left)
         self.rows += 1
         return pieces
 
-    def _crop(self, left):
+    def _cut_to_fit(self, left):
         """Fill what no subset does; a row stays short only where a finite run has nothing more."""
         pieces = []
         while left and self.buffer:
@@ -560,7 +565,11 @@ class ExactFitPacker:
         return pieces
 
     def _deliver(self, document, n):
-        """The arrays of a document's first n tokens; what is left goes to the back, behind a BOS."""
+        """
+        The arrays of a document's first n tokens; with tails="keep" what is left goes to the back. There
+        the last token delivered stays in front of it, in the place of the BOS that its next piece gets.
+        Example: n=3 of [BOS a b c d] -> [BOS a b], and [b c d] is put back; then n=3 of that -> [BOS c d]
+        """
         ids, ref, came = document
         self.longest_wait = max(self.longest_wait, self.rows - came)
         resumed = ref[4] > 0
@@ -618,7 +627,7 @@ class ExactFitPacker:
 
 class Place(NamedTuple):
     """Where one source of one lane stands: all that a state says of it. The default is the beginning."""
-    taken: int | None = 0    # rows it gave since the shares began; None: it has ended
+    taken: int | None = 0    # rows it gave since the shares of the sources began; None: it has no more
     rows: int = 0            # rows it gave in all
     cursor: Cursor = Cursor()
     buffer: list | tuple = ()    # the Documents that its packer holds, oldest first
@@ -730,16 +739,16 @@ def whole_numbers(weights):
 class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
-    place: tuple          # behind it: rows of the run, and of each lane the Place of each source
-    full: bool            # every row holds a document: at the end of a finite run some do not
-    more: bool            # it holds one, or some lane may still have one
-    copied: object        # CUDA event: the copy to the device
+    place: tuple          # where the loader stands behind it: (rows of the run, {lane: {source: Place}})
+    full: bool            # no row is empty; at the end of a finite run those of lanes that have ended are
+    more: bool            # False: all rows are empty, and all later ones would be
+    copied: object        # CUDA event: the copy to the device is done; None on a CPU
 
 
-class Run:
+class Pipeline:
     """
-    The threads and lanes of a loader from one place on. Another place is another Run: what the old threads
-    are still at, they do to lanes that nobody reads any more.
+    The threads and lanes of a loader from one place on. Another place is another Pipeline: what the old
+    threads are still at, they do to lanes that nobody reads any more.
     """
 
     def __init__(self, lanes, pool, rows, B, T, world_size, device, finite, prefetch):
@@ -749,7 +758,7 @@ class Run:
         self.rows = np.empty((B, T + 1), pool.dtype)
         self.place = rows, {number: lane.places() for number, lane in lanes.items()}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.dry = {number for number, lane in lanes.items() if not lane.live}    # they have ended
+        self.ended = {number for number, lane in lanes.items() if not lane.live}    # lanes
         self.pid, self.began, self.waited = os.getpid(), time.perf_counter(), 0.0
         self.executor, self.packing = ThreadPoolExecutor(1, "pack"), threading.Lock()
         self.ready, self.error, self.told = collections.deque(), None, queue.SimpleQueue()
@@ -792,14 +801,14 @@ class Run:
                 pieces.append(np.full(R - n, self.pool.bos, self.rows.dtype))
                 short.append((b, n))
                 if n == 0:
-                    self.dry.add(number)
+                    self.ended.add(number)
         np.concatenate(pieces, out=self.rows.reshape(-1))
         self.turn += B
         rows, places = self.place
         places = {**places, **{number: self.lanes[number].places() for number in set(numbers)}}
         self.place = rows + B * self.world_size, places
         empty = sum(n == 0 for _, n in short)
-        more = empty < B or len(self.dry) < len(self.order)
+        more = empty < B or len(self.ended) < len(self.order)
         return self._to_device(short, self.place, empty == 0, more)
 
     def _to_device(self, short, *about):
@@ -873,7 +882,7 @@ class PackedLoader(IterableDataset):
         self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._group = self._own_group()
         self._place = 0, {}      # where to go on: rows of the run; {lane: {source: Place}}
-        self._run, self._pid = None, os.getpid()
+        self._pipeline, self._pid = None, os.getpid()
         self._finished = self._closed = False
 
     def _check_arguments(self):
@@ -936,12 +945,13 @@ class PackedLoader(IterableDataset):
         lanes = {number: self._make_lane(pool, number, saved.get(number, {}))
                  for number in self._lanes_from(rows, self.num_lanes)}
         self._restore_buffers(pool, lanes, saved)
-        self._run = Run(lanes, pool, rows, self.B, self.T, self.world_size, self.device, self._is_finite(),
-                        self.prefetch)
-        self._place = self._run.place
+        self._pipeline = Pipeline(lanes, pool, rows, self.B, self.T, self.world_size, self.device,
+                                  self._is_finite(), self.prefetch)
+        self._place = self._pipeline.place
 
     def _make_lane(self, pool, number, saved):
-        depth = 1 + 2 * self.threads * self.world_size // (self.num_lanes * len(self.readers))
+        streams_of_rank = self.num_lanes // self.world_size * len(self.readers)
+        depth = 1 + 2 * self.threads // streams_of_rank    # two chunks a thread, over all of them
         streams, taken = {}, {}
         for name, reader in self.readers.items():
             place = saved.get(name, Place())
@@ -986,9 +996,9 @@ class PackedLoader(IterableDataset):
             raise RuntimeError("this PackedLoader was closed; make a new one and load the state into it")
         if self._finished:
             raise StopIteration
-        if self._run is None or self._run.pid != os.getpid():    # the first batch, or the first after a fork
+        if self._pipeline is None or self._pipeline.pid != os.getpid():    # at first, and behind a fork
             self._start()
-        batch = self._run.next_batch(self._place)
+        batch = self._pipeline.next_batch(self._place)
         if self._is_finite() and self._is_end(batch):
             self._finished = True
             self._leave_group()
@@ -1029,7 +1039,7 @@ class PackedLoader(IterableDataset):
 
     def _refuse_uneven(self):
         counts = torch.zeros(self.num_lanes, dtype=torch.int64)
-        for number, rows in self._run.rows_of_lanes().items():
+        for number, rows in self._pipeline.rows_of_lanes().items():
             counts[number] = rows
         if self._group is not None:
             dist.all_reduce(counts, group=self._group)
@@ -1043,8 +1053,8 @@ class PackedLoader(IterableDataset):
             flags = torch.tensor([0, 0, 1], dtype=torch.int32)
             with contextlib.suppress(RuntimeError, ValueError):
                 self._farewell = dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True)
-        if self._run is not None and self._run.pid == os.getpid():
-            self._run.close()
+        if self._pipeline is not None and self._pipeline.pid == os.getpid():
+            self._pipeline.close()
         self._closed = True
 
     def __del__(self):
@@ -1105,10 +1115,10 @@ class PackedLoader(IterableDataset):
             place = state["rows"], {number: self._places(lanes[str(number)], sources) for number in mine}
             self._report_sources(sources)
         group = self._own_group() if self._finished else self._group
-        if self._run is not None and self._run.pid == os.getpid():
-            self._run.close()
+        if self._pipeline is not None and self._pipeline.pid == os.getpid():
+            self._pipeline.close()
         self.num_lanes, self.readers, self._place, self._group = num_lanes, readers, place, group
-        self._run, self._finished = None, False
+        self._pipeline, self._finished = None, False
 
     def _places(self, lane, sources):
         """
@@ -1202,13 +1212,14 @@ class PackedLoader(IterableDataset):
         document in rows of its lane; seconds that next() waited. Per source under "sources". Dropped are
         tokens of documents that were tokenized whole: text that tails="drop" never encodes is not counted.
         """
-        if self._run is None:
+        if self._pipeline is None:
             return {}
-        run, seconds = self._run, time.perf_counter() - self._run.began
-        packers = {name: [lane.streams[name].packer for lane in run.lanes.values()] for name in self.readers}
+        pipeline, seconds = self._pipeline, time.perf_counter() - self._pipeline.began
+        packers = {name: [lane.streams[name].packer for lane in pipeline.lanes.values()]
+                   for name in self.readers}
         total = count_packed(list(itertools.chain(*packers.values())), self.T)
-        return {**total, "tokens_tokenized": run.pool.tokenized, "null_documents": run.pool.nulls,
-                "rows_per_second": total["rows"] / seconds, "waited_s": run.waited,
+        return {**total, "tokens_tokenized": pipeline.pool.tokenized, "null_documents": pipeline.pool.nulls,
+                "rows_per_second": total["rows"] / seconds, "waited_s": pipeline.waited,
                 "sources": {name: count_packed(own, self.T) for name, own in packers.items()}}
 
 
@@ -1284,28 +1295,28 @@ def tokenizer_fingerprint(tokenizer):
 # nanochat's four generators
 
 def tokenizing_distributed_data_loader_with_state(
-        tokenizer, B, T, split, tokenizer_threads=4, tokenizer_batch_size=128, device="cuda",
-        resume_state_dict=None):
+        tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
+        device="cuda", resume_state_dict: dict | None = None) -> Iterator[tuple]:
     """Packs "flat"; yields (inputs, targets, state_dict)."""
     return _with_state(resume_state_dict, tokenizer, B, T, split, packing="flat", threads=tokenizer_threads,
                        tokenizer_batch_size=tokenizer_batch_size, device=device)
 
 
-def tokenizing_distributed_data_loader(*args, **kwargs):
+def tokenizing_distributed_data_loader(*args, **kwargs) -> Iterator[tuple]:
     """The same without the state."""
     for inputs, targets, _ in tokenizing_distributed_data_loader_with_state(*args, **kwargs):
         yield inputs, targets
 
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        tokenizer, B, T, split, tokenizer_threads=4, tokenizer_batch_size=128, device="cuda",
-        resume_state_dict=None, buffer_size=1000):
+        tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
+        device="cuda", resume_state_dict: dict | None = None, buffer_size: int = 1000) -> Iterator[tuple]:
     """Packs "bestfit", nanochat's rows token for token; yields (inputs, targets, state_dict)."""
     return _with_state(resume_state_dict, tokenizer, B, T, split, packing="bestfit", buffer_size=buffer_size,
                        threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size, device=device)
 
 
-def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs):
+def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs) -> Iterator[tuple]:
     """The same without the state."""
     for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(*args, **kwargs):
         yield inputs, targets
@@ -1405,39 +1416,35 @@ def compare(tokenizer, data_dir, B, T):
         for _ in range(max(1, 4096 // B)):
             next(outline)
         stats = outline.stats()
-        packers = [stream.packer for stream in outline._run.lanes[0].streams.values()]
+        packers = [stream.packer for stream in outline._pipeline.lanes[0].streams.values()]
         held = sum(len(document.ids) for packer in packers
                    for document in getattr(packer, "buffer", {}).values()) / (T + 1)
         outline.close()
         loader = PackedLoader(tokenizer, B, T, "train", **options)
-        speed_of(loader, 2)
-        speed = speed_of(loader, 4)
+        speed_of(delivered(loader), 2)    # fills the buffer
+        speed = speed_of(delivered(loader), 4)
         loader.close()
         yield (f"{packing_name(packing, tails):<15}{lost_share(stats):>8.1%}{stats['cut_share']:>13.2%}"
                f"{stats['longest_wait_rows']:>9,} rows{held:>8,.0f} rows{speed / 1e6:>12.2f}")
 
 
-def speed_of(loader, seconds):
-    """Tokens per second delivered, over `seconds`."""
-    began, batches = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        next(loader)
-        batches += 1
-    return batches * loader.B * loader.T / (time.perf_counter() - began)
-
-
-def all_chunks(pool, loader):
-    reader = next(iter(loader.readers.values()))
-    return pool.chunks(reader, reader.slices(0, Cursor()), 2 * pool.threads)
-
-
-def ceiling(chunks, seconds):
-    """Tokens per second of a pool alone, thrown away."""
-    next(chunks)
+def speed_of(counts, seconds):
+    """Tokens per second, from an iterator that makes some and says how many. The first are not timed."""
+    next(counts)
     began, tokens = time.perf_counter(), 0
     while time.perf_counter() - began < seconds:
-        tokens += len(next(chunks).ids)
+        tokens += next(counts)
     return tokens / (time.perf_counter() - began)
+
+
+def delivered(loader):
+    return (inputs.numel() for inputs, _ in loader)
+
+
+def tokenized(pool, loader):
+    """By the pool alone, of the loader's documents."""
+    reader = next(iter(loader.readers.values()))
+    return (len(chunk.ids) for chunk in pool.chunks(reader, reader.slices(0, Cursor()), 2 * pool.threads))
 
 
 class SharedEncoding:
@@ -1468,11 +1475,11 @@ def measure(folder, data_dir, packing, tails, B, T, threads, seconds):
 
     loader = make()
     first, _ = timed(lambda: next(loader))
-    speed_of(loader, len(loader.readers))    # a mixture has a buffer a source to fill
+    speed_of(delivered(loader), len(loader.readers))    # a mixture has a buffer a source to fill
     memory = (peak_memory() - before) / (1 << 20)
     pool = TokenizingPool(tokenizer, threads)
-    chunks = all_chunks(pool, loader)
-    pairs = [(speed_of(loader, seconds), ceiling(chunks, seconds)) for _ in range(3)]
+    ours, alone = delivered(loader), tokenized(pool, loader)
+    pairs = [(speed_of(ours, seconds), speed_of(alone, seconds)) for _ in range(3)]
     again, state = make(), loader.state_dict()
     resume, _ = timed(lambda: (again.load_state_dict(state), next(again)))
     loader.close(), again.close(), pool.close()
@@ -1504,9 +1511,9 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
     threads = cores_of_this_rank()
     tokenizer = RustBPETokenizer.from_directory(tokenizer_dir)
     loader = PackedLoader(tokenizer, B, T, "train", data_dir=data_dir)
-    own = all_chunks(TokenizingPool(tokenizer, threads), loader)
-    shared = all_chunks(TokenizingPool(SharedEncoding(tokenizer), threads, batch=128), loader)
-    pairs = [(ceiling(own, seconds), ceiling(shared, seconds)) for _ in range(3)]
+    own = tokenized(TokenizingPool(tokenizer, threads), loader)
+    shared = tokenized(TokenizingPool(SharedEncoding(tokenizer), threads, batch=128), loader)
+    pairs = [(speed_of(own, seconds), speed_of(shared, seconds)) for _ in range(3)]
     ours, theirs = (float(np.median(column)) for column in zip(*pairs, strict=True))
     yield (f"B = {B}, T = {T}, {threads} cores; {ours / 1e6:.2f} M tokens/s by {threads} threads with an "
            f"Encoding each, {theirs / 1e6:.2f} sharing one: {ours / theirs:.2f} times")

@@ -1510,8 +1510,8 @@ def split_at_bos(row):
 def test_exactfit_opens_with_the_oldest_and_cuts_only_where_no_subset_fits(lengths, T, buffer_size, keep):
     """The buffer is read before every row, which must be what the rule makes of it; all subsets are tried."""
     packer, cropped = ExactFitPacker(T, np.array([BOS]), buffer_size, "keep" if keep else "drop"), []
-    crop = packer._crop
-    packer._crop = lambda left: cropped.append(left) or crop(left)
+    cut_to_fit = packer._cut_to_fit
+    packer._cut_to_fit = lambda left: cropped.append(left) or cut_to_fit(left)
     chunk, i = chunk_of(lengths), 0
     while True:
         before = [(len(document.ids), document.ref[4]) for document in packer.buffer.values()]
@@ -1834,7 +1834,7 @@ def test_state_is_small_json_of_references_and_cheap(tmp_path):
     assert state == json.loads(json.dumps(state)) and len(json.dumps(state)) < 64 * 1024
     began = time.perf_counter()
     for _ in range(20):
-        loader._run.lanes[0].places()
+        loader._pipeline.lanes[0].places()
     assert (time.perf_counter() - began) / 20 < 0.005, "100 microseconds on a quiet machine"
 
 
@@ -2296,7 +2296,7 @@ def test_a_fork_of_a_loader_that_runs_goes_on_from_its_place(corpus):
     loader, want = make(corpus), make(corpus)
     for _ in range(3):
         assert rows_of(next(loader)) == rows_of(next(want))
-    loader._run.pid = -1    # as a child sees its parent's
+    loader._pipeline.pid = -1    # as a child sees its parent's
     assert [rows_of(next(loader)) for _ in range(4)] == [rows_of(next(want)) for _ in range(4)]
 
 
