@@ -119,7 +119,7 @@ class DocumentReader:
                 f"launch with num_lanes (and a world size) of at most {documents}, or add data")
         return True
 
-    def shard_order(self, epoch):
+    def _shard_order(self, epoch):
         """Shards that were appended during the first epoch come behind those it began with."""
         if epoch > 1:
             return shuffled(len(self.shards), self.seed, epoch, 1)
@@ -130,7 +130,7 @@ class DocumentReader:
         """All slices of a lane from the cursor on, without end unless `epochs` is given."""
         epoch, at_shard, at_row_group, given, dealt = cursor
         while epochs is None or epoch <= epochs:
-            order = self.shard_order(epoch)
+            order = self._shard_order(epoch)
             for shard in order[0 if at_shard < 0 else order.index(at_shard):]:
                 counts = self.shards[shard].rows
                 groups = shuffled(len(counts), self.seed, epoch, 2, shard)

@@ -66,12 +66,12 @@ def default_data_dir() -> str:
     return os.path.join(get_base_dir(), "base_data")
 
 
-def _is_http(folder):
+def is_http(folder):
     return folder.startswith(("http://", "https://"))
 
 
 @functools.lru_cache(maxsize=16)
-def _filesystem(folder):
+def filesystem_of(folder):
     """(file system, path in it) of a folder or URI: pyarrow's own where it has one, else fsspec's."""
     if "://" not in folder:
         return pafs.LocalFileSystem(), os.path.abspath(folder)
@@ -84,28 +84,28 @@ def _filesystem(folder):
             fs, path = fsspec.core.url_to_fs(folder)
         except (ImportError, ValueError) as missing:
             raise ValueError(
-                f"cannot open {folder}: pyarrow says: {_one_line(error)}; fsspec says: {missing}; install "
+                f"cannot open {folder}: pyarrow says: {one_line(error)}; fsspec says: {missing}; install "
                 f"fsspec and its client for {folder.split(':')[0]}://, or copy it to a disk") from missing
         return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), path
 
 
-def _list_files(folder) -> dict[str, int]:
+def list_files(folder) -> dict[str, int]:
     """{name: bytes} of the files in a folder, sorted, in one listing however many they are."""
-    if _is_http(folder):
-        return _list_http(folder)
-    fs, root = _filesystem(folder)
+    if is_http(folder):
+        return list_http(folder)
+    fs, root = filesystem_of(folder)
     found = fs.get_file_info(pafs.FileSelector(root, allow_not_found=True))
     return dict(sorted((info.base_name, info.size) for info in found if info.is_file))
 
 
-def _list_http(url):
+def list_http(url):
     """`url` is a text file with a shard a line, `name bytes`; names are relative to it."""
     def get():
         response = requests.get(url, timeout=TIMEOUT)
         response.raise_for_status()
         return response
 
-    response, files = _retry(get, READ_ATTEMPTS), {}
+    response, files = retry(get, READ_ATTEMPTS), {}
     for number, line in enumerate(response.text.splitlines(), 1):
         name, _, size = line.strip().rpartition(" ")
         if not (name and size.isdigit()):
@@ -115,26 +115,26 @@ def _list_http(url):
     return dict(sorted(files.items()))
 
 
-def _join(folder, name):
+def join_name(folder, name):
     """Path or URI of a file. Example: s3://bucket/dir?region=x, f -> s3://bucket/dir/f?region=x"""
-    if _is_http(folder):
+    if is_http(folder):
         return urljoin(folder, name)
     head, mark, query = folder.partition("?") if "://" in folder else (folder, "", "")
     return f"{head.rstrip('/')}/{name}{mark}{query}"
 
 
-def _open_file(folder, name, size):
+def open_file(folder, name, size):
     """A seekable pyarrow file; an error where it does not have the size that was listed."""
-    if _is_http(folder):
-        return pa.PythonFile(_HttpFile(_join(folder, name), size), mode="r")
-    fs, root = _filesystem(folder)
+    if is_http(folder):
+        return pa.PythonFile(HttpFile(join_name(folder, name), size), mode="r")
+    fs, root = filesystem_of(folder)
     file = fs.open_input_file(f"{root}/{name}")    # no memory map: a file that is cut meanwhile would kill us
     if file.size() != size:
         raise OSError(f"it has {file.size():,} bytes, but {size:,} when the folder was listed")
     return file
 
 
-class _HttpFile(io.RawIOBase):
+class HttpFile(io.RawIOBase):
     """A seekable file over HTTP range requests; one row group is one request."""
 
     def __init__(self, url, size):
@@ -165,7 +165,7 @@ class _HttpFile(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _lock(path, wait=True):
+def lock_file(path, wait=True):
     """Hold a lock file; yields whether we do. The system frees it when its holder dies."""
     with open(path, "a") as file:
         try:
@@ -197,7 +197,7 @@ def in_order(executor, function, items, ahead):
             future.cancel()
 
 
-def _retry(work, attempts):
+def retry(work, attempts):
     """work(), up to so many times, with growing waits in between."""
     for attempt in range(attempts):
         try:
@@ -205,10 +205,10 @@ def _retry(work, attempts):
         except Exception:
             if attempt + 1 == attempts:
                 raise
-            time.sleep(_wait(attempt))
+            time.sleep(retry_wait(attempt))
 
 
-def _wait(attempt):
+def retry_wait(attempt):
     return random.uniform(0.5, 1) * RETRY_SECONDS * 2 ** min(attempt, 6)
 
 
@@ -217,7 +217,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _one_line(error):
+def one_line(error):
     return " ".join(str(error).split()) or type(error).__name__
 
 
@@ -273,7 +273,7 @@ class Shard:
 
     def __init__(self, folder, name, file_size, text_size=None):
         self.folder, self.name, self.file_size, self.text_size = folder, name, file_size, text_size
-        self.path, self.size = _join(folder, name), file_size if text_size is None else text_size
+        self.path, self.size = join_name(folder, name), file_size if text_size is None else text_size
         self.facts = None
 
     @property
@@ -298,18 +298,18 @@ class Shard:
 
     def read(self, row_group: int) -> pa.Array:
         """All documents of a row group: strings, or binary with raw token ids; ShardError if damaged."""
-        return self.attempt(lambda: self._read(row_group), f"row group {row_group}")
+        return self._attempt(lambda: self._read(row_group), f"row group {row_group}")
 
     def _read(self, row_group):
         facts = self.footer()
         rows, kind, checksums = facts["rows"][row_group], facts["kind"], facts["checksums"]
-        with _open_file(self.folder, self.name, self.file_size) as file:
+        with open_file(self.folder, self.name, self.file_size) as file:
             # Our checksum of ids says all that the pages' would, which cost two thirds of the speed.
             pages = kind == "text" or not checksums
-            parquet = pq.ParquetFile(file, metadata=_metadata(self.folder, self.name, self.file_size),
+            parquet = pq.ParquetFile(file, metadata=read_metadata(self.folder, self.name, self.file_size),
                                      page_checksum_verification=pages, pre_buffer=False)
             table = parquet.read_row_group(row_group, columns=[kind], use_threads=False)
-        array = _one_array(table.column(0), kind)
+        array = one_array(table.column(0), kind)
         if len(array) != rows:
             raise ValueError(f"it has {len(array):,} documents, but its footer said {rows:,}")
         if checksums and checksum(array) != checksums[row_group]:
@@ -320,14 +320,14 @@ class Shard:
     def footer(self):
         """What is kept of the footer: a few numbers, so that thousands of shards cost little."""
         if self.facts is None:    # no lock, which a fork could inherit taken; read twice does no harm
-            metadata = self.attempt(lambda: _metadata(self.folder, self.name, self.file_size), "footer")
-            self.facts = self.attempt(lambda: self._facts(metadata), "footer", attempts=1)
+            metadata = self._attempt(lambda: read_metadata(self.folder, self.name, self.file_size), "footer")
+            self.facts = self._attempt(lambda: self._facts(metadata), "footer", attempts=1)
         return self.facts
 
     def _facts(self, metadata):
         schema, extra = metadata.schema.to_arrow_schema(), metadata.metadata or {}
         kind = "tokens" if "tokens" in schema.names else "text"
-        _check_column(schema, kind)
+        check_column(schema, kind)
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         checksums = json.loads(extra[CHECKSUMS]) if CHECKSUMS in extra else None
         if sum(rows) != metadata.num_rows or len(checksums or rows) != len(rows):
@@ -340,25 +340,25 @@ class Shard:
             facts["fingerprint"] = extra[b"nanoloader.tokenizer"].decode()
         return facts
 
-    def attempt(self, work, place, attempts=None):
+    def _attempt(self, work, place, attempts=None):
         """work(), again where the shard is far away; what still fails names the shard, and what to type."""
         try:
-            return _retry(work, attempts or (READ_ATTEMPTS if "://" in self.folder else 1))
+            return retry(work, attempts or (READ_ATTEMPTS if "://" in self.folder else 1))
         except ShardError:
             raise
         except Exception as error:    # whatever damaged bytes make pyarrow raise
-            raise ShardError(f"{self.path}, {place}: {_one_line(error)}; check it with: "
+            raise ShardError(f"{self.path}, {place}: {one_line(error)}; check it with: "
                              f"python dataset.py verify --data {self.folder}") from error
 
 
 @functools.lru_cache(maxsize=64)
-def _metadata(folder, name, size):
+def read_metadata(folder, name, size):
     """The parsed footer: a request saved for each row group that is read from far away."""
-    with _open_file(folder, name, size) as file:
+    with open_file(folder, name, size) as file:
         return pq.ParquetFile(file).metadata
 
 
-def _check_column(schema, kind):
+def check_column(schema, kind):
     if kind not in schema.names:
         names = ", ".join(map(repr, schema.names))
         raise ValueError(f"it has no column `text`, only {names}; make shards of it with: "
@@ -374,7 +374,7 @@ def is_text(kind: pa.DataType) -> bool:
     return kind in (pa.string(), pa.large_string(), pa.string_view())
 
 
-def _one_array(column, kind):
+def one_array(column, kind):
     """The chunks of a column as one array with plain offsets, 64-bit ones where 2 GB are not enough."""
     if (kind == "text" and column.type != pa.string()) or column.nbytes >= 2**31:
         column = column.cast(pa.large_string() if kind == "text" else pa.large_binary())
@@ -413,29 +413,29 @@ def checksum(array: pa.Array) -> int:
 def list_parquet_files(data_dir: str | None = None) -> list[str]:
     """Full paths (or URIs) of the shards in a folder, sorted; the last one is val."""
     folder = data_dir or default_data_dir()
-    return [_join(folder, name) for name in _list_files(folder) if name.endswith(".parquet")]
+    return [join_name(folder, name) for name in list_files(folder) if name.endswith(".parquet")]
 
 
 def list_shards(data_dir: str | None, split: str) -> list[Shard]:
     """The shards of a split: the last file is val, the others are train. One listing; no shard is opened."""
     if split not in ("train", "val"):
         raise ValueError(f"split is {split!r}; expected 'train' or 'val'")
-    shards = _all_shards(data_dir or default_data_dir())
+    shards = all_shards(data_dir or default_data_dir())
     if len(shards) == 1:
         raise ValueError(f"there is only one parquet file, {shards[0].path}; the last one is val, so there "
                          "must be two: python dataset.py -n 8 gets more, convert makes them of your own text")
     return shards[-1:] if split == "val" else shards[:-1]
 
 
-def _all_shards(folder):
-    files = _list_files(folder)
+def all_shards(folder):
+    files = list_files(folder)
     shards = {name: size for name, size in files.items() if name.endswith(".parquet")}
     if not shards:
         raise FileNotFoundError(f"no parquet files in {folder}; get some with: python dataset.py -n 8, "
                                 "or make them of your own text: python dataset.py convert FILES")
     texts = {}
     if "source.json" in files:    # token shards
-        with _open_file(folder, "source.json", files["source.json"]) as file:
+        with open_file(folder, "source.json", files["source.json"]) as file:
             texts = json.loads(file.read())
         if texts.keys() != shards.keys():
             odd = ", ".join(sorted(texts.keys() ^ shards.keys())[:3])
@@ -468,7 +468,7 @@ def write_shard(path: str, row_groups: Iterable[pa.Array], column: str = "text",
                 writer.write_table(pa.table([array], schema=schema), row_group_size=max(1, len(array)))
                 checksums.append(checksum(array))
             writer.add_key_value_metadata({CHECKSUMS: json.dumps(checksums)} | (metadata or {}))
-        _sync(part)
+        sync(part)
         os.replace(part, path)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -480,22 +480,22 @@ def write_whole(path: str, data: bytes) -> None:
     part = f"{path}.{os.getpid()}.tmp"
     with open(part, "wb") as file:
         file.write(data)
-    _sync(part)
+    sync(part)
     os.replace(part, path)
 
 
-def _sync(path):
+def sync(path):
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
 
 
-def _check_local(folder):
+def check_local(folder):
     if "://" in folder:
         raise ValueError(f"cannot write to {folder}: write to a local folder, then copy it there")
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The built-in corpus: the standard library's own sources
+# Which data: given, or in its default place, or built in: the standard library's own sources
 
 BUILTIN_VERSION = 1    # of the recipe: a changed one takes a new folder
 BUILTIN_TRAIN_SHARDS = 4
@@ -511,7 +511,7 @@ def find_data(data_dir: str | None = None) -> str:
         return default_data_dir()
     version = ".".join(map(str, sys.version_info[:3]))
     folder = os.path.join(get_base_dir(), f"builtin-v{BUILTIN_VERSION}-python-{version}")
-    with _lock(folder + ".lock"):
+    with lock_file(folder + ".lock"):
         if not os.path.isdir(folder):
             build_builtin_corpus(folder)
     return folder
@@ -519,7 +519,7 @@ def find_data(data_dir: str | None = None) -> str:
 
 def build_builtin_corpus(folder: str) -> None:
     """Shards of the running Python's own sources, a document a file, always in the same order."""
-    documents = _standard_library(sysconfig.get_path("stdlib"))
+    documents = standard_library(sysconfig.get_path("stdlib"))
     size = sum(map(len, documents))
     print(f"no data yet: making a corpus of Python's library, {len(documents):,} files, {size / 1e6:.1f} MB")
     print("(real data: python dataset.py -n 8 gets public shards, convert takes your own files)", flush=True)
@@ -543,7 +543,7 @@ def build_builtin_corpus(folder: str) -> None:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _standard_library(root):
+def standard_library(root):
     """All non-empty UTF-8 sources below `root`, other people's packages left out, shuffled by name."""
     paths = []
     for folder, folders, names in os.walk(root):
@@ -581,7 +581,7 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
 
     Any number of downloaders may share the folder. Stopped at any point, the same call goes on from there.
     """
-    _check_local(folder)
+    check_local(folder)
     os.makedirs(folder, exist_ok=True)
     queue, failed, stop = deque(names), {}, threading.Event()
     progress = Progress(len(names), "shards")
@@ -591,11 +591,11 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
             with contextlib.suppress(IndexError):
                 name = queue.popleft()
                 try:
-                    if not _fetch_locked(f"{base_url}/{name}", os.path.join(folder, name), progress, stop):
+                    if not fetch_locked(f"{base_url}/{name}", os.path.join(folder, name), progress, stop):
                         queue.append(name)    # another downloader is at it: look again later
                         stop.wait(0.2)
                 except Exception as error:
-                    failed[name] = _one_line(error)
+                    failed[name] = one_line(error)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
     try:
@@ -609,11 +609,11 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
     return failed
 
 
-def _fetch_locked(url, path, progress, stop):
+def fetch_locked(url, path, progress, stop):
     """Fetch a file unless it is there; False where another downloader holds its lock."""
-    with _lock(path + ".lock", wait=False) as mine:
-        if mine and not _is_whole(path):
-            _fetch(url, path, progress, stop)
+    with lock_file(path + ".lock", wait=False) as mine:
+        if mine and not is_whole(path):
+            fetch(url, path, progress, stop)
         if mine and os.path.exists(path):
             progress.add(done=1)
             with contextlib.suppress(OSError):
@@ -621,43 +621,43 @@ def _fetch_locked(url, path, progress, stop):
     return mine
 
 
-def _fetch(url, path, progress, stop):
+def fetch(url, path, progress, stop):
     """Download one file: whole, checked, under its own name, or an error. Waits between its attempts."""
     part, attempts, copies = path + ".part", 0, 0
     while not stop.is_set():
-        before = _size(part)
+        before = size_of(part)
         try:
-            if _fetch_on(url, part, progress, stop):
-                _rename_whole(part, path)
+            if fetch_rest(url, part, progress, stop):
+                rename_whole(part, path)
             return
         except Refused:
             raise
         except Damaged as error:
-            _remove(part, part + ".json")
+            remove(part, part + ".json")
             copies, reason = copies + 1, error
         except (OSError, ValueError) as error:    # whatever requests raises is an OSError
-            attempts, reason = attempts + 1 if _size(part) <= before else 0, error
+            attempts, reason = attempts + 1 if size_of(part) <= before else 0, error
         if attempts >= FETCH_ATTEMPTS or copies >= FETCH_COPIES:
-            raise OSError(f"{url}: gave up: {_one_line(reason)}") from reason
-        stop.wait(getattr(reason, "retry_after", _wait(attempts)))
+            raise OSError(f"{url}: gave up: {one_line(reason)}") from reason
+        stop.wait(getattr(reason, "retry_after", retry_wait(attempts)))
 
 
-def _fetch_on(url, part, progress, stop):
+def fetch_rest(url, part, progress, stop):
     """Append what is missing to the part file; True when all that the server states is there."""
-    stated = _read_json(part + ".json")
-    have = _size(part) if stated.get("tag") else 0    # without a tag the file may be another by now
+    stated = read_json(part + ".json")
+    have = size_of(part) if stated.get("tag") else 0    # without a tag the file may be another by now
     headers = {"Accept-Encoding": "identity"}
     if have:
         headers |= {"Range": f"bytes={have}-", "If-Range": stated["tag"]}
     with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
         if response.status_code == 416 and have == stated["size"]:
             return True    # stopped between the last byte and the rename
-        _check_status(response)
-        start, size = _stated_range(response, have)
+        check_status(response)
+        start, size = stated_range(response, have)
         if not start:
-            _remove(part)    # before the new tag is there
+            remove(part)    # before the new tag is there
         with open(part + ".json", "w") as file:
-            json.dump({"tag": _tag(response), "size": size, "sha256": _sha256_stated(response)}, file)
+            json.dump({"tag": tag_of(response), "size": size, "sha256": stated_sha256(response)}, file)
         progress.piece_bytes = size or 0
         with open(part, "r+b" if start else "wb", buffering=0) as file:
             file.seek(start)
@@ -666,12 +666,12 @@ def _fetch_on(url, part, progress, stop):
                 progress.add(len(piece))
                 if stop.is_set():
                     return False
-    if size is not None and _size(part) < size:
-        raise OSError(f"the connection ended after {_size(part):,} of {size:,} bytes")
+    if size is not None and size_of(part) < size:
+        raise OSError(f"the connection ended after {size_of(part):,} of {size:,} bytes")
     return True
 
 
-def _check_status(response):
+def check_status(response):
     status, after = response.status_code, response.headers.get("Retry-After", "")
     if status in (200, 206):
         return
@@ -687,7 +687,7 @@ def _check_status(response):
     raise error
 
 
-def _stated_range(response, have):
+def stated_range(response, have):
     """(first byte that comes, bytes of the whole file or None)"""
     if response.status_code == 200:
         length = response.headers.get("Content-Length")
@@ -698,13 +698,13 @@ def _stated_range(response, have):
     return have, int(match[2])
 
 
-def _tag(response):
+def tag_of(response):
     """What If-Range needs to know that the file did not change: a strong ETag, or else the date."""
     tag = response.headers.get("ETag", "W/")
     return response.headers.get("Last-Modified", "") if tag.startswith("W/") else tag
 
 
-def _sha256_stated(response):
+def stated_sha256(response):
     """
     The SHA-256 of the file in hex where the server states one, else None: Hugging Face in X-Linked-ETag of
     its redirect, others in Repr-Digest (RFC 9530), Digest (RFC 3230) or x-amz-checksum-sha256.
@@ -719,22 +719,22 @@ def _sha256_stated(response):
     return None
 
 
-def _rename_whole(part, path):
-    stated, seen = _read_json(part + ".json"), _sha256(part)
-    if stated["size"] not in (None, _size(part)):
-        raise Damaged(f"{_size(part):,} bytes came, the server states {stated['size']:,}")
+def rename_whole(part, path):
+    stated, seen = read_json(part + ".json"), sha256_of(part)
+    if stated["size"] not in (None, size_of(part)):
+        raise Damaged(f"{size_of(part):,} bytes came, the server states {stated['size']:,}")
     if stated["sha256"] not in (None, seen):
         raise Damaged(f"its SHA-256 is {seen[:16]}..., the server states {stated['sha256'][:16]}...")
-    if not _is_whole(part):
-        raise Damaged(f"{_size(part):,} bytes came, but they are no whole parquet file")
-    _sync(part)
+    if not is_whole(part):
+        raise Damaged(f"{size_of(part):,} bytes came, but they are no whole parquet file")
+    sync(part)
     with open(os.path.join(os.path.dirname(path), "SHA256SUMS"), "a") as file:
         file.write(f"{seen}  {os.path.basename(path)}\n")    # for verify, or sha256sum -c
     os.replace(part, path)
-    _remove(part + ".json")
+    remove(part + ".json")
 
 
-def _is_whole(path):
+def is_whole(path):
     """Whether a parquet footer can be read at its end."""
     try:
         return pq.read_metadata(path) is not None
@@ -742,7 +742,7 @@ def _is_whole(path):
         return False
 
 
-def _sha256(path):
+def sha256_of(path):
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while piece := file.read(PIECE):
@@ -750,17 +750,17 @@ def _sha256(path):
     return digest.hexdigest()
 
 
-def _size(path):
+def size_of(path):
     return os.path.getsize(path) if os.path.exists(path) else 0
 
 
-def _read_json(path):
+def read_json(path):
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         return json.load(file)
     return {}
 
 
-def _remove(*paths):
+def remove(*paths):
     for path in paths:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
@@ -793,10 +793,10 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
     `inputs`: paths, folders, globs, URIs. Nothing stands under `out` before everything does. ValueError names
     file and line of the first bad document; with `skip_bad` the report counts them and shows the first few.
     """
-    _check_local(out)
+    check_local(out)
     files, building = find_inputs(inputs), os.path.abspath(out) + ".convert.tmp"
     os.makedirs(os.path.dirname(building), exist_ok=True)
-    with _lock(building + ".lock"):
+    with lock_file(building + ".lock"):
         try:
             if os.path.isdir(out) and os.listdir(out):
                 raise ValueError(f"{out} is not empty; name a new folder with --out, or remove it first")
@@ -805,36 +805,37 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
             os.makedirs(building + "/shards")
             context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
             with ProcessPoolExecutor(workers or cores(), mp_context=context) as pool:
-                bad = _scatter_all(pool, files, building, text_key, skip_bad, seed)
-                counts = _gather_all(pool, building, shard_bytes)
+                bad = scatter_all(pool, files, building, text_key, skip_bad, seed)
+                counts = gather_all(pool, building, shard_bytes)
             if os.path.isdir(out):
                 os.rmdir(out)
             os.rename(building + "/shards", out)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-            _remove(building + ".lock")
+            remove(building + ".lock")
     shown = [message for _, messages in bad for message in messages]
     return {"files": len(files), "bad": sum(count for count, _ in bad), "shown": shown[:BAD_SHOWN], **counts}
 
 
-def _scatter_all(pool, files, building, text_key, skip_bad, seed):
+def scatter_all(pool, files, building, text_key, skip_bad, seed):
     total = sum(size for _, _, size in files)
     progress = Progress(len(files), "files", total / len(files))
-    scatter = functools.partial(_scatter, building=building, text_key=text_key, skip_bad=skip_bad, seed=seed)
+    scatter = functools.partial(scatter_task, building=building, text_key=text_key, skip_bad=skip_bad,
+                                seed=seed)
     bad = []
-    for (_, group), found in in_order(pool, scatter, _tasks(files, total), 4 * cores()):
+    for (_, group), found in in_order(pool, scatter, group_files(files, total), 4 * cores()):
         bad.append(found)
         progress.add(sum(file[2] for _, file in group), len(group))
     progress.close()
     return bad
 
 
-def _gather_all(pool, building, shard_bytes):
-    documents, text = _histogram(_runs(building))
-    edges = _plan(documents, text, shard_bytes)
+def gather_all(pool, building, shard_bytes):
+    documents, text = histogram(list_runs(building))
+    edges = plan_shards(documents, text, shard_bytes)
     progress = Progress(len(edges) - 1, "shards", text.sum() / (len(edges) - 1))
     shards = [(number, *edge, documents, text) for number, edge in enumerate(itertools.pairwise(edges))]
-    gather = functools.partial(_gather, building=building)
+    gather = functools.partial(gather_shard, building=building)
     for (_, low, high, _, _), _ in in_order(pool, gather, shards, 4 * cores()):
         progress.add(int(text[low:high].sum()), 1)
     progress.close()
@@ -845,8 +846,8 @@ def find_inputs(inputs: list[str]) -> list[tuple[str, str, int]]:
     """(folder, name, size) of every file that paths, folders, globs and URIs stand for; each once, sorted."""
     found = set()
     for pattern in inputs:
-        files = _remote_inputs(pattern) if "://" in pattern else _local_inputs(pattern)
-        odd = [name for _, name, _ in files if not _kind_of(name)]
+        files = remote_inputs(pattern) if "://" in pattern else local_inputs(pattern)
+        odd = [name for _, name, _ in files if not kind_of(name)]
         if odd or not files:
             raise ValueError(f"{pattern}: {f'cannot convert {odd[0]}' if odd else 'no such files'}; expected "
                              f"{', '.join(SUFFIXES)} (JSON also .gz or .zst): file, folder or quoted glob")
@@ -854,35 +855,35 @@ def find_inputs(inputs: list[str]) -> list[tuple[str, str, int]]:
     return sorted(found)
 
 
-def _local_inputs(pattern):
+def local_inputs(pattern):
     paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
     inside = [file for path in paths if os.path.isdir(path)
-              for file in glob.glob(glob.escape(path) + "/**", recursive=True) if _kind_of(file)]
+              for file in glob.glob(glob.escape(path) + "/**", recursive=True) if kind_of(file)]
     files = filter(os.path.isfile, paths + inside)
     return [(*os.path.split(os.path.abspath(file)), os.path.getsize(file)) for file in files]
 
 
-def _remote_inputs(pattern):
-    if _is_http(pattern):
+def remote_inputs(pattern):
+    if is_http(pattern):
         raise ValueError(f"{pattern}: fetch it first (curl -O); convert reads URIs of object stores only")
     address, mark, query = pattern.partition("?")    # options such as ?region=...; so ? is no wildcard here
     folder, _, wanted = re.split(r"[*\[]", address)[0].rpartition("/")
     wanted = address[len(folder) + 1:]
-    fs, root = _filesystem(folder + mark + query)
+    fs, root = filesystem_of(folder + mark + query)
     names = [(info.path[len(root):].lstrip("/"), info.size)
              for info in fs.get_file_info(pafs.FileSelector(root, recursive=True)) if info.is_file]
     return [(folder + mark + query, name, size) for name, size in names if fnmatch.fnmatchcase(name, wanted)
-            or (name.startswith(wanted.rstrip("/") + "/" if wanted else "") and _kind_of(name))]
+            or (name.startswith(wanted.rstrip("/") + "/" if wanted else "") and kind_of(name))]
 
 
-def _kind_of(name):
+def kind_of(name):
     """The suffix that says how to read a file, compression aside; None where none does."""
     stem, suffix = os.path.splitext(name.lower())
     kind = os.path.splitext(stem)[1] if suffix in CODECS else suffix
     return kind if kind in SUFFIXES and (kind, suffix in CODECS) != (".parquet", True) else None
 
 
-def _tasks(files, total):
+def group_files(files, total):
     """Group small files, so that they share a run: (task number, [(file number, file), ...])"""
     number, group, size = 0, [], 0
     for file_number, file in enumerate(files):
@@ -893,14 +894,14 @@ def _tasks(files, total):
             number, group, size = number + 1, [], 0
 
 
-def _scatter(task, building, text_key, skip_bad, seed):
+def scatter_task(task, building, text_key, skip_bad, seed):
     """Parse the files of a task into sorted runs on disk; (bad documents, messages of the first ones)"""
     number, files = task
     keys, texts, size, runs, bad, shown = [], [], 0, 0, 0, []
     for file_number, file in files:
-        for index, (where, text, problem) in enumerate(_documents(file, text_key)):
+        for index, (where, text, problem) in enumerate(documents_of(file, text_key)):
             if problem:
-                message = f"{_join(*file[:2])}, {where}: {problem}"
+                message = f"{join_name(*file[:2])}, {where}: {problem}"
                 if not skip_bad:
                     raise ValueError(f"{message}; mend it, or leave such documents out with --skip-bad")
                 bad, shown = bad + 1, [*shown, message][:BAD_SHOWN]
@@ -910,14 +911,14 @@ def _scatter(task, building, text_key, skip_bad, seed):
             texts.append(text)
             size += len(text)
             if size >= RUN_BYTES:
-                _write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
+                write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
                 keys, texts, size, runs = [], [], 0, runs + 1
     if keys:
-        _write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
+        write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
     return bad, shown
 
 
-def _write_run(path, keys, texts):
+def write_run(path, keys, texts):
     keys = np.array(keys, np.uint64)
     order = np.argsort(keys, kind="stable")
     sorted_texts = pa.array(texts, pa.large_binary()).take(pa.array(order))
@@ -925,47 +926,47 @@ def _write_run(path, keys, texts):
         writer.write_table(pa.table([pa.array(keys[order]), sorted_texts], schema=RUN))
 
 
-def _documents(file, text_key):
+def documents_of(file, text_key):
     """(where, UTF-8 bytes, None) of each document of a file, or (where, None, what is wrong with it)."""
     folder, name, size = file
-    kind, codec = _kind_of(name), CODECS.get(os.path.splitext(name.lower())[1])
+    kind, codec = kind_of(name), CODECS.get(os.path.splitext(name.lower())[1])
     try:
-        with _open_file(folder, name, size) as stream:
+        with open_file(folder, name, size) as stream:
             # pyarrow's gzip gives 495 MB/s of JSON lines, Python's 353 (one core; builtin corpus, level 6).
             plain = pa.CompressedInputStream(stream, codec) if codec else stream
             if kind == ".parquet":
-                yield from _parquet_documents(stream, text_key)
+                yield from parquet_documents(stream, text_key)
             elif kind == ".txt":
-                yield "the file", *_checked(plain.read())
+                yield "the file", *check_utf8(plain.read())
             else:
-                yield from _json_documents(io.BufferedReader(plain, PIECE), text_key)
+                yield from json_documents(io.BufferedReader(plain, PIECE), text_key)
     except (OSError, pa.ArrowException) as error:    # torn, or not what its name says: what follows is lost
-        yield "the rest of the file", None, _one_line(error)
+        yield "the rest of the file", None, one_line(error)
 
 
-def _json_documents(stream, text_key):
+def json_documents(stream, text_key):
     """Documents of JSON lines, or of one JSON array, which is read whole."""
     if stream.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        yield from _array_documents(stream.read(), text_key)
+        yield from array_documents(stream.read(), text_key)
         return
     for number, line in enumerate(stream, 1):
         if number == 1:
             line = line.removeprefix(b"\xef\xbb\xbf")
         if not line.isspace():
-            yield f"line {number}", *_line_document(line, text_key)
+            yield f"line {number}", *line_document(line, text_key)
 
 
-def _line_document(line, text_key):
+def line_document(line, text_key):
     try:
-        return _text_of(json.loads(line.decode()), text_key)
+        return text_of(json.loads(line.decode()), text_key)
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 ({error.reason} at byte {error.start})"
     except (ValueError, RecursionError) as error:
         return None, f"not JSON ({error})"
 
 
-def _array_documents(data, text_key):
-    data, problem = _checked(data)
+def array_documents(data, text_key):
+    data, problem = check_utf8(data)
     if problem:
         yield "the file", None, problem
         return
@@ -978,13 +979,13 @@ def _array_documents(data, text_key):
         except (ValueError, RecursionError) as error:
             yield f"line {line}", None, f"not JSON ({error})"
             return
-        yield f"line {line}", *_text_of(record, text_key)
+        yield f"line {line}", *text_of(record, text_key)
         position = gap.match(text, position).end()
     if text[position + 1:].strip():
         yield "the rest of the file", None, "not JSON (there is more behind the array)"
 
 
-def _text_of(record, text_key):
+def text_of(record, text_key):
     if not isinstance(record, dict) or text_key not in record:
         seen = f"keys {', '.join(map(repr, record))}" if isinstance(record, dict) else type(record).__name__
         return None, f"no key {text_key!r}, only {seen[:200]}; name the key with --text-key"
@@ -996,7 +997,7 @@ def _text_of(record, text_key):
         return None, f"{text_key!r} cannot be UTF-8 ({error.reason} at character {error.start})"
 
 
-def _checked(data):
+def check_utf8(data):
     try:
         data.decode()
         return data, None
@@ -1004,7 +1005,7 @@ def _checked(data):
         return None, f"not UTF-8 ({error.reason} at byte {error.start})"
 
 
-def _parquet_documents(stream, text_key):
+def parquet_documents(stream, text_key):
     parquet = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
     schema = parquet.schema_arrow
     if text_key not in schema.names or not is_text(schema.field(text_key).type):
@@ -1014,32 +1015,32 @@ def _parquet_documents(stream, text_key):
     row = 0
     for batch in parquet.iter_batches(ROW_GROUP_DOCUMENTS, columns=[text_key], use_threads=False):
         for text in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
-            yield f"row {row}", *((None, f"{text_key!r} is null") if text is None else _checked(text))
+            yield f"row {row}", *((None, f"{text_key!r} is null") if text is None else check_utf8(text))
             row += 1
 
 
-def _runs(building):
+def list_runs(building):
     return sorted(glob.glob(glob.escape(building) + "/runs/*.arrow"))
 
 
-def _open_run(path):
+def open_run(path):
     """(sorted keys, their texts), memory-mapped."""
     batch = pa.ipc.open_file(pa.memory_map(path)).get_batch(0)
     return batch["key"].to_numpy(), batch["text"]
 
 
-def _histogram(runs):
+def histogram(runs):
     """Documents and bytes of text in each slot."""
     documents, text = np.zeros(SLOTS, np.int64), np.zeros(SLOTS, np.int64)
     for run in runs:
-        keys, texts = _open_run(run)
+        keys, texts = open_run(run)
         slots = (keys >> np.uint64(48)).astype(np.int64)
         documents += np.bincount(slots, minlength=SLOTS)
         np.add.at(text, slots, pc.binary_length(texts).to_numpy())
     return documents, text
 
 
-def _plan(documents, text, shard_bytes):
+def plan_shards(documents, text, shard_bytes):
     """Edges of the shards in slots: about 1 % at the end for val, before it shards of equal bytes."""
     filled = np.flatnonzero(documents)
     if len(filled) < 2:
@@ -1053,15 +1054,15 @@ def _plan(documents, text, shard_bytes):
     return [low for low, high in itertools.pairwise(edges) if documents[low:high].any()] + [SLOTS]
 
 
-def _gather(shard, building):
+def gather_shard(shard, building):
     """Write one shard: its slots from every run, RUN_BYTES of text at a time."""
     number, low, high, documents, text = shard
     rows = min(ROW_GROUP_DOCUMENTS, max(1, int(documents[low:high].sum()) // 16))
-    pieces = (_gather_piece(_runs(building), *piece) for piece in _pieces(text, low, high))
-    write_shard(f"{building}/shards/shard_{number:05d}.parquet", _row_groups(pieces, rows))
+    pieces = (gather_piece(list_runs(building), *piece) for piece in pieces_of(text, low, high))
+    write_shard(f"{building}/shards/shard_{number:05d}.parquet", cut_row_groups(pieces, rows))
 
 
-def _pieces(text, low, high):
+def pieces_of(text, low, high):
     """Ranges of slots that hold about RUN_BYTES of text."""
     size = 0
     for slot in range(low, high):
@@ -1071,11 +1072,11 @@ def _pieces(text, low, high):
             low, size = slot + 1, 0
 
 
-def _gather_piece(runs, low, high):
+def gather_piece(runs, low, high):
     """All documents in a range of slots, sorted by key."""
     keys, texts = [], []
     for run in runs:
-        run_keys, run_texts = _open_run(run)
+        run_keys, run_texts = open_run(run)
         first = run_keys.searchsorted(np.uint64(low << 48))
         last = run_keys.searchsorted(np.uint64((high << 48) - 1), "right")
         keys.append(run_keys[first:last])
@@ -1084,7 +1085,7 @@ def _gather_piece(runs, low, high):
     return pa.concat_arrays(texts).take(pa.array(order)).cast(pa.large_string())
 
 
-def _row_groups(arrays, rows):
+def cut_row_groups(arrays, rows):
     """Cut a stream of arrays into row groups of so many documents, or of ROW_GROUP_BYTES."""
     rest = pa.array([], pa.large_string())
     for array in arrays:
@@ -1112,7 +1113,7 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     """
     from tokenizer import get_tokenizer
 
-    _check_local(out)
+    check_local(out)
     tokenizer = get_tokenizer(tokenizer_dir)
     shards = list_shards(data_dir, "train") + list_shards(data_dir, "val")
     os.makedirs(out, exist_ok=True)
@@ -1120,7 +1121,7 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     with ThreadPoolExecutor(threads) as pool:
         for shard in shards:
             path = os.path.join(out, shard.name)
-            tokens += _tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress)
+            tokens += tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress)
             progress.add(done=1)
     progress.close()
     sources = {shard.name: shard.size for shard in shards}
@@ -1128,7 +1129,7 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     return tokens
 
 
-def _tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress):
+def tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress):
     if shard.kind != "text":
         raise ValueError(f"{shard.path} holds tokens already; --data takes a folder of text shards")
     made_of = {b"nanoloader.dtype": tokenizer.dtype.name.encode(),
@@ -1137,16 +1138,16 @@ def _tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress
     width = tokenizer.dtype.itemsize
     if os.path.exists(path):
         old = Shard(os.path.dirname(path), shard.name, os.path.getsize(path), shard.size)
-        if not made_of.items() <= _metadata(old.folder, old.name, old.file_size).metadata.items():
+        if not made_of.items() <= read_metadata(old.folder, old.name, old.file_size).metadata.items():
             raise ValueError(f"{path} was made of other text or by another tokenizer; "
                              "name a new folder with --out, or remove this one")
-        return sum(_n_bytes(old.read(i)) for i in range(len(old.rows))) // width
+        return sum(count_bytes(old.read(i)) for i in range(len(old.rows))) // width
 
     tokens = []
     def encode(row_group):
         texts = shard.read(row_group)
-        ids = _encode(texts, tokenizer)
-        tokens.append(_n_bytes(ids) // width)
+        ids = encode_array(texts, tokenizer)
+        tokens.append(count_bytes(ids) // width)
         progress.add(texts.nbytes)
         return ids
 
@@ -1155,7 +1156,7 @@ def _tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress
     return sum(tokens)
 
 
-def _encode(texts, tokenizer):
+def encode_array(texts, tokenizer):
     """An array of text -> binary, the ids of each document, little-endian; a null stays null."""
     ids, bounds = tokenizer.encode_documents(texts.to_pylist())
     ids = np.ascontiguousarray(ids, tokenizer.dtype.newbyteorder("<"))
@@ -1167,7 +1168,7 @@ def _encode(texts, tokenizer):
     return pa.Array.from_buffers(pa.binary(), len(texts), buffers)
 
 
-def _n_bytes(array):
+def count_bytes(array):
     return pc.sum(pc.binary_length(array)).as_py() or 0
 
 
@@ -1176,10 +1177,10 @@ def _n_bytes(array):
 
 def verify(folder: str) -> bool:
     """Read every shard against every checksum there is and print a table; True where all is intact."""
-    shards, sums, damaged, documents, nulls = _all_shards(folder), _read_sums(folder), [], 0, 0
+    shards, sums, damaged, documents, nulls = all_shards(folder), read_sums(folder), [], 0, 0
     print(f"{'shard':<22} {'documents':>11} {'row groups':>10} {'nulls':>7} {'MB':>9} {'on disk':>9}  check")
     with ThreadPoolExecutor(cores()) as pool:
-        check = functools.partial(_check_shard, sums=sums)
+        check = functools.partial(check_shard, sums=sums)
         for shard, (found, problem) in in_order(pool, check, shards, 2 * cores()):
             if problem:
                 damaged.append(shard.path)
@@ -1196,24 +1197,24 @@ def verify(folder: str) -> bool:
     return not damaged
 
 
-def _read_sums(folder):
+def read_sums(folder):
     """{name: SHA-256} of what was downloaded."""
     with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "SHA256SUMS")) as file:
         return {name: sha256 for sha256, name in (line.split() for line in file)}
     return {}
 
 
-def _check_shard(shard, sums):
+def check_shard(shard, sums):
     """((documents, row groups, nulls, MB, MB on disk, checked by), None), or (None, what is wrong)."""
     try:
         nulls = size = 0
         for row_group in range(len(shard.rows)):
             array = shard.read(row_group)
-            nulls, size = nulls + array.null_count, size + _n_bytes(array)
+            nulls, size = nulls + array.null_count, size + count_bytes(array)
         checked = "documents' CRC-32" if shard.footer()["checksums"] else "pages' CRC-32 where there are"
         if shard.name in sums:
             checked = "SHA-256 and " + checked
-            if _sha256(shard.path) != sums[shard.name]:
+            if sha256_of(shard.path) != sums[shard.name]:
                 raise ShardError("its SHA-256 is not the one in SHA256SUMS")
         return (sum(shard.rows), len(shard.rows), nulls, size / 1e6, shard.file_size / 1e6, checked), None
     except OSError as error:
@@ -1227,18 +1228,18 @@ def stats(folder: str, tokenizer_dir: str | None = None) -> None:
     print(f"{'split':<6} {'shards':>7} {'row groups':>11} {'documents':>13} {'nulls':>7} {'MB':>11}  tokens")
     for split in ("train", "val"):
         shards = list_shards(folder, split)
-        found, nulls = _lengths(shards)
+        found, nulls = lengths_of(shards)
         groups = sorted(len(shard.rows) for shard in shards)
         print(f"{split:<6} {len(shards):>7,} {sum(groups):>11,} {len(found) + nulls:>13,} {nulls:>7,} "
-              f"{found.sum() / 1e6:>11,.1f}  {_count_tokens(shards, int(found.sum()), tokenizer_dir)}")
+              f"{found.sum() / 1e6:>11,.1f}  {count_tokens(shards, int(found.sum()), tokenizer_dir)}")
         lanes.append(f"{split:<6} {groups[0]:,} to {groups[-1]:,} row groups a shard; at most {len(found):,} "
                      f"lanes, and up to {sum(groups):,} that share no row group")
         lengths.append(found)
     print("\n".join(lanes))
-    _print_histogram(np.concatenate(lengths), "bytes of text" if shards[0].kind == "text" else "bytes of ids")
+    print_histogram(np.concatenate(lengths), "bytes of text" if shards[0].kind == "text" else "bytes of ids")
 
 
-def _lengths(shards):
+def lengths_of(shards):
     """(bytes of every document that is not null, how many are null)"""
     def read(place):
         array = place[0].read(place[1])
@@ -1251,7 +1252,7 @@ def _lengths(shards):
     return lengths, sum(nulls for _, nulls in found)
 
 
-def _count_tokens(shards, size, tokenizer_dir):
+def count_tokens(shards, size, tokenizer_dir):
     """Exact for token shards; else from 16 row groups spread over them, where there is a tokenizer."""
     if shards[0].kind == "tokens":
         return f"{size // shards[0].dtype.itemsize:,}"
@@ -1265,12 +1266,12 @@ def _count_tokens(shards, size, tokenizer_dir):
     tokens = seen = 0
     for shard, row_group in places[:: -(-len(places) // 16)]:
         sample = shard.read(row_group)
-        seen += _n_bytes(sample)
+        seen += count_bytes(sample)
         tokens += len(tokenizer.encode_documents(sample.to_pylist())[0])
     return f"about {tokens * size / max(1, seen):,.0f}"
 
 
-def _print_histogram(lengths, unit):
+def print_histogram(lengths, unit):
     powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
     counts, sizes = np.bincount(powers), np.bincount(powers, lengths)
     print(f"\n{unit + ', up to':<20} {'documents':>12} {'of all bytes':>13}")
@@ -1290,15 +1291,15 @@ def main(argv: list[str] | None = None) -> None:
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         argv = ["download", *argv]    # python dataset.py -n 8
     try:
-        flags = _parser().parse_args(argv or ["--help"])
+        flags = make_parser().parse_args(argv or ["--help"])
         flags.run(flags)
     except KeyboardInterrupt:
         sys.exit("\nstopped; the same command goes on")
     except (OSError, ValueError, ImportError, pa.ArrowException) as error:
-        sys.exit(f"error: {_one_line(error)}")
+        sys.exit(f"error: {one_line(error)}")
 
 
-def _parser():
+def make_parser():
     as_written = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -1308,32 +1309,32 @@ def _parser():
         sub.set_defaults(run=run)
         return sub.add_argument
 
-    add = command("download", _run_download, "fetch public shards (the word may be left out)")
+    add = command("download", run_download, "fetch public shards (the word may be left out)")
     add("-n", "--num-files", type=int, required=True, help="train shards, -1 for all; val comes too")
     add("-w", "--num-workers", type=int, default=4, help="downloads at once (default 4)")
     add("--base-url", default=BASE_URL, help="a mirror: what stands in front of /shard_00000.parquet")
     add("--out", default=default_data_dir(), help="folder (default: %(default)s)")
-    add = command("convert", _run_convert, "make shards of your own .jsonl, .json, .parquet or .txt files")
+    add = command("convert", run_convert, "make shards of your own .jsonl, .json, .parquet or .txt files")
     add("inputs", nargs="+", metavar="IN", help="files, folders, globs in quotes, s3:// or gs:// URIs")
     add("--text-key", default="text", help="JSON key or parquet column that holds the text (default text)")
     add("--out", default=default_data_dir(), help="folder, new or empty (default: %(default)s)")
     add("--skip-bad", action="store_true", help="leave out bad documents and count them")
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num-workers", type=int, help="processes (default: one a core)")
-    add = command("tokenize", _run_tokenize, "write the same shards with tokens in place of text")
+    add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
     add("--data", help="folder or URI of text shards (default: what train.py takes)")
     add("--out", required=True, help="folder for the token shards")
     add("--tokenizer", help="folder of the tokenizer")
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
-    add = command("verify", _run_verify, "check every shard against all its checksums")
+    add = command("verify", run_verify, "check every shard against all its checksums")
     add("--data", help="folder or URI (default: what train.py takes)")
-    add = command("stats", _run_stats, "count documents, bytes, tokens, lengths, row groups, lanes")
+    add = command("stats", run_stats, "count documents, bytes, tokens, lengths, row groups, lanes")
     add("--data", help="folder or URI (default: what train.py takes)")
     add("--tokenizer", help="folder of the tokenizer")
     return parser
 
 
-def _run_download(flags):
+def run_download(flags):
     if flags.num_files == 0 or flags.num_files < -1:
         raise ValueError(f"-n {flags.num_files}: expected how many train shards, or -1 for all {MAX_SHARD:,}")
     count = MAX_SHARD if flags.num_files == -1 else min(flags.num_files, MAX_SHARD)
@@ -1347,7 +1348,7 @@ def _run_download(flags):
         sys.exit(f"error: {len(failed):,} shards are missing; the same command fetches just those")
 
 
-def _run_convert(flags):
+def run_convert(flags):
     made = convert(flags.inputs, flags.out, flags.text_key, flags.skip_bad, flags.seed, flags.num_workers)
     print(f"{made['files']:,} files -> {made['documents']:,} documents, {made['bytes'] / 1e6:,.1f} MB, "
           f"in {made['shards']:,} shards, the last for val, in {flags.out}")
@@ -1355,17 +1356,17 @@ def _run_convert(flags):
         print("\n  ".join([f"{made['bad']:,} bad documents were left out; the first:", *made["shown"]]))
 
 
-def _run_tokenize(flags):
+def run_tokenize(flags):
     tokens = tokenize(find_data(flags.data), flags.out, flags.tokenizer, compression=flags.compression)
     print(f"{tokens:,} tokens in {flags.out}")
 
 
-def _run_verify(flags):
+def run_verify(flags):
     if not verify(find_data(flags.data)):
         sys.exit(1)
 
 
-def _run_stats(flags):
+def run_stats(flags):
     stats(find_data(flags.data), flags.tokenizer)
 
 

@@ -236,7 +236,7 @@ def quick(monkeypatch):
     """Retries without the long waits."""
     monkeypatch.setattr(dataset, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(dataset, "TIMEOUT", (2, 0.5))
-    dataset._metadata.cache_clear()
+    dataset.read_metadata.cache_clear()
 
 
 @pytest.fixture
@@ -265,7 +265,7 @@ def test_builtin_corpus_is_real_text_in_fair_splits(builtin):
     assert len(train) == 4 and len(val) == 1
     assert all(len(shard.rows) % 8 == 0 for shard in train + val)
     texts = read_all(builtin)
-    sources = dataset._standard_library(sysconfig.get_path("stdlib"))
+    sources = dataset.standard_library(sysconfig.get_path("stdlib"))
     assert sorted(texts) == sorted(sources) and len(texts) > 500
     val_bytes = sum(len(t) for batch in dataset.parquets_iter_batched("val", data_dir=builtin) for t in batch)
     assert 0.5e6 < val_bytes < 2e6
@@ -291,7 +291,7 @@ def test_find_data_prefers_given_then_downloaded_then_builtin(tmp_path, monkeypa
 
 def test_last_shard_is_val_and_listing_opens_no_file(tmp_path, monkeypatch):
     texts = make_shards(tmp_path)
-    monkeypatch.setattr(dataset, "_metadata", None)
+    monkeypatch.setattr(dataset, "read_metadata", None)
     train, val = dataset.list_shards(str(tmp_path), "train"), dataset.list_shards(str(tmp_path), "val")
     assert [s.name for s in train + val] == [f"shard_{i:05d}.parquet" for i in range(3)]
     assert [s.size for s in val] == [os.path.getsize(tmp_path / "shard_00002.parquet")]
@@ -388,7 +388,7 @@ def check_corruptions(folder, n, seed):
         how, damaged = corrupt(whole, pick)
         with open(path, "wb") as file:
             file.write(damaged)
-        dataset._metadata.cache_clear()
+        dataset.read_metadata.cache_clear()
         shard = dataset.Shard(str(folder), "shard_00000.parquet", len(damaged))
         try:
             seen = [text for i in range(len(shard.rows)) for text in shard.read(i).to_pylist()]
@@ -547,7 +547,7 @@ def test_download_that_is_stopped_keeps_its_part(tmp_path, public, quick):
     stop.set()
     with UnrulyServer(public) as server:
         part = str(tmp_path / "part")
-        assert not dataset._fetch_on(server.url + name, part, dataset.Progress(1, "shards"), stop)
+        assert not dataset.fetch_rest(server.url + name, part, dataset.Progress(1, "shards"), stop)
     assert 0 < os.path.getsize(part) < len(public[name])
 
 
@@ -561,9 +561,9 @@ def test_download_that_is_stopped_keeps_its_part(tmp_path, public, quick):
 def test_sha256_is_taken_from_what_servers_state(headers):
     want = None if "md5=AAAA" in headers.values() else "ab" * 32
     empty = SimpleNamespace(headers={}, history=[])
-    assert dataset._sha256_stated(SimpleNamespace(headers=headers, history=[empty])) == want
+    assert dataset.stated_sha256(SimpleNamespace(headers=headers, history=[empty])) == want
     linked = SimpleNamespace(headers={"X-Linked-ETag": f'"{"cd" * 32}"'}, history=[])
-    assert dataset._sha256_stated(SimpleNamespace(headers=headers, history=[linked])) == "cd" * 32
+    assert dataset.stated_sha256(SimpleNamespace(headers=headers, history=[linked])) == "cd" * 32
 
 
 def test_download_honours_retry_after(tmp_path, public, quick):
@@ -670,11 +670,11 @@ def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
         monkeypatch.setattr(dataset, "RUN_BYTES", run_bytes)
         for old in (tmp_path / "build" / "runs").iterdir():
             old.unlink()
-        for task in dataset._tasks(files, 1 << 40):
-            dataset._scatter(task, str(tmp_path / "build"), "raw_content", False, 0)
-        runs = dataset._runs(str(tmp_path / "build"))
-        _, text = dataset._histogram(runs)
-        pieces = [dataset._gather_piece(runs, *p) for p in dataset._pieces(text, 0, dataset.SLOTS)]
+        for task in dataset.group_files(files, 1 << 40):
+            dataset.scatter_task(task, str(tmp_path / "build"), "raw_content", False, 0)
+        runs = dataset.list_runs(str(tmp_path / "build"))
+        _, text = dataset.histogram(runs)
+        pieces = [dataset.gather_piece(runs, *p) for p in dataset.pieces_of(text, 0, dataset.SLOTS)]
         orders.append((len(runs), len(pieces), [t for piece in pieces for t in piece.to_pylist()]))
     assert orders[0][0] == orders[0][1] == 1 and min(orders[1][:2]) > 5
     assert orders[0][2] == orders[1][2]
@@ -736,7 +736,7 @@ def test_convert_splits_long_documents_into_small_row_groups(tmp_path, threads_f
     monkeypatch.setattr(dataset, "ROW_GROUP_BYTES", 1000)
     lengths = [600, 600, 5000], [1] * 30, [], [9]
     arrays = [pa.array(["x" * n for n in some], pa.large_string()) for some in lengths]
-    groups = list(dataset._row_groups(arrays, rows=20))
+    groups = list(dataset.cut_row_groups(arrays, rows=20))
     assert [len(group) for group in groups] == [1, 1, 1, 20, 11]
     assert [t for g in groups for t in g.to_pylist()] == [t for a in arrays for t in a.to_pylist()]
 
@@ -929,7 +929,7 @@ def test_tokenize_goes_on_where_it_was_stopped(tmp_path, byte_tokenizer, monkeyp
     total = dataset.tokenize(text, str(tmp_path / "whole"))
     real, calls = byte_tokenizer.encode_documents, []
     monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, texts: calls.append(1) or real(texts))
-    monkeypatch.setattr(dataset, "_sync", lambda path: 1 / 0 if "00002" in path else None)
+    monkeypatch.setattr(dataset, "sync", lambda path: 1 / 0 if "00002" in path else None)
     with pytest.raises(ZeroDivisionError):
         dataset.tokenize(text, out, threads=1)
     assert sorted(os.listdir(out)) == ["shard_00000.parquet", "shard_00001.parquet"]
@@ -968,7 +968,7 @@ def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
     """A foreign shard has no checksum of its documents; what was downloaded is checked by SHA-256."""
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 2]}), path)
-    (tmp_path / "SHA256SUMS").write_text(f"{dataset._sha256(path)}  a.parquet\n")
+    (tmp_path / "SHA256SUMS").write_text(f"{dataset.sha256_of(path)}  a.parquet\n")
     assert dataset.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 3]}), path)
     assert not dataset.verify(str(tmp_path))
@@ -1143,7 +1143,7 @@ def test_no_character_breaks_a_cut(pattern, monkeypatch):
     monkeypatch.setattr(tokenizer_module, "PART", 8)
     for chunk in (characters[i::3] for i in range(3)):
         text = "".join(f"{c}  {c}b{c}1{c}\u6f22{c}\u3001\u6f22{c}\u3002" for c in chunk)
-        parts = pair_tokenizer(pattern).encode_parts(text)
+        parts = pair_tokenizer(pattern)._encode_parts(text)
         assert len(parts) > 0.5 * len(chunk), "hardly a cut: this tested nothing"
         assert np.concatenate(parts).tolist() == pair_tokenizer(pattern).enc.encode_ordinary(text)
 
@@ -1168,7 +1168,7 @@ def test_parts_give_the_whole(texts, limit):
 def test_limit_saves_what_it_can():
     """What a limit of 2,049 leaves unused is a few percent of what is encoded."""
     tok, long = small_tokenizer(), [text for text in standard_library() if len(text) > 30_000]
-    encoded = sum(sum(map(len, tok.encode_parts(text, 2049))) for text in long)
+    encoded = sum(sum(map(len, tok._encode_parts(text, 2049))) for text in long)
     assert len(long) > 20 and 2048 <= encoded / len(long) < 1.05 * 2048
 
 
@@ -2193,13 +2193,13 @@ def test_a_fork_while_a_thread_reads_a_footer_does_not_hang(tmp_path):
 import sys, signal; sys.path.insert(0, {HERE!r})
 from test_dataloader import *
 shard, = dataset.list_shards({str(tmp_path)!r}, "val")
-read, reading, go_on, parent = dataset._metadata, threading.Event(), threading.Event(), os.getpid()
+read, reading, go_on, parent = dataset.read_metadata, threading.Event(), threading.Event(), os.getpid()
 def slowly(*place):
     reading.set()
     if os.getpid() == parent:
         go_on.wait()
     return read(*place)
-dataset._metadata = slowly
+dataset.read_metadata = slowly
 thread = threading.Thread(target=shard.footer)
 thread.start()
 reading.wait()

@@ -250,22 +250,22 @@ class RustBPETokenizer:
 
         prepend, append: None or a special token, by name or id, to stand before or behind each text.
         """
-        before, behind = self.as_ids(prepend), self.as_ids(append)
+        before, behind = self._as_ids(prepend), self._as_ids(append)
         if isinstance(text, str):
-            return [*before, *self.encode_text(text), *behind]
+            return [*before, *self._encode_text(text), *behind]
         if isinstance(text, list):
-            return [[*before, *ids, *behind] for ids in self.encode_list(text, num_threads)]
+            return [[*before, *ids, *behind] for ids in self._encode_list(text, num_threads)]
         raise ValueError(f"cannot encode a {type(text).__name__}: expected a str or a list of str")
 
     __call__ = encode
 
-    def as_ids(self, token) -> list[int]:
+    def _as_ids(self, token) -> list[int]:
         return [] if token is None else [self.encode_special(token) if isinstance(token, str) else token]
 
-    def encode_text(self, text) -> list[int]:
-        return np.concatenate(self.encode_parts(text)).tolist()
+    def _encode_text(self, text) -> list[int]:
+        return np.concatenate(self._encode_parts(text)).tolist()
 
-    def encode_list(self, texts: list[str], num_threads: int) -> list[list[int]]:
+    def _encode_list(self, texts: list[str], num_threads: int) -> list[list[int]]:
         """`num_threads` workers take the next few documents until none are left; results keep their order."""
         results: list = [None] * len(texts)
         tasks = deque(slice(i, i + DOCUMENTS_PER_TASK) for i in range(0, len(texts), DOCUMENTS_PER_TASK))
@@ -276,7 +276,7 @@ class RustBPETokenizer:
                     task = tasks.popleft()
                 except IndexError:    # another worker was quicker
                     return
-                results[task] = [self.encode_text(text) for text in texts[task]]
+                results[task] = [self._encode_text(text) for text in texts[task]]
 
         if self.executor_pid != os.getpid():    # threads do not survive a fork
             # It starts a thread only when none is idle, so no more than are asked for.
@@ -297,7 +297,7 @@ class RustBPETokenizer:
         documents, bounds = [], np.zeros(len(texts) + 1, np.int64)
         for i, text in enumerate(texts):
             try:
-                parts = [] if text is None else self.encode_parts(text, limit)
+                parts = [] if text is None else self._encode_parts(text, limit)
             except UnicodeDecodeError as error:
                 byte = error.object[error.start]
                 raise ValueError(f"document {i} of {len(texts)} in this chunk is not UTF-8: {error.reason}, "
@@ -313,19 +313,19 @@ class RustBPETokenizer:
                 at += len(part)
         return ids, bounds
 
-    def encode_parts(self, text, limit: int | None = None) -> list[np.ndarray]:
+    def _encode_parts(self, text, limit: int | None = None) -> list[np.ndarray]:
         """A document's ids (uint32, no BOS), part by part: all, or enough for `limit` with its BOS."""
         # A document that is short, given the limit, is encoded at once. A character has at most four bytes.
         whole = LONGEST_RUN if limit is None else min(limit, LONGEST_RUN)
         if isinstance(text, str):
             if 4 * len(text) <= LONGEST_RUN and len(text) <= whole:
                 try:
-                    return [self.encode_piece(text)]
+                    return [self._encode_piece(text)]
                 except UnicodeEncodeError:
                     pass
             text = to_bytes(text)
         if len(text) <= whole:
-            return [self.encode_piece(str(text, "utf-8"))]
+            return [self._encode_piece(str(text, "utf-8"))]
         parts, start, part_end, missing = [], 0, 0, None if limit is None else limit - 1
         while start < len(text) and (missing is None or missing > 0):
             if start == part_end:
@@ -336,12 +336,12 @@ class RustBPETokenizer:
                 size = max(SMALLEST_PIECE, int(missing * bytes_per_token))
                 found = FIRST_CUT.search(text, start + size, part_end)
                 end = found.end() if found else part_end
-            parts.append(self.encode_piece(str(text[start:end], "utf-8")))
+            parts.append(self._encode_piece(str(text[start:end], "utf-8")))
             missing = missing and missing - len(parts[-1])
             start = end
         return parts
 
-    def encode_piece(self, text: str) -> np.ndarray:
+    def _encode_piece(self, text: str) -> np.ndarray:
         """By this thread's own Encoding, as an array: it has no Python object per token."""
         if not hasattr(self.local, "enc"):
             # Given no special tokens, it would be 40 % slower: the regex for them would match everywhere.
