@@ -44,7 +44,16 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataset import column_views, cores, find_data, in_order, is_text, list_shards, tokenize
+from dataset import (
+    column_views,
+    cores,
+    errors_in_one_line,
+    find_data,
+    in_order,
+    is_text,
+    list_shards,
+    tokenize,
+)
 
 # ---------------------------------------------------------------------------------------------------------
 # Reading: which documents are whose
@@ -1549,12 +1558,8 @@ def main():
     flags = parser.parse_args()
     if not (flags.show or flags.compare or flags.bench):
         parser.error("choose --show, --compare or --bench")
-    try:
+    with errors_in_one_line():
         print_tables(flags)
-    except BrokenPipeError:    # as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
 
 
 def print_tables(flags):

@@ -218,7 +218,22 @@ def cores() -> int:
 
 
 def one_line(error):
+    """What an error says; of those of requests, the reason without the address, which we name ourselves."""
+    error = getattr(error.args[0] if error.args else error, "reason", None) or error
     return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def errors_in_one_line(stopped="stopped"):
+    """For a command: what its user, a disk or a pipe can cause is a line on the screen, and no traceback."""
+    try:
+        yield
+    except BrokenPipeError:    # as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.exit(f"\n{stopped}")
+    except (OSError, ValueError, ImportError, pa.ArrowException) as error:
+        sys.exit(f"error: {one_line(error)}")
 
 
 class Progress:
@@ -1290,13 +1305,9 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0].startswith("-") and argv[0] not in ("-h", "--help"):
         argv = ["download", *argv]    # python dataset.py -n 8
-    try:
-        flags = make_parser().parse_args(argv or ["--help"])
+    flags = make_parser().parse_args(argv or ["--help"])
+    with errors_in_one_line("stopped; the same command goes on"):
         flags.run(flags)
-    except KeyboardInterrupt:
-        sys.exit("\nstopped; the same command goes on")
-    except (OSError, ValueError, ImportError, pa.ArrowException) as error:
-        sys.exit(f"error: {one_line(error)}")
 
 
 def make_parser():

@@ -521,6 +521,12 @@ def test_download_that_never_works_is_reported(tmp_path, public, quick, fault, m
     assert intact(tmp_path, public) == set()
 
 
+def test_download_from_where_nobody_listens_tells_a_short_reason(tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(dataset, "FETCH_ATTEMPTS", 1)
+    reason = dataset.download(["a.parquet"], str(tmp_path), "http://127.0.0.1:9")["a.parquet"]
+    assert reason.count("a.parquet") == 1 and "refused" in reason and len(reason) < 200
+
+
 def test_download_goes_on_where_it_was_cut(tmp_path, public, quick):
     """The second half is asked for by range; if the file changed meanwhile, the first half is not kept."""
     name = next(iter(public))
@@ -570,7 +576,7 @@ def test_download_honours_retry_after(tmp_path, public, quick):
     with UnrulyServer(public, [503]) as server:
         start = time.time()
         assert dataset.download(["shard_00004.parquet"], str(tmp_path), server.url) == {}
-        assert 1.0 <= time.time() - start < 3
+        assert time.time() - start >= 1
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
@@ -2425,14 +2431,11 @@ def test_command_line_says_what_to_choose():
     assert done.returncode == 2 and "choose --show, --compare or --bench" in done.stderr
 
 
-def test_command_line_may_be_piped_into_head(monkeypatch):
-    def closed(flags):
-        raise BrokenPipeError
+def test_a_command_may_be_piped_into_head(monkeypatch):
     pipe, stdout = os.pipe()
-    monkeypatch.setattr(dataloader, "print_tables", closed)
-    monkeypatch.setattr(sys, "argv", ["dataloader.py", "--show"])
     monkeypatch.setattr(sys, "stdout", SimpleNamespace(fileno=lambda: stdout))
-    dataloader.main()
+    with dataset.errors_in_one_line():
+        raise BrokenPipeError
     os.write(stdout, b"more")    # as the interpreter does when it exits
     assert os.read(pipe, 9) == b"", "it was written to the pipe that is closed"
     os.close(pipe), os.close(stdout)
@@ -2642,8 +2645,8 @@ def train_command(base, *arguments, ranks=0):
 
 
 def train_process(base, *arguments, ranks=0):
-    return subprocess.Popen(train_command(base, *arguments, ranks=ranks), cwd=base, text=True,
-                            env={**os.environ, "NANOLOADER_BASE_DIR": str(base)},
+    env = {**os.environ, "NANOLOADER_BASE_DIR": str(base), "OMP_WAIT_POLICY": "passive"}
+    return subprocess.Popen(train_command(base, *arguments, ranks=ranks), cwd=base, text=True, env=env,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 

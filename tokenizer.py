@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import sys
 import threading
 import time
 import warnings
@@ -27,7 +26,14 @@ import numpy as np
 import rustbpe
 import tiktoken
 
-from dataset import find_data, get_base_dir, list_shards, parquets_iter_batched, write_whole
+from dataset import (
+    errors_in_one_line,
+    find_data,
+    get_base_dir,
+    list_shards,
+    parquets_iter_batched,
+    write_whole,
+)
 
 # nanochat's special tokens; their ids follow those of the merges. All but the first are for chat.
 SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
@@ -444,10 +450,8 @@ def main():
     parser.add_argument("--out", help="folder to save it in (default: where get_tokenizer looks)")
     parser.add_argument("--max-chars", type=int, default=2 * 10**9, help="train on at most so much text")
     flags = parser.parse_args()
-    try:
+    with errors_in_one_line():
         train_and_save(flags)
-    except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
 
 
 def train_and_save(flags):
