@@ -255,16 +255,10 @@ class TokenizingPool:
         return found
 
     def _cut(self, s, array):
-        """
-        A slice in parts of whole documents: tokenizer batches where the packer counts in them. They end at
-        multiples of their size, also behind a start in mid-batch: as in the run that never stopped.
-        """
+        """A slice in parts of whole documents: tokenizer batches where the packer counts in them."""
         size = self.batch or (32 if is_text(array.type) else len(s.rows))
-        first = s.start
-        while first < len(s.rows):
-            stop = min(len(s.rows), (first // size + 1) * size)
-            yield s, first, array[first - s.start:stop - s.start]
-            first = stop
+        for first in range(s.start, len(s.rows), size):
+            yield s, first, array[first - s.start:][:size]
 
     def _encode(self, reader, shard, row_group, rows, array, limit):
         """(ids, bounds) of an array of documents; an error names shard, row group and rows."""

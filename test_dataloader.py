@@ -1078,11 +1078,11 @@ def test_ids_are_rustbpe_s_own():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(tricky_text, max_size=40), st.sampled_from([None, 3, "<|bos|>"]), st.integers(1, 3))
+@given(st.lists(tricky_text, max_size=40), st.sampled_from([None, 0, "<|bos|>"]), st.integers(1, 3))
 def test_encode_is_nanochat_s(texts, prepend, threads):
     """A list gives what its texts give one by one, in order, at any number of threads."""
     tok = small_tokenizer()
-    front = {None: [], 3: [3], "<|bos|>": [1015]}[prepend]
+    front = {None: [], 0: [0], "<|bos|>": [1015]}[prepend]
     want = [[*front, *tok.enc.encode_ordinary(text), 7] for text in texts]
     assert tok.encode(texts, prepend, 7, threads) == want
     assert [tok(text, prepend=prepend, append=7) for text in texts] == want
@@ -2368,12 +2368,23 @@ def test_a_tokenizer_with_nanochats_face_only_gives_the_same_rows(corpus):
 
 
 @pytest.mark.parametrize("packing, tails", PACKINGS)
-def test_a_run_stops_on_text_and_resumes_on_tokens(corpus, tmp_path, packing, tails):
-    tokens = tokenized_copy(corpus, tmp_path / "tokens")
-    want, _ = run(corpus, steps=30, packing=packing, tails=tails)
-    head, state = run(corpus, steps=11, packing=packing, tails=tails)
-    tail, _ = run(tokens, steps=19, packing=packing, tails=tails, state=state)
+def test_a_run_stops_on_text_and_resumes_on_tokens(tmp_path, packing, tails):
+    """Among short documents are some of which drop and bestfit want only the beginning."""
+    lengths = [(13 * i * i + 3) % 41 * (1 if i % 4 else 9) for i in range(60)]
+    text = write_shards(tmp_path / "text", [grouped(numbered(lengths), [5] * 11), [["val"]]])
+    tokens = tokenized_copy(text, tmp_path / "tokens")
+    want, _ = run(text, steps=90, packing=packing, tails=tails)
+    head, state = run(text, steps=31, packing=packing, tails=tails)
+    tail, _ = run(tokens, steps=59, packing=packing, tails=tails, state=state)
     assert head + tail == want
+
+
+@pytest.mark.parametrize("packer, longest", [
+    (BestFitPacker(8, 4), 9), (ExactFitPacker(8, np.array([BOS]), 4, "drop"), 9 + 64)])
+def test_no_more_of_a_document_is_held_than_may_be_delivered(packer, longest):
+    """Also where it comes whole, from tokens on disk."""
+    packer.take(chunk_of([3, 100, 4]), 0)
+    assert max(len(document.ids) for document in packer.held()) == longest
 
 
 def test_token_shards_of_another_tokenizer_are_refused(corpus, tmp_path):
