@@ -2628,6 +2628,9 @@ def test_a_bad_weight_is_an_error(sources, weight):
         make({sources["a"]: weight})
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Training: the command that users type, its checkpoints, and promise 7: nothing is unpickled
+
 TOY = ["--device", "cpu", "--depth", "1", "--seq_len", "64", "--batch_size", "8", "--vocab_size", "512",
        "--eval_rows", "64", "--log_every", "1", "--lr", "0.01"]
 TRAIN_PY = os.path.abspath(train.__file__)
@@ -2810,9 +2813,11 @@ def test_train_checkpoint_holds_nothing_but_numbers_and_text(train_whole):
         pickled = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
     used = {argument for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
     assert used and all(name.split()[0] in ("torch", "torch._utils", "collections") for name in used), used
-    with open(TRAIN_PY) as file:
-        code = file.read()
-    assert "_object(" not in code and "_object_list(" not in code, "torch's object collectives unpickle"
+    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py"):
+        with open(os.path.join(HERE, name)) as file:
+            code = file.read()
+        assert not re.search(r"import pickle|pickle\.load|allow_pickle|_object\(|_object_list\(", code)
+        assert code.count("torch.load(") == code.count("weights_only=True"), "other loads unpickle"
 
 
 def test_train_doc_mask_is_each_document_by_itself():
