@@ -12,7 +12,7 @@ every world size, batch size, thread count and stop point, and a state is a list
     python dataloader.py --bench      tokens per second, from text and from tokens
 
 The trade-off: a resumed run reads and tokenizes the buffered documents once more (under a second a lane),
-so that a state is a few kilobytes of JSON and never holds a token.
+so that a state is JSON, of about 25 bytes for each of them, and never holds a token.
 """
 
 import argparse
@@ -47,6 +47,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dataset import (
     column_views,
     cores,
+    default_data_dir,
     errors_in_one_line,
     find_data,
     in_order,
@@ -106,7 +107,7 @@ class DocumentReader:
 
     def __init__(self, shards, num_lanes, seed=None, by_document=None, grown=()):
         self.shards, self.num_lanes, self.seed = shards, num_lanes, seed
-        self.grown = [*grown, len(shards)] if len(shards) not in grown else list(grown)
+        self.grown = sorted({*grown, len(shards)})
         self.by_document = self._too_few_row_groups() if by_document is None else by_document
         self.fingerprint = fingerprint_of(shards)
 
@@ -167,8 +168,6 @@ class DocumentReader:
         array = self._read(shard, row_group)
         if rows == range(len(array)):
             return array
-        if pa.types.is_string(array.type):
-            array = array.cast(pa.large_string())    # take() of 2 GB of text overflows 32-bit offsets
         return array.take(pa.array(rows, pa.int64()))
 
 
@@ -179,12 +178,12 @@ class Chunk(NamedTuple):
     """Tokenized documents of one slice; document i is ids[bounds[i]:bounds[i + 1]], BOS in front."""
     ids: np.ndarray
     bounds: list        # a null document has no tokens
-    source: Slice
-    first: int          # place of document 0 in source.rows
+    slice: Slice
+    first: int          # index of document 0 in slice.rows
 
     def ref(self, i, offset=0):
-        where = self.source
-        return [where.epoch, where.shard, where.row_group, where.rows[self.first + i], offset]
+        s = self.slice
+        return [s.epoch, s.shard, s.row_group, s.rows[self.first + i], offset]
 
     def document(self, i, came, limit=None, copy=True):
         """None for a null document. One that may stay long is a copy: a view keeps its whole chunk alive."""
@@ -195,8 +194,8 @@ class Chunk(NamedTuple):
         return Document(ids.copy() if copy else ids, self.ref(i), came)
 
     def cursor(self, i):
-        where = self.source
-        return Cursor(where.epoch, where.shard, where.row_group, self.first + i, where.dealt)
+        s = self.slice
+        return Cursor(s.epoch, s.shard, s.row_group, self.first + i, s.dealt)
 
 
 class TokenizingPool:
@@ -204,7 +203,7 @@ class TokenizingPool:
     Reads row groups and encodes their documents, ahead of the consumer and in order.
 
     One executor for the loader's life, and in each thread an Encoding of its own (see tokenizer.py). A
-    tokenizer with nanochat's face only is called as nanochat calls it, from one thread, with its own.
+    tokenizer with nanochat's face only is called as nanochat calls it: from one thread, a batch at a time.
     """
 
     def __init__(self, tokenizer, threads, batch=None, limit=None):
@@ -228,7 +227,7 @@ class TokenizingPool:
             return Chunk(*self._encode(reader, s.shard, s.row_group, rows, array, self.limit), s, first)
 
         parts = (part for s, array in in_order(self.executor, read, slices, 2)
-                 for part in self._cut(s, array))
+                 for part in self._split(s, array))
         return (chunk for _, chunk in in_order(self.executor, encode, parts, depth + 1))
 
     def documents(self, reader, refs, limit):
@@ -254,7 +253,7 @@ class TokenizingPool:
                 found[shard, row_group, row] = ids[a:b].copy()
         return found
 
-    def _cut(self, s, array):
+    def _split(self, s, array):
         """A slice in parts of whole documents: tokenizer batches where the packer counts in them."""
         size = self.batch or (32 if is_text(array.type) else len(s.rows))
         for first in range(s.start, len(s.rows), size):
@@ -315,6 +314,9 @@ class TokenizingPool:
 # row(ended)      the next row as a list of arrays; None: it wants documents first. Once no more can come,
 #                 the last row may be short and [] is the end
 # held()          the Documents it holds, oldest first; restore(documents, rows) puts them back
+#
+# Each counts: rows, and how many of them before it was restored; documents taken; tokens dropped; documents
+# cut although they fit a row; the longest wait of a document, in rows.
 
 class Document(NamedTuple):
     """A buffered document, or the rest of one: then its first token stands for a BOS of its own."""
@@ -341,7 +343,7 @@ class FlatPacker:
             self.n_held += bounds[stop] - bounds[i]
             last = bisect_left(bounds, bounds[stop], i, stop) - 1    # null documents have no tokens
             self.last, self.last_length = (chunk, last), bounds[stop] - bounds[last]
-        self.documents += stop - i
+        self.documents += sum(a < b for a, b in itertools.pairwise(bounds[i:stop + 1]))
         return stop
 
     def row(self, ended):
@@ -351,6 +353,7 @@ class FlatPacker:
         self.n_held -= self.T
         cut = len(part) - self.n_held
         row[-1], self.parts = part[:cut + 1], [part[cut:]]
+        self.cut += 1 < self.n_held < self.last_length <= self.T + 1
         self.rows += 1
         return row
 
@@ -373,8 +376,8 @@ class FlatPacker:
         for document in documents:
             epoch, shard, row_group, row, offset = document.ref
             self.parts, self.n_held = [document.ids[offset:]], len(document.ids) - offset
-            source = Slice(epoch, shard, row_group, [row], 0, 0)
-            self.last = Chunk(document.ids, [0, len(document.ids)], source, 0), 0
+            only = Slice(epoch, shard, row_group, [row], 0, 0)
+            self.last = Chunk(document.ids, [0, len(document.ids)], only, 0), 0
             self.last_length = len(document.ids)
 
 
@@ -451,23 +454,23 @@ class BestFitPacker:
             self._put(document)
 
 
-def fill_gap(gap, lengths, documents, misses):
+def fill_gap(gap, lengths, copies, alone):
     """
     Choose buffered documents that fill `gap` tokens exactly, or else as much of it as can be.
 
-    lengths: sorted, distinct; documents[n]: those of n tokens; misses: an integer with bit k set where a
-    document of gap - k tokens is there. Subset sum with one integer for all sums, bit k for k tokens left
-    open: the longest documents first, until nothing is. Of those longer than half the gap only one can be
-    part of a filling, so they enter all at once: 1,000 documents then cost hardly more than 100.
+    lengths: sorted, distinct; copies[n]: the documents of n tokens; alone: an integer whose bit k says that
+    one document alone leaves k tokens open. Subset sum in one integer, bit k for k tokens left open: the
+    longest documents first, until none is. Of those longer than half the gap only one can be part of a
+    filling, so they enter all at once.
     Example: lengths [2, 3, 4, 7], one copy each: gap=10 -> [3, 7];  gap=8 -> [7], one token stays open
     """
-    if misses & 1:
+    if alone & 1:
         return [gap]
     half, steps = gap // 2, []                 # steps: (length, what could be left open without it)
-    one_of_the_longer = misses & ((1 << (gap - half)) - 1)
+    one_of_the_longer = alone & ((1 << (gap - half)) - 1)
     left = (1 << gap) | one_of_the_longer
     for length in reversed(lengths[:bisect_right(lengths, half)]):
-        for _ in range(min(len(documents[length]), gap // length)):
+        for _ in range(min(len(copies[length]), gap // length)):
             steps.append((length, left))
             left |= left >> length
         if left & 1:
@@ -493,12 +496,12 @@ class ExactFitPacker:
     """
     Rows filled exactly with whole documents; every piece of one begins with BOS.
 
-    The oldest document opens the row, so none waits for more rows than there were documents before it.
-    tails="keep": one longer than a row fills rows of its own, the rest going to the back of the buffer each
-    time. tails="drop": one row is all it gets. A gap is filled by fill_gap, with documents of which nothing
-    was delivered yet, so that a document's rows stand far apart. Where no subset fits, the oldest long
-    document gives what is missing and goes to the back, for it is cut anyway; only where there is none, the
-    shortest that is longer does. `buffer_size` counts documents shorter than a row.
+    The oldest document opens the row, so none waits for more rows than there were documents before it. One
+    that is longer than a row fills rows of its own, the rest going to the back of the buffer each time; with
+    tails="drop" longest_prefix(T) tokens of it are all there is. A gap is filled by fill_gap, with documents
+    of which nothing was delivered yet, so that a document's rows stand far apart. Where no subset fits, the
+    oldest long document gives what is missing and goes to the back, for it is cut anyway; only where there
+    is none, the shortest that is longer does. `buffer_size` counts documents shorter than a row.
     """
 
     def __init__(self, T, bos, buffer_size, tails):
@@ -648,8 +651,8 @@ class Place(NamedTuple):
 class Stream:
     """One source within one lane: chunks into a packer, and the cursor behind what it was given."""
 
-    def __init__(self, packer, chunks, cursor):
-        self.packer, self.chunks, self.cursor = packer, chunks, cursor
+    def __init__(self, name, packer, chunks, cursor):
+        self.name, self.packer, self.chunks, self.cursor = name, packer, chunks, cursor
         self.chunk, self.i, self.ended = None, 0, False
         self.fed_in = cursor.epoch    # the last epoch that had a token for this lane
 
@@ -669,10 +672,10 @@ class Stream:
             return
         self.chunk, self.i = chunk, 0
         if len(chunk.ids):
-            self.fed_in = chunk.source.epoch
-        elif chunk.source.epoch > self.fed_in + 1:
-            raise ValueError("a lane got nothing but null documents for a whole epoch; launch with fewer "
-                             "lanes, or convert the data again without null documents")
+            self.fed_in = chunk.slice.epoch
+        elif chunk.slice.epoch > self.fed_in + 1:
+            raise ValueError(f"{self.name} got nothing but null documents for a whole epoch; launch with "
+                             "fewer lanes, or convert the data again without null documents")
 
     def _cursor(self):
         return self.cursor if self.chunk is None else self.chunk.cursor(self.i)
@@ -684,19 +687,19 @@ class Stream:
 def turns(weights, taken):
     """
     Yields which source gives the lane's next row, so that after every row each source i has given its exact
-    share of them to within one row (strictly). weights: positive integers; taken[i]: its rows so far. The
-    next row of each has a first and a last row of the lane where it may stand; of those that may stand here,
-    the one that is due first does. Source: Pfair scheduling, Baruah et al. 1996.
+    share of them to within one row (strictly). weights: positive integers; taken[i]: its rows so far. Row n
+    of a source, from 0, must stand behind row n * total / w of the lane and not behind (n + 1) * total / w;
+    of the sources that may stand here, the one that is due first does. Source: Pfair scheduling, Baruah et
+    al. 1996.
     Example: weights [2, 1] -> 0, 1, 0, and so on again: the order repeats after sum(weights) rows
     """
     total, taken = sum(weights), list(taken)
-    first = [n * total // w + 1 for n, w in zip(taken, weights, strict=True)]
-    last = [-(-(n + 1) * total // w) for n, w in zip(taken, weights, strict=True)]
     for now in itertools.count(sum(taken) + 1):
-        turn = min((i for i, row in enumerate(first) if row <= now), key=last.__getitem__)
+        due = [(-(-(n + 1) * total // w), i) for i, (n, w) in enumerate(zip(taken, weights, strict=True))
+               if n * total // w < now]
+        _, turn = min(due)
         yield turn
-        n = taken[turn] = taken[turn] + 1
-        first[turn], last[turn] = n * total // weights[turn] + 1, -(-(n + 1) * total // weights[turn])
+        taken[turn] += 1
 
 
 class Lane:
@@ -739,40 +742,46 @@ def whole_numbers(weights):
 # ---------------------------------------------------------------------------------------------------------
 # Batches: rows from the lanes in turn, by a thread that works ahead, onto the device
 
+CLOSED = "this PackedLoader was closed; make a new one and load the state into it"
+
+
 class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
-    place: tuple          # where the loader stands behind it: (rows of the run, {lane: {source: Place}})
-    full: bool            # no row is empty; at the end of a finite run those of lanes that have ended are
-    more: bool            # False: all rows are empty, and all later ones would be
+    position: tuple       # where the loader stands behind it: (rows of the run, {lane: {source: Place}})
+    full: bool            # no row is empty, as those of a lane that has ended are
+    more: bool            # False: this batch and all behind it are empty
     copied: object        # CUDA event: the copy to the device is done; None on a CPU
 
 
 class Pipeline:
     """
-    The threads and lanes of a loader from one place on. Another place is another Pipeline: what the old
-    threads are still at, they do to lanes that nobody reads any more.
+    The threads and lanes of a loader from one position on. Another position is another Pipeline: what the
+    old threads are still at, they do to lanes that nobody reads any more.
     """
 
-    def __init__(self, lanes, pool, rows, B, T, world_size, device, finite, prefetch):
-        self.lanes, self.pool, self.finite, self.most_ready = lanes, pool, finite, prefetch + 1
+    def __init__(self, lanes, pool, rows, B, T, world_size, device, may_end, prefetch):
+        self.lanes, self.pool, self.most_ready = lanes, pool, prefetch + 1
         self.order, self.turn = list(lanes), 0
+        self.may_end = may_end    # some source may: then rows can be short, or empty
+        self.ahead = {}    # rows of lanes that were packed for a batch to come
         self.T, self.world_size, self.device = T, world_size, device
         self.rows = np.empty((B, T + 1), pool.dtype)
-        self.place = rows, {number: lane.places() for number, lane in lanes.items()}
+        self.position = rows, {number: lane.places() for number, lane in lanes.items()}
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.ended = {number for number, lane in lanes.items() if not lane.live}    # lanes
         self.pid, self.began, self.waited = os.getpid(), time.perf_counter(), 0.0
-        self.executor, self.packing = ThreadPoolExecutor(1, "pack"), threading.Lock()
+        # A thread begins on GPU 0, where each rank would then keep a context of hundreds of MB.
+        on_gpu = (torch.cuda.set_device, (self.stream.device,)) if self.stream else ()
+        self.executor, self.packing = ThreadPoolExecutor(1, "pack", *on_gpu), threading.Lock()
         self.ready, self.error, self.told = collections.deque(), None, queue.SimpleQueue()
 
-    def next_batch(self, place):
+    def next_batch(self, position):
         """
-        The batch behind the loader's place. It stays the first until its own place is the loader's: a Ctrl-C
-        anywhere in next() loses none.
+        The batch behind the loader's position. It stays the first until its own position is the loader's: a
+        Ctrl-C anywhere in next() loses none.
         """
         asked = time.perf_counter()
-        if self.ready and self.ready[0].place is place:
+        if self.ready and self.ready[0].position is position:
             self.ready.popleft()
         self.executor.submit(self._work_ahead)
         while not self.told.empty():    # of batches that came before
@@ -790,7 +799,7 @@ class Pipeline:
                 try:
                     self.ready.append(self._pack_batch())
                 except BaseException as error:    # tiktoken's panics are no Exceptions
-                    self.error = error
+                    self.error = self.error or error
                 self.told.put(None)
 
     def _pack_batch(self):
@@ -798,21 +807,25 @@ class Pipeline:
         pieces, short = [], []
         numbers = [self.order[turn % len(self.order)] for turn in range(self.turn, self.turn + B)]
         for b, number in enumerate(numbers):
-            row = self.lanes[number].next_row()
+            row = self.ahead.pop(number, None) or self.lanes[number].next_row()
             pieces += row
-            if self.finite and (n := sum(map(len, row))) < R:
+            if self.may_end and (n := sum(map(len, row))) < R:
                 pieces.append(np.full(R - n, self.pool.bos, self.rows.dtype))
                 short.append((b, n))
-                if n == 0:
-                    self.ended.add(number)
         np.concatenate(pieces, out=self.rows.reshape(-1))
         self.turn += B
-        rows, places = self.place
+        rows, places = self.position
         places = {**places, **{number: self.lanes[number].places() for number in set(numbers)}}
-        self.place = rows + B * self.world_size, places
+        self.position = rows + B * self.world_size, places
         empty = sum(n == 0 for _, n in short)
-        more = empty < B or len(self.ended) < len(self.order)
-        return self._to_device(short, self.place, empty == 0, more)
+        more = empty < B or any(map(self._look_ahead, self.lanes))
+        return self._to_device(short, self.position, empty == 0, more)
+
+    def _look_ahead(self, number):
+        """The next row of a lane, for a later batch: in this one's position it is not delivered yet."""
+        if number not in self.ahead:
+            self.ahead[number] = self.lanes[number].next_row()
+        return self.ahead[number]
 
     def _to_device(self, short, *about):
         """New memory for every batch; on CUDA pinned, and copied on a stream of its own."""
@@ -838,7 +851,9 @@ class Pipeline:
                 for number, lane in self.lanes.items()}
 
     def close(self):
-        """Without waiting for what the threads are at."""
+        """Without waiting for what the threads are at; whoever waits for a batch is told."""
+        self.error = self.error or RuntimeError(CLOSED)
+        self.told.put(None)
         self.pool.close()
         self.executor.shutdown(wait=False, cancel_futures=True)
 
@@ -884,7 +899,7 @@ class PackedLoader(IterableDataset):
         self.readers = self._make_readers(self.num_lanes, {})
         self._fingerprint = tokenizer_fingerprint(tokenizer)
         self._group = self._own_group()
-        self._place = 0, {}      # where to go on: rows of the run; {lane: {source: Place}}
+        self._position = 0, {}      # where to go on: rows of the run; {lane: {source: Place}}
         self._pipeline, self._pid = None, os.getpid()
         self._finished = self._closed = False
 
@@ -894,12 +909,11 @@ class PackedLoader(IterableDataset):
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name}={getattr(self, name)!r}; choose one of {', '.join(allowed)}")
-        for name in ("B", "T", "num_lanes", "buffer_size", "tokenizer_batch_size", "threads", "prefetch"):
-            n, least = getattr(self, name), int(name != "prefetch")
-            if not isinstance(n, int | np.integer) or n < least:
-                raise ValueError(f"{name}={n!r}; expected a whole number, {least} or more")
-        if self.shuffle_seed is not None and self.shuffle_seed < 0:
-            raise ValueError(f"shuffle_seed={self.shuffle_seed}; expected 0 or more, or None for no shuffle")
+        for name in ("B", "T", "world_size", "num_lanes", "buffer_size", "tokenizer_batch_size", "threads",
+                     "prefetch", "shuffle_seed"):
+            n, least = getattr(self, name), int(name not in ("prefetch", "shuffle_seed"))
+            if (name, n) != ("shuffle_seed", None) and (not isinstance(n, int) or n < least):
+                raise ValueError(f"{name}={n!r}; expected an int, {least} or more")
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} of world_size={self.world_size}; ranks count from 0")
         if self.num_lanes % self.world_size:
@@ -908,12 +922,9 @@ class PackedLoader(IterableDataset):
                              f"{divisors(self.num_lanes)}")
 
     def _make_readers(self, num_lanes, saved):
-        """
-        saved: what a state says of each source, {} for a new run. Its order decides whose turn comes first
-        where several are due, so a dict of another order gives the same rows.
-        """
+        """saved: what a state says of each source, {} for a new run. By name: then whose turn it is, too."""
         readers, new = {}, {"by_document": None, "grown": []}
-        for name in sorted(self.shards, key=[*saved, *self.shards].index):
+        for name in sorted(self.shards):
             old = saved.get(name, new)
             readers[name] = DocumentReader(self.shards[name], num_lanes, self.shuffle_seed,
                                            old["by_document"], old["grown"])
@@ -930,9 +941,10 @@ class PackedLoader(IterableDataset):
         return dist.new_group(backend="gloo")
 
     def _is_finite(self):
-        return any(self.epochs.values())
+        """One source without end, and the run has none."""
+        return all(self.epochs.values())
 
-    # Going on from a place -------------------------------------------------------------------------------
+    # Going on from a position ----------------------------------------------------------------------------
 
     def _lanes_from(self, rows, num_lanes):
         """This rank's lanes in the order of their turns, from row `rows` of the run on."""
@@ -941,7 +953,7 @@ class PackedLoader(IterableDataset):
 
     def _start(self):
         """Threads, lanes, and what the packers held; in the process that iterates, when it begins to."""
-        rows, saved = self._place
+        rows, saved = self._position
         limit = longest_prefix(self.T) if (self.packing, self.tails) == ("exactfit", "drop") else None
         batch = self.tokenizer_batch_size if self.packing == "bestfit" else None
         pool = TokenizingPool(self.tokenizer, self.threads, batch, limit)
@@ -949,8 +961,8 @@ class PackedLoader(IterableDataset):
                  for number in self._lanes_from(rows, self.num_lanes)}
         self._restore_buffers(pool, lanes, saved)
         self._pipeline = Pipeline(lanes, pool, rows, self.B, self.T, self.world_size, self.device,
-                                  self._is_finite(), self.prefetch)
-        self._place = self._pipeline.place
+                                  any(self.epochs.values()), self.prefetch)
+        self._position = self._pipeline.position
 
     def _make_lane(self, pool, number, saved):
         streams_of_rank = self.num_lanes // self.world_size * len(self.readers)
@@ -959,7 +971,7 @@ class PackedLoader(IterableDataset):
         for name, reader in self.readers.items():
             place = saved.get(name, Place())
             chunks = pool.chunks(reader, reader.slices(number, place.cursor, self.epochs[name]), depth)
-            streams[name] = Stream(self._make_packer(pool), chunks, place.cursor)
+            streams[name] = Stream(f"{name}: lane {number}", self._make_packer(pool), chunks, place.cursor)
             taken[name] = place.taken
         return Lane(streams, self.weights, taken)
 
@@ -996,12 +1008,12 @@ class PackedLoader(IterableDataset):
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._closed:
-            raise RuntimeError("this PackedLoader was closed; make a new one and load the state into it")
+            raise RuntimeError(CLOSED)
         if self._finished:
             raise StopIteration
         if self._pipeline is None or self._pipeline.pid != os.getpid():    # at first, and behind a fork
             self._start()
-        batch = self._pipeline.next_batch(self._place)
+        batch = self._pipeline.next_batch(self._position)
         if self._is_finite() and self._is_end(batch):
             self._finished = True
             self._leave_group()
@@ -1011,7 +1023,7 @@ class PackedLoader(IterableDataset):
             stream.wait_event(batch.copied)
             batch.inputs.record_stream(stream)    # both are parts of one allocation
         tensors = batch.inputs, batch.targets
-        self._place = batch.place    # last: what comes before it may be interrupted, and is done again
+        self._position = batch.position    # last: if what comes before it is interrupted, it is done again
         return tensors
 
     def _is_end(self, batch):
@@ -1053,7 +1065,7 @@ class PackedLoader(IterableDataset):
     def close(self):
         """Stop the threads. In a finite run, also tell the other ranks, which would wait for this one."""
         if self._group is not None and not self._closed and self._pid == os.getpid():
-            flags = torch.tensor([0, 0, 1], dtype=torch.int32)
+            flags = torch.tensor([0, 0, 1], dtype=torch.int32)    # as in _is_end
             with contextlib.suppress(RuntimeError, ValueError):
                 self._farewell = dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True)
         if self._pipeline is not None and self._pipeline.pid == os.getpid():
@@ -1061,8 +1073,12 @@ class PackedLoader(IterableDataset):
         self._closed = True
 
     def __del__(self):
-        if getattr(self, "_closed", True) is False:
+        if not getattr(self, "_closed", True):
             self.close()
+
+    def __getstate__(self):
+        raise TypeError("a PackedLoader has threads and cannot be pickled: pass DataLoader num_workers=0, or "
+                        'multiprocessing_context="fork"')
 
     # State -----------------------------------------------------------------------------------------------
 
@@ -1071,9 +1087,9 @@ class PackedLoader(IterableDataset):
         Load this and the next batch is the one that would have come next. Plain JSON: references to
         documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
         """
-        if not self._place[1]:
+        if not self._position[1]:
             self._start()
-        rows, places = self._place
+        rows, places = self._position
         epoch, shard, row_group, _, _ = next(iter(next(iter(places.values())).values())).cursor
         return {"version": VERSION, "epoch": epoch, "pq_idx": max(0, shard), "rg_idx": max(0, row_group),
                 "num_lanes": self.num_lanes, "rows": rows, **self._settings(),
@@ -1105,23 +1121,32 @@ class PackedLoader(IterableDataset):
         it does not fit. nanochat's three keys resume approximately: at the row group behind theirs.
         """
         if {"pq_idx", "rg_idx"} <= state.keys() <= {"pq_idx", "rg_idx", "epoch"}:
-            num_lanes, readers, place = self.num_lanes, self.readers, self._place_of_three_keys(**state)
+            num_lanes, readers = self.num_lanes, self.readers
+            position = self._position_of_three_keys(**state)
         else:
-            self._check_settings(state)
-            num_lanes, (sources, lanes) = state["num_lanes"], self._match_sources(state)
-            mine = self._lanes_from(state["rows"], num_lanes)
-            if missing := [number for number in mine if str(number) not in lanes]:
-                raise ValueError(
-                    f"this state lacks lanes {missing} of {num_lanes}: it is one rank's; load "
-                    "merge_states([...]) of the states of all ranks, taken at one step")
-            readers = self._make_readers(num_lanes, sources)
-            place = state["rows"], {number: self._places(lanes[str(number)], sources) for number in mine}
-            self._report_sources(sources)
+            try:
+                num_lanes, readers, position = self._position_of(state)
+            except (KeyError, TypeError, AttributeError, IndexError) as error:
+                raise ValueError(f"this state is damaged ({type(error).__name__}: {error}); load it as "
+                                 "state_dict() gave it") from error
         group = self._own_group() if self._finished else self._group
         if self._pipeline is not None and self._pipeline.pid == os.getpid():
             self._pipeline.close()
-        self.num_lanes, self.readers, self._place, self._group = num_lanes, readers, place, group
+        self.num_lanes, self.readers, self._position, self._group = num_lanes, readers, position, group
         self._pipeline, self._finished = None, False
+
+    def _position_of(self, state):
+        self._check_settings(state)
+        num_lanes, (sources, lanes) = state["num_lanes"], self._match_sources(state)
+        mine = self._lanes_from(state["rows"], num_lanes)
+        if missing := [number for number in mine if str(number) not in lanes]:
+            raise ValueError(
+                f"this state lacks lanes {missing} of {num_lanes}: it is one rank's; load "
+                "merge_states([...]) of the states of all ranks, taken at one step")
+        readers = self._make_readers(num_lanes, sources)
+        places = {number: self._places(lanes[str(number)], sources) for number in mine}
+        self._report_sources(sources)
+        return num_lanes, readers, (state["rows"], places)
 
     def _places(self, lane, sources):
         """
@@ -1178,8 +1203,8 @@ class PackedLoader(IterableDataset):
         for name in names:
             was, now = before.get(name, 0), self.weights.get(name, 0)
             if was != now:
-                change = "added" if not was else "removed" if not now else "changed"
-                print(f"data: source {name} {change}: weight {was} -> {now}")
+                print(f"data: source {name}: weight {was} -> {now}"
+                      + ("" if was else "; it begins at its first document"))
 
     def _check_shards(self, name, saved, epochs):
         shards, n = self.shards[name], saved["shards"]
@@ -1193,11 +1218,14 @@ class PackedLoader(IterableDataset):
                 f"shards of {name}: the state knows {n}, here are {len(shards)}; they may be added to "
                 "the train split during a run's first epoch only: take the new ones away, or start anew")
 
-    def _place_of_three_keys(self, pq_idx, rg_idx, epoch=1):
+    def _position_of_three_keys(self, pq_idx, rg_idx, epoch=1):
         for name, reader in self.readers.items():
-            if not 0 <= pq_idx < len(reader.shards):
-                raise ValueError(f"pq_idx of the state is {pq_idx}, {name} has {len(reader.shards)} shards; "
-                                 "resume with the same data, or start a new run without the state")
+            if not (pq_idx in range(len(reader.shards)) and rg_idx >= 0 and epoch >= 1):
+                raise ValueError(f"pq_idx of the state is {pq_idx}, rg_idx {rg_idx}, epoch {epoch}, but "
+                                 f"{name} has {len(reader.shards)} shards; resume with the same data")
+        if self.shuffle_seed is not None:
+            raise ValueError("a state of nanochat's three keys is no place in a shuffled order; resume "
+                             "with shuffle_seed=None, as nanochat ran, or start anew")
         warnings.warn("a state of nanochat's three keys resumes approximately, at the next row group; the "
                       "rows that were buffered are lost. Save state_dict() to resume exactly", stacklevel=3)
         places = {name: Place(cursor=Cursor(epoch, pq_idx, self._row_group_behind(reader, rg_idx)))
@@ -1257,10 +1285,13 @@ def divisors(n):
 
 def sources_of(data_dir, epochs):
     """data_dir and epochs as {source: weight} and {source: epochs}."""
-    weights = data_dir if isinstance(data_dir, dict) else {find_data(data_dir): 1}
-    weights = {source_name(path): weight for path, weight in weights.items()}
+    given = data_dir if isinstance(data_dir, dict) else {find_data(data_dir): 1}
+    weights = {source_name(path): weight for path, weight in given.items()}
     if not weights:
         raise ValueError("data_dir is an empty dict; name at least one source: {folder: weight}")
+    if len(weights) < len(given):
+        raise ValueError(f"data_dir names a source twice: {', '.join(map(str, given))}; name each once, with "
+                         "its whole weight")
     for name, weight in weights.items():
         if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             raise ValueError(f"weight {weight!r} of source {name}; a weight is a positive number, a share "
@@ -1270,14 +1301,14 @@ def sources_of(data_dir, epochs):
     if unknown := epochs.keys() - weights.keys():
         raise ValueError(f"epochs names {sorted(unknown)}, data_dir has {sorted(weights)}")
     for n in epochs.values():
-        if n is not None and (not isinstance(n, int | np.integer) or n < 1):
-            raise ValueError(f"epochs={n!r}; expected a whole number, 1 or more, or None: without end")
+        if n is not None and (not isinstance(n, int) or n < 1):
+            raise ValueError(f"epochs={n!r}; expected an int, 1 or more, or None: without end")
     return weights, {name: epochs.get(name) for name in weights}
 
 
 def source_name(path):
-    """a and a/ are one source."""
-    return str(path).rstrip("/") or "/"
+    """a, a/ and ./a are one source."""
+    return str(path).rstrip("/") if "://" in str(path) else os.path.normpath(path)
 
 
 def cores_of_this_rank():
@@ -1301,8 +1332,8 @@ def tokenizing_distributed_data_loader_with_state(
         tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
         device="cuda", resume_state_dict: dict | None = None) -> Iterator[tuple]:
     """Packs "flat"; yields (inputs, targets, state_dict)."""
-    return _with_state(resume_state_dict, tokenizer, B, T, split, packing="flat", threads=tokenizer_threads,
-                       tokenizer_batch_size=tokenizer_batch_size, device=device)
+    return batches_with_state(resume_state_dict, tokenizer, B, T, split, packing="flat", device=device,
+                              threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size)
 
 
 def tokenizing_distributed_data_loader(*args, **kwargs) -> Iterator[tuple]:
@@ -1315,8 +1346,9 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
         device="cuda", resume_state_dict: dict | None = None, buffer_size: int = 1000) -> Iterator[tuple]:
     """Packs "bestfit", nanochat's rows token for token; yields (inputs, targets, state_dict)."""
-    return _with_state(resume_state_dict, tokenizer, B, T, split, packing="bestfit", buffer_size=buffer_size,
-                       threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size, device=device)
+    return batches_with_state(resume_state_dict, tokenizer, B, T, split, packing="bestfit", device=device,
+                              threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size,
+                              buffer_size=buffer_size)
 
 
 def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs) -> Iterator[tuple]:
@@ -1325,9 +1357,9 @@ def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs) -> Iterator[
         yield inputs, targets
 
 
-def _with_state(resume, *args, **kwargs):
+def batches_with_state(resume, *args, **kwargs):
     """nanochat saves rank 0's state only, which gives the other ranks their place, not their rows."""
-    loader = PackedLoader(*args, **kwargs)
+    loader = PackedLoader(*args, data_dir=default_data_dir(), **kwargs)    # or an error: no built-in corpus
     if resume is not None and len(resume.get("lanes", ())) < resume.get("num_lanes", 0):
         resume = {key: resume[key] for key in ("pq_idx", "rg_idx", "epoch")}
     if resume is not None:
@@ -1527,8 +1559,8 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
             tokenize(data_dir, tokens, tokenizer_dir)
         fresh = multiprocessing.get_context("spawn")
         kinds = [("text", data_dir), ("tokens", tokens)]
-        mixtures = [("4 x " + kind, {os.path.join(folder, *"." * i): 1 for i in range(4)})
-                    for kind, folder in kinds]
+        mixtures = [("4 x " + kind, dict.fromkeys(four_names(folder, f"{tokens}/{kind}"), 1))
+                    for kind, folder in kinds if "://" not in folder]
         jobs = [*itertools.product(kinds, CHOICES, sorted({1, threads})),
                 *itertools.product(mixtures, CHOICES[-1:], [threads])]
         for (kind, folder), (packing, tails), n in jobs:
@@ -1538,6 +1570,14 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
             share = f"{share:.2f}" if "text" in kind else "-"
             yield (f"{kind:<11}{packing_name(packing, tails):<15}{n:>8}{speed / 1e6:>12.2f}{share:>12}"
                    f"{first:>11.2f} s{resume:>7.2f} s{memory:>6.0f} MB")
+
+
+def four_names(folder, prefix):
+    """Four sources made of one."""
+    names = [f"{prefix}{i}" for i in range(4)]
+    for name in names:
+        os.symlink(os.path.abspath(folder), name)
+    return names
 
 
 def main():

@@ -1738,6 +1738,19 @@ def test_a_finite_run_delivers_every_document_once_per_epoch(corpus, packing, wo
         assert not want - tokens and tokens.total() - want.total() < len(rows)
 
 
+@pytest.mark.parametrize("packing", ["flat", "bestfit", "exactfit"])
+def test_a_finite_run_is_as_long_for_every_batch_size(corpus, packing):
+    """It ends behind its last row, also where that is the last but one of a lane; no batch is empty."""
+    want = None
+    for B in (6, 1, 2, 3):
+        batches = [rows_of(batch) for batch in make(corpus, B=B, num_lanes=6, packing=packing, epochs=1)]
+        rows = [row for batch in batches for row in batch]
+        want = want or [row for row in rows if real(row)]
+        assert [row for row in rows if real(row)] == want
+        last = max(i for i, row in enumerate(rows) if real(row))
+        assert len(rows) == (last // B + 1) * B
+
+
 def corpus_texts(folder, split="train"):
     files = sorted(name for name in os.listdir(folder) if name.endswith(".parquet"))
     files = files[:-1] if split == "train" else files[-1:]
@@ -1787,7 +1800,7 @@ def test_null_documents_are_counted_and_a_lane_of_nothing_else_is_an_error(tmp_p
     data = write_shards(tmp_path / "none", [[["a"], [None]], [["val"]]])
     loaders = [make(data, B=1, T=4, rank=rank, world_size=2) for rank in range(2)]
     next(loaders[0])
-    with pytest.raises(ValueError, match="nothing but null"):
+    with pytest.raises(ValueError, match=r"none: lane 1 got nothing but null"):
         next(loaders[1])
 
 
@@ -1976,8 +1989,28 @@ def test_nanochats_three_keys_with_more_lanes_than_row_groups_skip_none(tmp_path
         loader.load_state_dict({"pq_idx": 0, "rg_idx": 1})
     starts = {bytes(row[1:6]) for row in rows_of(next(loader))}
     assert starts == {(f"x{i}." * 9)[:5].encode() for i in range(8, 16)}
-    with pytest.raises(ValueError, match=r"pq_idx of the state is 9, .* has 1 shards"):
-        loader.load_state_dict({"pq_idx": 9, "rg_idx": 0})
+    for bad in ({"pq_idx": 9, "rg_idx": 0}, {"pq_idx": 0, "rg_idx": -1},
+                {"pq_idx": 0, "rg_idx": 0, "epoch": 0}):
+        with pytest.raises(ValueError, match=r"pq_idx of the state is .* has 1 shards"):
+            loader.load_state_dict(bad)
+    with pytest.raises(ValueError, match="no place in a shuffled order"):
+        make(data, shuffle_seed=1).load_state_dict({"pq_idx": 0, "rg_idx": 0})
+
+
+@pytest.mark.parametrize("path", ["sources/FOLDER/grown", "lanes/0/FOLDER/buffer", "lanes/0/FOLDER/cursor",
+                                  "lanes/0/FOLDER", "rows"])
+@pytest.mark.parametrize("damage", ["left out", "null"])
+def test_a_damaged_state_is_refused(corpus, path, damage):
+    state = part = run(corpus, steps=3)[1]
+    *path, last = [corpus if key == "FOLDER" else key for key in path.split("/")]
+    for key in path:
+        part = part[key]
+    if damage == "null":
+        part[last] = None
+    else:
+        del part[last]
+    with pytest.raises(ValueError, match=r"this state (is damaged|lacks)"):
+        make(corpus).load_state_dict(state)
 
 
 @pytest.mark.parametrize("state, words", [({}, "version None"), ({"epoch": 1}, "version None"), (
@@ -2013,10 +2046,12 @@ def test_a_state_costs_no_encoding(corpus):
 
 @pytest.mark.parametrize("bad, words", [
     ({"split": "test"}, "choose one of train, val"), ({"packing": "bfd"}, "flat, bestfit, exactfit"),
-    ({"B": 0}, "B=0; expected a whole number, 1 or more"), ({"T": 1.5}, "T=1.5"),
-    ({"prefetch": -1}, "prefetch=-1; expected a whole number, 0 or more"),
+    ({"B": 0}, "B=0; expected an int, 1 or more"), ({"T": 1.5}, "T=1.5"),
+    ({"prefetch": -1}, "prefetch=-1; expected an int, 0 or more"),
     ({"buffer_size": 0}, "buffer_size=0"), ({"num_lanes": 0}, "num_lanes=0"), ({"threads": 0}, "threads=0"),
-    ({"shuffle_seed": -1}, "shuffle_seed=-1"), ({"epochs": 0}, "epochs=0"),
+    ({"shuffle_seed": -1}, "shuffle_seed=-1"), ({"shuffle_seed": "a"}, "shuffle_seed='a'"),
+    ({"world_size": 0}, "world_size=0"), ({"T": np.int64(16)}, "T=.*expected an int"),
+    ({"epochs": 0}, "epochs=0"),
     ({"rank": 2, "world_size": 2}, "rank=2"),
     ({"num_lanes": 3, "rank": 0, "world_size": 2}, "multiple of 2"), ({"epochs": {"x": 1}}, "epochs names")])
 def test_bad_arguments_say_what_to_choose(corpus, bad, words):
@@ -2164,7 +2199,7 @@ def test_ctrl_c_anywhere_in_next_loses_no_batch(corpus, first):
     for k in itertools.count():
         loader = make(corpus)
         rows = [] if first else [rows_of(next(loader))]
-        rows_before, left = loader._place[0], k
+        rows_before, left = loader._position[0], k
 
         def trace(frame, event, arg, loader=loader, rows_before=rows_before):
             nonlocal left
@@ -2172,7 +2207,7 @@ def test_ctrl_c_anywhere_in_next_loses_no_batch(corpus, first):
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode" and frame.f_code.co_name in ("__next__", "next_batch", "_start", "__init__"):
-                if left == 0 and loader._place[0] == rows_before:
+                if left == 0 and loader._position[0] == rows_before:
                     left = -1
                     raise KeyboardInterrupt
                 left -= 1
@@ -2219,6 +2254,27 @@ thread.join()
 os._exit(status)
 """
     assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0
+
+
+def test_close_wakes_a_next_that_waits(corpus):
+    class Stuck(ByteTokenizer):
+        def encode_documents(self, texts, limit=None):
+            go_on.wait()
+            return super().encode_documents(texts, limit)
+
+    go_on, loader = threading.Event(), None
+    loader = make(corpus, tokenizer=Stuck())
+    timer = threading.Timer(0.3, loader.close)
+    timer.start()
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(loader)
+    go_on.set()
+    timer.join()
+
+
+def test_a_loader_is_not_pickled(corpus):
+    with pytest.raises(TypeError, match="num_workers=0"):
+        make(corpus).__getstate__()
 
 
 @pytest.mark.parametrize("how", ["loader.close()", "del loader", "pass", "raise SystemExit", "1 / 0"])
@@ -2312,7 +2368,7 @@ def test_nanochats_generators_give_nanochats_rows(tmp_path, lanes, monkeypatch):
     lengths = [(7 * i * i + 3) % 90 for i in range(96)]
     groups = grouped(numbered(lengths), [12] * 7)
     data = write_shards(tmp_path, [groups[:4], groups[4:], [["val"]]])
-    monkeypatch.setattr(dataloader, "find_data", lambda given: given or data)
+    monkeypatch.setattr(dataloader, "default_data_dir", lambda: data)
     for rank in range(lanes):
         batches = [group[i:i + 5] for _ in range(400) for shard in (groups[:4], groups[4:])
                    for group in shard[rank::lanes] for i in range(0, len(group), 5)]
@@ -2350,7 +2406,7 @@ def nanochat_rows(batches, T, buffer_size):
 
 
 def test_flat_generator_of_nanochat(corpus, monkeypatch):
-    monkeypatch.setattr(dataloader, "find_data", lambda given: given or corpus)
+    monkeypatch.setattr(dataloader, "default_data_dir", lambda: corpus)
     want = [rows_of(batch) for batch in itertools.islice(make(corpus, packing="flat"), 6)]
     loader = dataloader.tokenizing_distributed_data_loader_with_state(
         ByteTokenizer(), 2, 16, "train", device="cpu")
@@ -2358,6 +2414,12 @@ def test_flat_generator_of_nanochat(corpus, monkeypatch):
     resumed = dataloader.tokenizing_distributed_data_loader(
         ByteTokenizer(), 2, 16, "train", device="cpu", resume_state_dict=state)
     assert [rows_of(batch) for batch in itertools.islice(resumed, 3)] == want[3:]
+
+
+def test_nanochats_generators_do_not_take_the_built_in_corpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=f"no parquet files in {tmp_path}/base_data"):
+        next(dataloader.tokenizing_distributed_data_loader(ByteTokenizer(), 2, 16, "train", device="cpu"))
 
 
 def test_a_tokenizer_with_nanochats_face_only_gives_the_same_rows(corpus):
@@ -2422,6 +2484,21 @@ def test_show_draws_documents_in_80_columns(corpus):
         assert len(rows) == 20 and all(len(row) == 72 for row in rows)
         assert all(row[0] == "[" for row in rows[5:10]), "bestfit: every row begins with a document"
         assert any(">" in row for row in rows), "cut ends are marked"
+
+
+def test_stats_of_flat_count_what_it_cuts(tmp_path):
+    """A document of up to T + 1 tokens is cut where no row has all of it; rows share a token."""
+    documents = [*numbered([9] * 50), None, *numbered([16, 40, 3])]
+    data = write_shards(tmp_path, [[documents], [["val"]]])
+    loader = make(data, T=16, B=1, packing="flat", epochs=1, prefetch=0)
+    for _ in loader:
+        pass
+    ends = list(itertools.accumulate(1 + len(text) for text in documents if text is not None))
+    starts = [0, *ends[:-1]]
+    fit = [(a, b) for a, b in zip(starts, ends, strict=True) if b - a <= 17]
+    cut = sum(any(a < k < b - 1 for k in range(16, ends[-1], 16)) for a, b in fit)
+    stats = loader.stats()
+    assert stats["documents"] == 53 and stats["cut_share"] == cut / 53 > 0.4
 
 
 def test_stats_add_up(corpus):
@@ -2523,9 +2600,9 @@ def test_weights_changed_twice_lose_and_repeat_nothing(sources, capsys):
     rows, state = run({a: 1, b: 1}, steps=9, packing="flat", T=8)
     more, state = run({a: 1, b: 3, c: 1}, steps=9, packing="flat", T=8, state=state)
     rows += more
-    assert "source" in capsys.readouterr().out
+    assert f"source {c}: weight 0 -> 1; it begins at its first" in capsys.readouterr().out
     rest, state = run({b: 0.5, c: 2}, steps=9, packing="flat", T=8, state=state)
-    assert "removed" in capsys.readouterr().out
+    assert f"source {a}: weight 1 -> 0\n" in capsys.readouterr().out
     rows += rest
     for letter, path in sources.items():
         alone = run(path, steps=40, packing="flat", T=8)[0]
@@ -2535,9 +2612,12 @@ def test_weights_changed_twice_lose_and_repeat_nothing(sources, capsys):
 
 def test_a_mixture_in_another_order_is_the_same_mixture(sources):
     a, b, c = sources.values()
-    state = run({a: 1, b: 1, c: 2}, steps=5)[1]
-    want = run({a: 1, b: 1, c: 2}, steps=9, state=state)[0]
-    assert run({c: 2, b + "/": 1, a: 1}, steps=9, state=state)[0] == want
+    want = run({a: 1, b: 1, c: 2}, steps=14)[0]
+    head, state = run({c: 2, a: 1, b: 1}, steps=5)
+    state["sources"] = dict(sorted(state["sources"].items(), reverse=True))
+    assert head + run({c: 2, b + "/": 1, f"{a}/../a": 1}, steps=9, state=state)[0] == want
+    with pytest.raises(ValueError, match="names a source twice"):
+        make({a: 1, a + "/": 3})
 
 
 def test_a_mixture_that_cannot_be_loaded_leaves_the_loader_as_it_was(sources, tmp_path, capsys):
@@ -2577,6 +2657,13 @@ def test_shares_begin_anew_where_a_source_goes_on(sources):
         next(loader)
     rows = run({a: 1, b: 1}, epochs={b: 9}, B=1, steps=40, state=state)[0]
     assert "".join(letters_of(rows)) == "ab" * 20
+
+
+def test_a_mixture_with_one_source_without_end_has_none(sources):
+    """So its ranks need not talk: there is no process group here."""
+    a, b, _ = sources.values()
+    rows = run({a: 1, b: 1}, epochs={b: 1}, world=2, T=50, steps=40)[0]
+    assert set(letters_of(rows[:20])) == {"a", "b"} and set(letters_of(rows[-20:])) == {"a"}
 
 
 def test_a_finite_mixture_ends_when_every_source_has(sources):
