@@ -125,8 +125,9 @@ class DocumentReader:
                 return False
         if documents < self.num_lanes:
             raise ValueError(
-                f"{documents} documents in {len(self.shards)} shards cannot feed {self.num_lanes} lanes; "
-                f"launch with num_lanes (and a world size) of at most {documents}, or add data")
+                f"{documents} documents in {len(self.shards)} shards ({self.shards[-1].path}) cannot feed "
+                f"{self.num_lanes} lanes; launch with num_lanes (and a world size) of at most {documents}, "
+                "or add data")
         return True
 
     def _shard_order(self, epoch):

@@ -70,11 +70,14 @@ def is_http(folder):
     return folder.startswith(("http://", "https://"))
 
 
-@functools.lru_cache(maxsize=16)
 def filesystem_of(folder):
-    """(file system, path in it) of a folder or URI: pyarrow's own where it has one, else fsspec's."""
-    if "://" not in folder:
-        return pafs.LocalFileSystem(), os.path.abspath(folder)
+    """(file system, path in it) of a folder or URI."""
+    return remote_filesystem(folder) if "://" in folder else (pafs.LocalFileSystem(), os.path.abspath(folder))
+
+
+@functools.lru_cache(maxsize=16)
+def remote_filesystem(folder):
+    """pyarrow's own where it has one, else fsspec's."""
     try:
         return pafs.FileSystem.from_uri(folder)
     except (pa.ArrowException, ImportError) as error:
@@ -110,7 +113,7 @@ def list_http(url):
         name, _, size = line.strip().rpartition(" ")
         if not (name and size.isdigit()):
             raise ValueError(f"{url}, line {number}: expected `name bytes`, saw {line[:60]!r}; "
-                             "make the list with: stat -c '%n %s' *.parquet > shards.txt")
+                             "make the list with: stat -c '%n %s' *.parquet *.json > shards.txt")
         files[name.strip()] = int(size)
     return dict(sorted(files.items()))
 
@@ -341,7 +344,7 @@ class Shard:
 
     def _facts(self, metadata):
         schema, extra = metadata.schema.to_arrow_schema(), metadata.metadata or {}
-        kind = "tokens" if "tokens" in schema.names else "text"
+        kind = "tokens" if "tokens" in schema.names and "text" not in schema.names else "text"
         check_column(schema, kind)
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         checksums = json.loads(extra[CHECKSUMS]) if CHECKSUMS in extra else None
@@ -568,8 +571,8 @@ def standard_library(root):
     documents = []
     for path in paths:
         with contextlib.suppress(UnicodeDecodeError, OSError), open(path, encoding="utf-8") as file:
-            documents += filter(None, [file.read()])
-    return documents
+            documents.append(file.read())
+    return [text for text in documents if text]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -793,6 +796,7 @@ RUN_BYTES = 32 << 20
 SHARD_BYTES = 300_000_000    # of text: about 100 MB as zstd
 ROW_GROUP_DOCUMENTS = 1024
 ROW_GROUP_BYTES = 32 << 20    # fewer documents in a row group where they are long
+VAL_DOCUMENTS = 64    # at least, where there are ten times as many: a lane needs one
 SLOTS = 1 << 16    # of the histogram of keys, by which the shards are planned
 SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".txt")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
@@ -809,7 +813,7 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
     file and line of the first bad document; with `skip_bad` the report counts them and shows the first few.
     """
     check_local(out)
-    files, building = find_inputs(inputs), os.path.abspath(out) + ".convert.tmp"
+    (files, others), building = find_inputs(inputs), os.path.abspath(out) + ".convert.tmp"
     os.makedirs(os.path.dirname(building), exist_ok=True)
     with lock_file(building + ".lock"):
         try:
@@ -829,7 +833,8 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
             shutil.rmtree(building, ignore_errors=True)
             remove(building + ".lock")
     shown = [message for _, messages in bad for message in messages]
-    return {"files": len(files), "bad": sum(count for count, _ in bad), "shown": shown[:BAD_SHOWN], **counts}
+    return {"files": len(files), "others": others, "bad": sum(count for count, _ in bad),
+            "shown": shown[:BAD_SHOWN], **counts}
 
 
 def scatter_all(pool, files, building, text_key, skip_bad, seed):
@@ -857,25 +862,33 @@ def gather_all(pool, building, shard_bytes):
     return {"documents": int(documents.sum()), "bytes": int(text.sum()), "shards": len(shards)}
 
 
-def find_inputs(inputs: list[str]) -> list[tuple[str, str, int]]:
-    """(folder, name, size) of every file that paths, folders, globs and URIs stand for; each once, sorted."""
-    found = set()
+def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[str]]:
+    """
+    (folder, name, size) of every file that paths, folders, globs and URIs stand for, each once, sorted; and
+    what else lies in these folders: files of other kinds, and hidden ones.
+    """
+    found, others = set(), set()
     for pattern in inputs:
-        files = remote_inputs(pattern) if "://" in pattern else local_inputs(pattern)
+        files, rest = remote_inputs(pattern) if "://" in pattern else local_inputs(pattern)
         odd = [name for _, name, _ in files if not kind_of(name)]
         if odd or not files:
             raise ValueError(f"{pattern}: {f'cannot convert {odd[0]}' if odd else 'no such files'}; expected "
                              f"{', '.join(SUFFIXES)} (JSON also .gz or .zst): file, folder or quoted glob")
         found.update(files)
-    return sorted(found)
+        others.update(rest)
+    return sorted(found), sorted(others)
 
 
 def local_inputs(pattern):
     paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-    inside = [file for path in paths if os.path.isdir(path)
-              for file in glob.glob(glob.escape(path) + "/**", recursive=True) if kind_of(file)]
-    files = filter(os.path.isfile, paths + inside)
-    return [(*os.path.split(os.path.abspath(file)), os.path.getsize(file)) for file in files]
+    files, others = [path for path in paths if os.path.isfile(path)], []
+    for root in filter(os.path.isdir, paths):
+        inside = (os.path.join(folder, name) for folder, _, names in os.walk(root, followlinks=True)
+                  for name in names)
+        for path in inside:
+            hidden = "/." in f"/{os.path.relpath(path, root)}"
+            (others if hidden or not kind_of(path) else files).append(path)
+    return [(*os.path.split(os.path.abspath(file)), os.path.getsize(file)) for file in files], others
 
 
 def remote_inputs(pattern):
@@ -883,12 +896,18 @@ def remote_inputs(pattern):
         raise ValueError(f"{pattern}: fetch it first (curl -O); convert reads URIs of object stores only")
     address, mark, query = pattern.partition("?")    # options such as ?region=...; so ? is no wildcard here
     folder, _, wanted = re.split(r"[*\[]", address)[0].rpartition("/")
-    wanted = address[len(folder) + 1:]
-    fs, root = filesystem_of(folder + mark + query)
-    names = [(info.path[len(root):].lstrip("/"), info.size)
-             for info in fs.get_file_info(pafs.FileSelector(root, recursive=True)) if info.is_file]
-    return [(folder + mark + query, name, size) for name, size in names if fnmatch.fnmatchcase(name, wanted)
-            or (name.startswith(wanted.rstrip("/") + "/" if wanted else "") and kind_of(name))]
+    wanted, folder_wanted = address[len(folder) + 1:], address[len(folder) + 1:].rstrip("/") + "/"
+    folder += mark + query
+    fs, root = filesystem_of(folder)
+    files, others = [], []
+    for info in fs.get_file_info(pafs.FileSelector(root, recursive=True)):
+        name = info.path[len(root):].lstrip("/")
+        inside = folder_wanted == "/" or name.startswith(folder_wanted)
+        if info.is_file and (fnmatch.fnmatchcase(name, wanted) or (inside and kind_of(name))):
+            files.append((folder, name, info.size))
+        elif info.is_file and inside:
+            others.append(join_name(folder, name))
+    return files, others
 
 
 def kind_of(name):
@@ -1056,12 +1075,16 @@ def histogram(runs):
 
 
 def plan_shards(documents, text, shard_bytes):
-    """Edges of the shards in slots: about 1 % at the end for val, before it shards of equal bytes."""
+    """
+    Edges of the shards in slots: about 1 % of the text at the end for val, and so many documents as lanes may
+    ask for, up to a tenth; before it shards of equal bytes.
+    """
     filled = np.flatnonzero(documents)
     if len(filled) < 2:
         raise ValueError(f"{documents.sum()} documents are too few for a train and a val shard")
-    share = np.cumsum((text + documents)[::-1])[::-1] / (text + documents).sum()    # from a slot to the end
-    val = int(np.clip(np.sum(share >= 0.01) - 1, filled[0] + 1, filled[-1]))
+    behind = np.cumsum(np.stack([text + documents, documents])[:, ::-1], axis=1)[:, ::-1]    # from a slot on
+    wanted = [[0.01 * behind[0, 0]], [min(VAL_DOCUMENTS, behind[1, 0] // 10)]]
+    val = int(np.clip(np.sum((behind >= wanted).all(axis=0)) - 1, filled[0] + 1, filled[-1]))
     before = np.cumsum(text[:val])
     shards = max(4, round(before[-1] / shard_bytes))    # four keep some cores busy on a small corpus
     cuts = np.searchsorted(before, before[-1] * np.arange(1, shards) / shards) + 1
@@ -1108,7 +1131,7 @@ def cut_row_groups(arrays, rows):
         while len(rest):
             ends = np.cumsum(pc.binary_length(rest[:rows]).to_numpy())
             fit = max(1, int(np.searchsorted(ends, ROW_GROUP_BYTES, "right")))
-            if fit == len(rest) < rows:
+            if fit == len(rest) and fit < rows:
                 break    # more may come
             yield rest[:fit].cast(pa.string())
             rest = rest[fit:]
@@ -1129,6 +1152,8 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     from tokenizer import get_tokenizer
 
     check_local(out)
+    if os.path.realpath(out) == os.path.realpath(data_dir):
+        raise ValueError(f"{out} is the folder of the text; name another with --out")
     tokenizer = get_tokenizer(tokenizer_dir)
     shards = list_shards(data_dir, "train") + list_shards(data_dir, "val")
     os.makedirs(out, exist_ok=True)
@@ -1214,9 +1239,14 @@ def verify(folder: str) -> bool:
 
 def read_sums(folder):
     """{name: SHA-256} of what was downloaded."""
+    sums = {}
     with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "SHA256SUMS")) as file:
-        return {name: sha256 for sha256, name in (line.split() for line in file)}
-    return {}
+        for number, line in enumerate(file, 1):
+            if not (match := re.fullmatch(r"([0-9a-f]{64})  (.+)\n", line)):
+                raise ValueError(f"{file.name}, line {number}: expected `SHA-256  name`, saw {line[:80]!r}; "
+                                 "take the line out (that shard is then checked by what it holds itself)")
+            sums[match[2]] = match[1]
+    return sums
 
 
 def check_shard(shard, sums):
@@ -1363,6 +1393,8 @@ def run_convert(flags):
     made = convert(flags.inputs, flags.out, flags.text_key, flags.skip_bad, flags.seed, flags.num_workers)
     print(f"{made['files']:,} files -> {made['documents']:,} documents, {made['bytes'] / 1e6:,.1f} MB, "
           f"in {made['shards']:,} shards, the last for val, in {flags.out}")
+    if made["others"]:
+        print(f"{len(made['others']):,} other files in these folders were left out: {made['others'][0]} ...")
     if made["bad"]:
         print("\n  ".join([f"{made['bad']:,} bad documents were left out; the first:", *made["shown"]]))
 

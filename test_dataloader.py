@@ -326,6 +326,12 @@ def test_foreign_parquet_of_any_string_type_reads_the_same(tmp_path, kind):
     assert [text for i in range(3) for text in shard.read(i).to_pylist()] == texts
 
 
+def test_text_is_read_beside_a_column_of_another_kind_of_tokens(tmp_path):
+    pq.write_table(pa.table({"text": ["a b"], "tokens": [2]}), tmp_path / "a.parquet")
+    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    assert shard.kind == "text" and shard.read(0).to_pylist() == ["a b"]
+
+
 def test_invalid_utf8_in_a_shard_is_an_error(tmp_path):
     buffers = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
     broken = pa.Array.from_buffers(pa.string(), 1, buffers)
@@ -653,9 +659,20 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
     assert report["documents"] == 1000 and report["bad"] == 0
     assert report["bytes"] == sum(len(t.encode()) for t in texts)
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
-    assert 1 <= sum(val.rows) < 100
-    assert report["shards"] == 7 == len(os.listdir(tmp_path / "out"))
+    assert 64 <= sum(val.rows) < 100, "lanes enough, of little text"
+    assert report["shards"] == 6 == len(os.listdir(tmp_path / "out"))
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_convert_tells_what_it_left_out_of_a_folder(tmp_path):
+    (tmp_path / "in" / ".hidden").mkdir(parents=True)
+    for name in ("a.jsonl", "b.jsonl.bz2", ".hidden/c.jsonl"):
+        (tmp_path / "in" / name).write_bytes(json_lines(make_texts(30), "text"))
+    ended = run_dataset("convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
+    assert "1 files -> 30 documents" in ended.stdout, ended.stderr
+    assert f"2 other files in these folders were left out: {tmp_path}/in/.hidden/c.jsonl " in ended.stdout
+    val, = dataset.list_shards(str(tmp_path / "out"), "val")
+    assert sum(val.rows) >= 3, "a tenth, for the lanes of val"
 
 
 def test_convert_gives_the_same_shards_for_any_number_of_workers(tmp_path):
@@ -670,7 +687,7 @@ def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
     """Runs of 2 kB and many of them give the order that one big run gives."""
     make_inputs(tmp_path / "in", make_texts(300))
     (tmp_path / "build" / "runs").mkdir(parents=True)
-    files = dataset.find_inputs([str(tmp_path / "in")])
+    files, _ = dataset.find_inputs([str(tmp_path / "in")])
     orders = []
     for run_bytes in (1 << 30, 2000):
         monkeypatch.setattr(dataset, "RUN_BYTES", run_bytes)
@@ -952,6 +969,8 @@ def test_tokenize_goes_on_where_it_was_stopped(tmp_path, byte_tokenizer, monkeyp
         dataset.tokenize(text, out)
     with pytest.raises(ValueError, match="holds tokens already"):
         dataset.tokenize(out, str(tmp_path / "twice"))
+    with pytest.raises(ValueError, match="is the folder of the text"):
+        dataset.tokenize(text, f"{tmp_path}/out/../text")
 
 
 def test_verify_finds_damage_and_exits_non_zero(tmp_path):
@@ -978,6 +997,9 @@ def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
     assert dataset.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 3]}), path)
     assert not dataset.verify(str(tmp_path))
+    (tmp_path / "SHA256SUMS").write_text("0123  a.parquet\n")
+    with pytest.raises(ValueError, match=r"SHA256SUMS, line 1: expected `SHA-256  name`, saw '0123"):
+        dataset.verify(str(tmp_path))
 
 
 def test_stats_counts_documents_bytes_tokens_and_lanes(tmp_path, byte_tokenizer, capsys):
@@ -1121,7 +1143,7 @@ def test_big_vocabularies_are_uint32():
 def test_limit_is_a_prefix_of_the_whole(pattern):
     """On real text, with every split pattern: also with the one that our cuts would break."""
     tok = small_tokenizer(pattern)
-    assert tok.can_cut == (pattern != OTHER)
+    assert tok.cuts_are_safe == (pattern != OTHER)
     for text in random.Random(0).sample(standard_library(), 25):
         whole = plain_ids(tok, text)
         for limit in (1, 2, 60, 600, 2049):
@@ -1372,6 +1394,16 @@ def test_token_bytes_are_those_of_the_text():
     assert n_bytes.shape == (1024,) and str(n_bytes.dtype) == "torch.int32"
     assert n_bytes[tok.encode(text)].sum() == len(text.encode())
     assert n_bytes[1015:].sum() == 0 and n_bytes[:256].tolist() == [1] * 256
+
+
+def test_other_data_under_the_same_name_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
+    folders = []
+    for parent, rows in (("one", 8), ("two", 9), ("three", 8)):
+        make_shards(tmp_path / parent / "data", rows=rows)
+        monkeypatch.chdir(tmp_path / parent)
+        folders.append(tokenizer_module.find_tokenizer(None, ["data"], 300)[1])
+    assert folders[0] != folders[1] and folders[0] == folders[2]
 
 
 def test_command_trains_and_says_so(tmp_path, monkeypatch, capsys):
@@ -2858,6 +2890,7 @@ def test_train_sigterm_saves_and_resumes(train_base, ranks):
     (["--data", "a:0.7", "b"], "--data b: expected PATH, or several of PATH:WEIGHT"),
     (["--resume", "nowhere.pt"], "--resume nowhere.pt: no such file; expected auto, none or a checkpoint"),
     (["--profile", "3"], "--profile 3: expected A:B, two steps"),
+    (["--profile", "3:3"], "--profile 3:3: expected A:B, two steps, the first one below the second"),
     (["--data", "nowhere"], "error: no parquet files in nowhere; get some with"),
 ])
 def test_train_bad_flags_are_one_line(train_base, flags, told):
@@ -2872,7 +2905,39 @@ def test_train_refuses_another_model_and_another_run(train_base, train_whole):
     assert "--depth is 2, in" in told and "resume with --depth 1" in told
     told = train_run(train_base, "--shuffle", "--out", folder, "--resume", "auto", status=1)
     assert "--shuffle is True, in" in told and "resume with no --shuffle, or" in told
+    told = train_run(train_base, "--doc_mask", "--out", folder, "--resume", "auto", status=1)
+    assert "--doc_mask is True, in" in told
     assert "holds checkpoints; go on with --resume auto" in train_run(train_base, "--out", folder, status=1)
+
+
+def test_train_error_of_one_rank_is_told_once(train_base, train_whole):
+    """Not as a traceback of each rank that waits for it."""
+    for wrong in (["--data", "nowhere"], ["--out", train_whole[0]]):
+        output = train_process(train_base, *wrong, ranks=2).communicate(timeout=120)[0]
+        assert output.count("error: ") == 1 and "all_gather" not in output, output
+
+
+def test_train_rate_is_that_of_the_flag_also_when_resumed(train_base, train_whole):
+    out = train_base / "slow"
+    train_first_half(train_whole[0], out)
+    train_run(train_base, "--steps", 12, "--lr", "1e-30", "--out", out, "--resume", "auto")
+    before, after = (train.load_checkpoint(out / f"step_00000{step}.pt")["model"] for step in (10, 12))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"embedding.weight", "head.out.weight"}
+    assert train.parse_flags(["--optimizer", "muon"]).lr == 0.02
+    assert train.parse_flags(["--optimizer", "adamw"]).lr == 0.0025
+
+
+def test_train_finished_run_resumed_into_another_folder_is_saved_there(train_base, train_whole):
+    out, file = train_base / "copied", train_whole[0] / "step_0000020.pt"
+    told = train_run(train_base, "--steps", 20, "--profile", "1:9", "--out", out, "--resume", file)
+    assert f"checkpoint: {out}/step_0000020.pt" in told and os.path.exists(out / "step_0000020.pt")
+
+
+def test_train_profile_that_reaches_the_end_is_written(train_base):
+    out = train_base / "profiled"
+    train_run(train_base, "--steps", 2, "--profile", "1:9", "--out", out)
+    assert os.path.getsize(out / "trace.json") > 1000
 
 
 def test_train_not_finite_stops_and_names_the_batch(train_base):
@@ -2972,7 +3037,28 @@ def test_train_last_two_checkpoints_are_kept_and_a_changed_one_is_passed_over(tm
         file.write(b"\1")
     assert train.load_checkpoint(newest)["weight"][500] != 500
     assert train.newest_checkpoint(str(tmp_path)) == older
-    assert f"warning: {newest} is torn" in capsys.readouterr().out
+    assert f"warning: {newest} is torn (the checksum of " in capsys.readouterr().out
+
+
+def choose(**flags):
+    return train.choose_run(SimpleNamespace(**{"resume": "auto", "out": None, **flags}))
+
+
+def test_train_no_checkpoint_is_taken_or_left_out_unseen(tmp_path):
+    for step in (1, 2):
+        train.save_checkpoint(str(tmp_path), step, {"step": step})
+    older, newest = train.list_checkpoints(str(tmp_path))
+    assert choose(out=str(tmp_path)) == (str(tmp_path), newest) == choose(resume=newest)
+    assert choose(resume=older, out=str(tmp_path / "new")) == (str(tmp_path / "new"), older)
+    with pytest.raises(ValueError, match=r"holds step_0000002.pt, which is newer than .*step_0000001.pt"):
+        choose(resume=older)
+    for path in (older, newest):
+        with open(path, "wb") as file:
+            file.write(b"torn")
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; start anew with another --out"):
+        choose(out=str(tmp_path))
+    with pytest.raises(ValueError, match=r"step_0000002.pt is torn \(File is not a zip file\); resume from"):
+        choose(resume=newest)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ Train a GPT on packed token batches: one process, one node or many, on CPUs or G
         train.py --data DIR --out /shared/d12 --resume auto
     python train.py --sample "def "                      text from the newest checkpoint
 
-Rows, their order and the losses depend on the flags, not on the number of ranks or on where a run was
-stopped. The trade-off: ranks agree on a few numbers once a step (0.2 ms, 2 ranks over gloo), and a
-checkpoint is the whole run in one file (12 bytes a parameter), written while the training waits.
+Rows, their order and the losses depend on the flags, not on where a run was stopped nor on the number of
+ranks, as long as it divides --num_lanes. The trade-off: ranks agree on a few numbers once a step (0.2 ms, 2
+ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a parameter; 8 with Muon), written
+while the training waits.
 """
 
 import argparse
@@ -49,21 +50,22 @@ FLAGS = [    # name, default on a CPU, default on CUDA, what it is
     ("batch_size", 8, 256, "rows in an optimizer step, over all ranks"),
     ("micro_batch_size", 16, 32, "most rows in one forward: less memory, the same run"),
     ("steps", 1800, 4600, "optimizer steps of the whole run"),    # CUDA: about 18 tokens a parameter
-    # CPU: 4e-3 ends at 1.423 instead of 1.428 bits a byte, but 1 and 2 ranks then part by 3e-4, not 2e-6.
-    ("lr", 2.5e-3, 0.02, "peak learning rate of the blocks' matrices"),
     ("vocab_size", 2048, 32768, "of the tokenizer that is trained where there is none"),
     ("eval_every", 900, 250, "steps between evals"),
-    ("eval_rows", 4096, 512, "most val rows in an eval"),
+    ("eval_rows", 4096, 512, "val rows of each source in an eval, rounded up to whole batches"),
     ("save_every", 600, 500, "steps between checkpoints"),
     ("log_every", 50, 1, "steps between printed lines"),
 ]
+# AdamW, the demo: 4e-3 ends at 1.423 instead of 1.428 bits a byte, but 1 and 2 ranks then part by 3e-4, not
+# 2e-6.
+LR = {"adamw": 2.5e-3, "muon": 0.02}
 CHOICES = [
     ("optimizer", ["adamw", "muon"], "muon: AdamW for embedding and head (cpu adamw, cuda muon)"),
     ("packing", ["exactfit", "bestfit", "flat"], "how documents become rows"),
     ("tails", ["keep", "drop"], "exactfit: what lies beyond a row"),
     ("compile", ["auto", "on", "off"], "auto: on CUDA, where there is a C compiler"),
 ]
-SAME_ON_RESUME = ("depth", "seq_len", "optimizer", "packing", "tails", "shuffle", "num_lanes")
+SAME_ON_RESUME = ("depth", "seq_len", "optimizer", "packing", "tails", "shuffle", "doc_mask", "num_lanes")
 
 
 def parse_flags(argv=None):
@@ -76,6 +78,8 @@ def parse_flags(argv=None):
     for name, choices, text in CHOICES:
         default = None if name == "optimizer" else choices[0]
         p.add_argument(f"--{name}", choices=choices, default=default, help=text)
+    p.add_argument("--lr", type=float, metavar="N",
+                   help="peak learning rate of the blocks' matrices (adamw 0.0025, muon 0.02)")
     p.add_argument("--data", nargs="+", metavar="PATH[:WEIGHT]",
                    help="folder or URI of shards; several take weights, shares of tokens (default: what "
                         "dataset.py downloaded, else the built-in corpus)")
@@ -97,6 +101,7 @@ def parse_flags(argv=None):
     for name, *defaults, _ in [*FLAGS, ("optimizer", "adamw", "muon", "")]:
         if getattr(flags, name) is None:
             setattr(flags, name, defaults[cuda])
+    flags.lr = LR[flags.optimizer] if flags.lr is None else flags.lr
     for name, value in vars(flags).items():
         if name != "seed" and type(value) in (int, float) and not value > 0:
             p.error(f"--{name} {value}: expected a number above 0")
@@ -108,8 +113,9 @@ def parse_flags(argv=None):
         flags.sources = parse_data(flags.data or [])
     except ValueError as error:
         p.error(str(error))
-    if flags.profile and not re.fullmatch(r"\d+:\d+", flags.profile):
-        p.error(f"--profile {flags.profile}: expected A:B, two steps")
+    steps = re.fullmatch(r"(\d+):(\d+)", flags.profile or "0:1")
+    if not steps or int(steps[1]) >= int(steps[2]):
+        p.error(f"--profile {flags.profile}: expected A:B, two steps, the first one below the second")
     return flags
 
 
@@ -168,6 +174,19 @@ def gather_json(value):
     parts = [torch.empty_like(data) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, data)
     return [json.loads(part.numpy().tobytes()) for part in parts]
+
+
+def on_some_ranks(mine, work):
+    """work() where `mine`, while the others wait; its error is every rank's. -> what each rank made of it"""
+    result = error = None
+    try:
+        result = work() if mine else None
+    except (ValueError, OSError) as caught:
+        error = str(caught)
+    found = gather_json([result, error])
+    if errors := [error for _, error in found if error]:
+        raise ValueError(errors[0])
+    return [result for result, _ in found]
 
 
 class StopRequest:
@@ -264,7 +283,7 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """inputs, targets: int64 (B, T) -> nats a target, (B * T,), 0 where it is -1. No targets: logits."""
+    """inputs, targets: int64 (B, T) -> nats of each target, (B * T,), 0 where it is -1; without: logits."""
 
     def __init__(self, depth, vocab_size):
         super().__init__()
@@ -406,9 +425,13 @@ def list_checkpoints(folder):
     return sorted(glob.glob(os.path.join(glob.escape(folder), "step_*.pt")))
 
 
+def checkpoint_path(folder, step):
+    return os.path.join(folder, f"step_{step:07d}.pt")
+
+
 def save_checkpoint(folder, step, content):
     """Written beside, flushed, renamed; then all older ones but the newest go. -> what failed, or None"""
-    path = os.path.join(folder, f"step_{step:07d}.pt")
+    path = checkpoint_path(folder, step)
     try:
         with open(path + ".tmp", "wb") as file:
             torch.save(content, file)
@@ -428,14 +451,25 @@ def save_checkpoint(folder, step, content):
     return None
 
 
+def what_is_torn(path):
+    """Of a checkpoint, or None. torch.load would not look at the checksums of its records."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            record = file.testzip()
+            return record and f"the checksum of {record} is wrong"
+    except Exception as error:    # a torn file can raise almost anything
+        return str(error)
+
+
 def newest_checkpoint(folder):
-    """The newest whole one or None; warns of each torn one that it passes."""
-    for path in reversed(list_checkpoints(folder)):
-        # A torn file can raise almost anything. torch.load would not look at the records' checksums.
-        with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
-            if file.testzip() is None:
-                return path
-        print(f"warning: {path} is torn; trying the one before it", flush=True)
+    """The newest whole one, or None where there is none at all; warns of each torn one that it passes."""
+    paths = list_checkpoints(folder)
+    for path in reversed(paths):
+        if not (torn := what_is_torn(path)):
+            return path
+        print(f"warning: {path} is torn ({torn}); trying the one before it", flush=True)
+    if paths:
+        raise ValueError(f"no checkpoint in {folder} is whole; start anew with another --out")
     return None
 
 
@@ -454,6 +488,12 @@ def choose_run(flags):
     for left_over in glob.glob(os.path.join(glob.escape(out), "*.tmp")):
         os.remove(left_over)
     if named:
+        if torn := what_is_torn(flags.resume):
+            raise ValueError(f"{flags.resume} is torn ({torn}); resume from the one before it")
+        newest = max(map(os.path.basename, list_checkpoints(out)), default="")
+        if newest > os.path.basename(flags.resume):
+            raise ValueError(f"{out} holds {newest}, which is newer than {flags.resume}; resume from that, "
+                             "or choose another --out")
         return out, flags.resume
     if not auto and list_checkpoints(out):
         raise ValueError(f"{out} holds checkpoints; go on with --resume auto, or choose another --out")
@@ -468,8 +508,8 @@ def refuse_other_flags(saved, flags, path):
     for name in SAME_ON_RESUME:
         if saved[name] != getattr(flags, name):
             same = f"--{name} {saved[name]}"
-            if name == "shuffle":    # a switch
-                same = "--shuffle" if saved[name] else "no --shuffle"
+            if isinstance(saved[name], bool):    # a switch
+                same = f"--{name}" if saved[name] else f"no --{name}"
             raise ValueError(f"--{name} is {getattr(flags, name)}, in {path} it was {saved[name]}; resume "
                              f"with {same}, or start anew: --resume none and another --out")
 
@@ -508,8 +548,10 @@ class Log:
                   f"{mfu}{r['ms']:10.1f}{r['wait_ms']:10.1f}{r['memory_gb']:9.2f}"
                   f"{int(left) // 60:7d}m{int(left) % 60:02d}s", flush=True)
 
-    def plot(self):
-        with contextlib.suppress(ImportError):
+    def close(self):
+        if self.board:
+            self.board.close()
+        with contextlib.suppress(ImportError, OSError):
             from matplotlib.figure import Figure
             figure = Figure()
             axes = figure.subplots()
@@ -529,7 +571,7 @@ class Run:
         self.rank, self.local_rank, self.world = start_ranks(flags.device)
         self.stop = StopRequest(flags.max_minutes)
         self.set_up_device()
-        self.out, self.checkpoint = gather_json(choose_run(flags) if self.rank == 0 else None)[0]
+        self.out, self.checkpoint = on_some_ranks(self.rank == 0, lambda: choose_run(flags))[0]
         saved = load_checkpoint(self.checkpoint) if self.checkpoint else None
         self.set_up_lanes(saved)
         self.set_up_data()
@@ -548,7 +590,8 @@ class Run:
     def set_up_device(self):
         if not self.cuda:
             self.device, self.peak = torch.device("cpu"), None
-            return torch.set_num_threads(cores_of_this_rank())
+            torch.set_num_threads(cores_of_this_rank())
+            return
         self.device, self.peak = torch.device("cuda", self.local_rank), peak_flops()
         torch.set_float32_matmul_precision("high")
         if self.flags.doc_mask:    # cuDNN's backward: NaN with a mask where T % 128 == 64 (pytorch #196678)
@@ -559,6 +602,7 @@ class Run:
         flags = self.flags
         if saved:
             flags.num_lanes = flags.num_lanes or saved["flags"]["num_lanes"]
+            flags.tokenizer = flags.tokenizer or saved["flags"]["tokenizer"]
             refuse_other_flags(saved["flags"], flags, self.checkpoint)
         flags.num_lanes = flags.num_lanes or math.lcm(8, self.world)
         if flags.batch_size % self.world:
@@ -571,10 +615,9 @@ class Run:
     def set_up_data(self):
         flags = self.flags
         self.sources = flags.sources or {find_data(): 1.0}
-        if self.local_rank == 0:    # trains one where there is none; the other ranks find it
-            find_tokenizer(flags.tokenizer, self.sources, flags.vocab_size)
-        largest_of_ranks(0)
-        self.tokenizer, flags.tokenizer = find_tokenizer(flags.tokenizer, self.sources, flags.vocab_size)
+        find = functools.partial(find_tokenizer, flags.tokenizer, self.sources, flags.vocab_size)
+        on_some_ranks(self.local_rank == 0, lambda: find()[1])    # trains one where there is none
+        self.tokenizer, flags.tokenizer = find()
         self.token_bytes = get_token_bytes(self.tokenizer)
         self.loader = PackedLoader(
             self.tokenizer, self.micro, flags.seq_len, "train", packing=flags.packing, tails=flags.tails,
@@ -601,6 +644,7 @@ class Run:
         self.compiled = flags.compile == "on" or (
             flags.compile == "auto" and self.cuda and any(map(shutil.which, ("cc", "gcc", "clang"))))
         if self.compiled:
+            torch._dynamo.config.optimize_ddp = False    # a block is compiled by itself: nothing to split
             for part in (*self.model.blocks, self.model.head):
                 part.compile(dynamic=False)
         self.flops = self.model.flops_per_token(flags.seq_len)
@@ -612,7 +656,10 @@ class Run:
                              f"--tokenizer {saved['flags']['tokenizer']}")
         self.model.load_state_dict(saved["model"])
         for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
+            peaks = [group["peak_lr"] for group in optimizer.param_groups]
             optimizer.load_state_dict(state)
+            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+                group["peak_lr"] = peak    # --lr may be another one now
         self.loader.load_state_dict(json.loads(saved["loader"]))
         self.step = saved["step"]
         self.say(f"resumed from {self.checkpoint}: step {self.step}")
@@ -630,8 +677,8 @@ class Run:
         n_tokens = sum_over_ranks(sum((targets >= 0).sum() for _, targets in batches))
         nats = torch.zeros((), device=self.device)
         for i, batch in enumerate(batches):
-            more = i < len(batches) - 1 and self.ddp is not self.model
-            with self.ddp.no_sync() if more else contextlib.nullcontext():    # the forward inside it too
+            wait = i < len(batches) - 1 and self.ddp is not self.model    # with summing over the ranks
+            with self.ddp.no_sync() if wait else contextlib.nullcontext():    # the forward inside it too
                 loss = self.forward(self.ddp, *batch).sum()
                 (loss * (self.world / n_tokens)).backward()    # DDP divides by the world size
             nats += loss.detach()
@@ -654,7 +701,7 @@ class Run:
         return sum_over_ranks(totals).tolist()
 
     def evaluate(self):
-        """Bits per byte of each source and of all beside zlib's, and a sample. -> False if asked to stop"""
+        """Print bits per byte of each source, beside zlib's, and over all. -> False if asked to stop"""
         all_nats = all_bytes = 0
         for path, batches in self.val.items():
             found = self.bits_per_byte(batches)
@@ -672,6 +719,8 @@ class Run:
         if len(self.val) > 1:
             bpb = all_nats / all_bytes / math.log(2)
             self.say(f"step {self.step}: val {bpb:.4f} bits per byte over all sources")
+            if self.rank == 0:
+                self.log.write({"step": self.step, "val_bpb": bpb, "val_bytes": all_bytes, "source": "all"})
         if self.rank == 0:
             eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
             with eager, torch.autocast("cuda", torch.bfloat16, enabled=self.cuda):
@@ -705,15 +754,16 @@ class Run:
                      f"before it: {path}")
         return 1
 
-    def trace(self):
+    def trace(self, at_end=False):
         """--profile A:B, of rank 0"""
         first, _, last = (self.flags.profile or "").partition(":")
         if self.rank == 0 and str(self.step) == first:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
-        if self.profiler and str(self.step) == last:
+        if self.profiler and (str(self.step) == last or at_end):
             self.profiler.stop()
             self.profiler.export_chrome_trace(os.path.join(self.out, "trace.json"))
+            self.profiler = None
 
     def announce(self):
         """What is known before the first step."""
@@ -731,7 +781,7 @@ class Run:
         """-> exit status"""
         flags, first, times, stopping = self.flags, self.step, [], False
         self.announce()
-        saved_at = self.step if self.checkpoint else None
+        saved_at = self.step if self.checkpoint == checkpoint_path(self.out, self.step) else None
         if self.step >= flags.steps:    # a finished run, started once more
             self.evaluate()
         while self.step < flags.steps and not stopping:
@@ -745,24 +795,25 @@ class Run:
                 return self.report_not_finite(loss, gradient_norm, before)
             times.append(time.perf_counter() - began)
             if self.rank == 0:
-                self.tell(loss, gradient_norm, share, waited, times)
+                self.log_step(loss, gradient_norm, share, waited, times)
             self.step += 1
             stopping = self.stop.agreed()
             if not stopping and (self.step % flags.eval_every == 0 or self.step == flags.steps):
                 stopping = not self.evaluate()
             if self.step % flags.save_every == 0 and not stopping and self.save():
                 saved_at = self.step
+        self.trace(at_end=True)
         saved = saved_at == self.step or self.save()
         self.loader.close()
         how = "done" if self.step >= flags.steps else f"stopped ({self.stop.why or 'by another rank'})"
-        where = f"checkpoint: {list_checkpoints(self.out)[-1]}" if saved else "this step is NOT saved"
+        where = f"checkpoint: {checkpoint_path(self.out, self.step)}" if saved else "this step is NOT saved"
         self.say(f"{how} at step {self.step} of {flags.steps}; {self.step - first} steps took "
                  f"{sum(times):.0f} s; {where}")
         if self.rank == 0:
-            self.log.plot()
+            self.log.close()
         return 0 if saved else 1
 
-    def tell(self, loss, gradient_norm, share, waited, times):
+    def log_step(self, loss, gradient_norm, share, waited, times):
         flags, seconds = self.flags, times[-1]
         per_second = flags.batch_size * flags.seq_len / seconds
         usual = sorted(times[-50:])[len(times[-50:]) // 2]
@@ -780,13 +831,23 @@ def print_sample(flags):
     path = flags.resume if os.path.isfile(flags.resume) else folder and newest_checkpoint(folder)
     if not path:
         raise ValueError("no checkpoint in --out or runs/ yet; train one first: python train.py")
+    if torn := what_is_torn(path):
+        raise ValueError(f"{path} is torn ({torn}); take the one before it")
     saved = load_checkpoint(path)
     tokenizer = RustBPETokenizer.from_directory(saved["flags"]["tokenizer"])
     if tokenizer.fingerprint() != saved["tokenizer"]:
         raise ValueError(f"{saved['flags']['tokenizer']} is no longer the tokenizer of {path}; put it back")
     model = GPT(saved["flags"]["depth"], tokenizer.get_vocab_size())
     model.load_state_dict(saved["model"])
-    print(generate(model, tokenizer, saved["flags"]["seq_len"], flags.sample, 200))
+    with torch.autocast("cuda", torch.bfloat16, enabled=flags.device == "cuda"):
+        print(generate(model.to(flags.device), tokenizer, saved["flags"]["seq_len"], flags.sample, 200))
+
+
+def give_up(words):
+    """Said once: where ranks fail alike, by rank 0."""
+    if os.environ.get("RANK", "0") == "0":
+        print(words, file=sys.stderr)
+    return 1
 
 
 def main():
@@ -796,7 +857,7 @@ def main():
             return print_sample(flags)
         run = Run(flags)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        return give_up(f"error: {error}")
     try:
         status = run.go()
     except OSError as error:    # a shard that is missing or torn, say
