@@ -2658,7 +2658,7 @@ def test_a_mixture_that_cannot_be_loaded_leaves_the_loader_as_it_was(sources, tm
     state, other = run({a: 1}, steps=3, num_lanes=8)[1], run({b: 1}, steps=3)[1]
     loader = make({a: 1, few: 1})
     before = loader.state_dict()
-    with pytest.raises(ValueError, match="2 documents in 1 shards cannot feed 8 lanes"):
+    with pytest.raises(ValueError, match=r"2 documents in 1 shards .* cannot feed 8 lanes"):
         loader.load_state_dict(state)
     with pytest.raises(ValueError, match="name at least one as it was"):
         loader.load_state_dict(other)
@@ -3057,7 +3057,7 @@ def test_train_no_checkpoint_is_taken_or_left_out_unseen(tmp_path):
             file.write(b"torn")
     with pytest.raises(ValueError, match=r"no checkpoint in .* is whole; start anew with another --out"):
         choose(out=str(tmp_path))
-    with pytest.raises(ValueError, match=r"step_0000002.pt is torn \(File is not a zip file\); resume from"):
+    with pytest.raises(ValueError, match=r"step_0000002.pt is torn \(BadZipFile: .*\); take the one"):
         choose(resume=newest)
 
 

@@ -458,7 +458,13 @@ def what_is_torn(path):
             record = file.testzip()
             return record and f"the checksum of {record} is wrong"
     except Exception as error:    # a torn file can raise almost anything
-        return str(error)
+        return f"{type(error).__name__}: {error}"
+
+
+def check_whole(path):
+    if torn := what_is_torn(path):
+        raise ValueError(f"{path} is torn ({torn}); take the one before it")
+    return path
 
 
 def newest_checkpoint(folder):
@@ -488,13 +494,11 @@ def choose_run(flags):
     for left_over in glob.glob(os.path.join(glob.escape(out), "*.tmp")):
         os.remove(left_over)
     if named:
-        if torn := what_is_torn(flags.resume):
-            raise ValueError(f"{flags.resume} is torn ({torn}); resume from the one before it")
         newest = max(map(os.path.basename, list_checkpoints(out)), default="")
         if newest > os.path.basename(flags.resume):
             raise ValueError(f"{out} holds {newest}, which is newer than {flags.resume}; resume from that, "
                              "or choose another --out")
-        return out, flags.resume
+        return out, check_whole(flags.resume)
     if not auto and list_checkpoints(out):
         raise ValueError(f"{out} holds checkpoints; go on with --resume auto, or choose another --out")
     return out, newest_checkpoint(out) if auto else None
@@ -828,11 +832,10 @@ class Run:
 
 def print_sample(flags):
     folder = flags.out or newest_run()
-    path = flags.resume if os.path.isfile(flags.resume) else folder and newest_checkpoint(folder)
+    named = os.path.isfile(flags.resume)
+    path = check_whole(flags.resume) if named else folder and newest_checkpoint(folder)
     if not path:
         raise ValueError("no checkpoint in --out or runs/ yet; train one first: python train.py")
-    if torn := what_is_torn(path):
-        raise ValueError(f"{path} is torn ({torn}); take the one before it")
     saved = load_checkpoint(path)
     tokenizer = RustBPETokenizer.from_directory(saved["flags"]["tokenizer"])
     if tokenizer.fingerprint() != saved["tokenizer"]:
