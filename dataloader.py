@@ -191,7 +191,7 @@ class Chunk(NamedTuple):
         a, b = self.bounds[i], self.bounds[i + 1]
         if a == b:
             return None
-        ids = self.ids[a:b][:limit]
+        ids = self.ids[a:b if limit is None else min(b, a + limit)]
         return Document(ids.copy() if copy else ids, self.ref(i), came)
 
     def cursor(self, i):
@@ -344,7 +344,7 @@ class FlatPacker:
             self.n_held += bounds[stop] - bounds[i]
             last = bisect_left(bounds, bounds[stop], i, stop) - 1    # null documents have no tokens
             self.last, self.last_length = (chunk, last), bounds[stop] - bounds[last]
-        self.documents += sum(a < b for a, b in itertools.pairwise(bounds[i:stop + 1]))
+        self.documents += len({*bounds[i:stop + 1]}) - 1    # those with tokens: bounds never fall
         return stop
 
     def row(self, ended):
