@@ -775,8 +775,9 @@ class Run:
         if self.rank == 0:
             self.say(f"model: {n:,} parameters, depth {flags.depth}; tokenizer: "
                      f"{self.tokenizer.get_vocab_size():,} tokens, {flags.tokenizer}")
-            self.say(f"a step: {flags.batch_size} rows of {flags.seq_len} tokens, as {self.world} ranks x "
-                     f"{self.accumulate} x {self.micro}; data: {' '.join(self.sources)}; run: {self.out}")
+            self.say(f"a step: {flags.batch_size} rows of {flags.seq_len} tokens ({self.world} ranks x "
+                     f"{self.accumulate} micro-batches x {self.micro} rows)")
+            self.say(f"data: {' '.join(self.sources)}; run: {self.out}")
             self.log = Log(self.out, {
                 "flags": vars(flags), "python": sys.version.split()[0], "torch": torch.__version__,
                 "parameters": n, "world_size": self.world, "from_step": self.step})
