@@ -713,14 +713,15 @@ class Lane:
     def _begin_turns(self):
         self.live = [name for name, taken in self.taken.items() if taken is not None]
         shares = whole_numbers([self.weights[name] for name in self.live])
-        self.turns = turns(shares, [self.taken[name] for name in self.live])
+        order = turns(shares, [self.taken[name] for name in self.live])
+        self.turns = (self.live[turn] for turn in order)
         if sum(shares) <= 10_000:    # then computed once: 0.6 -> 0.03 us a row
-            self.turns = itertools.cycle(itertools.islice(self.turns, sum(shares)))
+            self.turns = itertools.cycle(list(itertools.islice(self.turns, sum(shares))))
 
     def next_row(self):
         """A source that ends leaves its share to the others, whose shares begin anew."""
         while self.live:
-            name = self.live[next(self.turns)]
+            name = next(self.turns)
             if row := self.streams[name].next_row():
                 self.taken[name] += 1
                 return row
@@ -763,7 +764,7 @@ class Pipeline:
 
     def __init__(self, lanes, pool, rows, B, T, world_size, device, may_end, prefetch):
         self.lanes, self.pool, self.most_ready = lanes, pool, prefetch + 1
-        self.order, self.turn = list(lanes), 0
+        self.order = itertools.cycle(lanes)
         self.may_end = may_end    # some source may: then rows can be short, or empty
         self.ahead = {}    # rows of lanes that were packed for a batch to come
         self.T, self.world_size, self.device = T, world_size, device
@@ -806,7 +807,7 @@ class Pipeline:
     def _pack_batch(self):
         B, R = self.rows.shape
         pieces, short = [], []
-        numbers = [self.order[turn % len(self.order)] for turn in range(self.turn, self.turn + B)]
+        numbers = list(itertools.islice(self.order, B))
         for b, number in enumerate(numbers):
             row = self.ahead.pop(number, None) or self.lanes[number].next_row()
             pieces += row
@@ -814,7 +815,6 @@ class Pipeline:
                 pieces.append(np.full(R - n, self.pool.bos, self.rows.dtype))
                 short.append((b, n))
         np.concatenate(pieces, out=self.rows.reshape(-1))
-        self.turn += B
         rows, places = self.position
         places = {**places, **{number: self.lanes[number].places() for number in set(numbers)}}
         self.position = rows + B * self.world_size, places
