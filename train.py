@@ -56,8 +56,7 @@ FLAGS = [    # name, default on a CPU, default on CUDA, what it is
     ("save_every", 600, 500, "steps between checkpoints"),
     ("log_every", 50, 1, "steps between printed lines"),
 ]
-# AdamW, the demo: 4e-3 ends at 1.423 instead of 1.428 bits a byte, but 1 and 2 ranks then part by 3e-4, not
-# 2e-6.
+# AdamW at 4e-3: the demo ends at 1.423 bits a byte, not 1.428, but 1 and 2 ranks part by 3e-4, not 2e-6.
 LR = {"adamw": 2.5e-3, "muon": 0.02}
 CHOICES = [
     ("optimizer", ["adamw", "muon"], "muon: AdamW for embedding and head (cpu adamw, cuda muon)"),
@@ -96,7 +95,11 @@ def parse_flags(argv=None):
     p.add_argument("--max_minutes", type=float, metavar="N", help="then save and leave")
     p.add_argument("--profile", metavar="A:B", help="trace steps A to B-1 into the run's folder")
     p.add_argument("--sample", metavar="PROMPT", help="only generate, from the newest checkpoint")
-    flags = p.parse_args(argv)
+    return complete(p.parse_args(argv), p)
+
+
+def complete(flags, p):
+    """Fill in the defaults of the device; one line and status 2 for what cannot be."""
     cuda = flags.device == "cuda"
     for name, *defaults, _ in [*FLAGS, ("optimizer", "adamw", "muon", "")]:
         if getattr(flags, name) is None:
@@ -177,15 +180,20 @@ def gather_json(value):
 
 
 def on_some_ranks(mine, work):
-    """work() where `mine`, while the others wait; its error is every rank's. -> what each rank made of it"""
+    """
+    work() where `mine`, while the others wait. -> what each rank made of it. Where it fails, that rank raises
+    and so tells why; the others leave without a word.
+    """
     result = error = None
     try:
         result = work() if mine else None
     except (ValueError, OSError) as caught:
-        error = str(caught)
-    found = gather_json([result, error])
-    if errors := [error for _, error in found if error]:
-        raise ValueError(errors[0])
+        error = caught
+    found = gather_json([result, error is not None])
+    if error:
+        raise error
+    if any(failed for _, failed in found):
+        sys.exit(1)
     return [result for result, _ in found]
 
 
@@ -619,9 +627,10 @@ class Run:
     def set_up_data(self):
         flags = self.flags
         self.sources = flags.sources or {find_data(): 1.0}
-        find = functools.partial(find_tokenizer, flags.tokenizer, self.sources, flags.vocab_size)
-        on_some_ranks(self.local_rank == 0, lambda: find()[1])    # trains one where there is none
-        self.tokenizer, flags.tokenizer = find()
+        folders = on_some_ranks(self.local_rank == 0, lambda: find_tokenizer(    # one a node may train it
+            flags.tokenizer, self.sources, flags.vocab_size)[1])
+        flags.tokenizer = folders[self.rank - self.local_rank]
+        self.tokenizer = RustBPETokenizer.from_directory(flags.tokenizer)
         self.token_bytes = get_token_bytes(self.tokenizer)
         self.loader = PackedLoader(
             self.tokenizer, self.micro, flags.seq_len, "train", packing=flags.packing, tails=flags.tails,
@@ -847,13 +856,6 @@ def print_sample(flags):
         print(generate(model.to(flags.device), tokenizer, saved["flags"]["seq_len"], flags.sample, 200))
 
 
-def give_up(words):
-    """Said once: where ranks fail alike, by rank 0."""
-    if os.environ.get("RANK", "0") == "0":
-        print(words, file=sys.stderr)
-    return 1
-
-
 def main():
     flags = parse_flags()
     try:
@@ -861,7 +863,7 @@ def main():
             return print_sample(flags)
         run = Run(flags)
     except (ValueError, OSError) as error:
-        return give_up(f"error: {error}")
+        sys.exit(f"error: {error}")
     try:
         status = run.go()
     except OSError as error:    # a shard that is missing or torn, say
