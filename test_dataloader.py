@@ -1910,6 +1910,16 @@ def test_loading_reads_only_the_row_groups_it_needs(tmp_path, monkeypatch):
     assert 1 <= len(reads) <= 8, "of 20: its own, and those that are looked ahead to"
 
 
+def test_tokens_are_not_read_far_ahead_however_many_threads(tmp_path, monkeypatch):
+    """A chunk of tokens is a whole row group: eight a thread would be a gigabyte on 16 cores."""
+    text = write_shards(tmp_path / "text", [grouped(numbered([9] * 2000), [50] * 39), [["val"]]])
+    loader = make(tokenized_copy(text, tmp_path / "tokens"), packing="flat", T=8, threads=16, prefetch=0)
+    reads = count_reads(monkeypatch)
+    next(loader)
+    time.sleep(0.2)
+    assert 1 <= len(reads) <= 5, "of 40"
+
+
 def count_reads(monkeypatch):
     """(shard, row group) of every read from now on."""
     reads, read = [], dataset.Shard.read
@@ -2294,7 +2304,7 @@ def test_close_wakes_a_next_that_waits(corpus):
             go_on.wait()
             return super().encode_documents(texts, limit)
 
-    go_on, loader = threading.Event(), None
+    go_on = threading.Event()
     loader = make(corpus, tokenizer=Stuck())
     timer = threading.Timer(0.3, loader.close)
     timer.start()
