@@ -835,7 +835,7 @@ class Pipeline:
         np.copyto(both[0].numpy(), self.rows[:, :-1])
         np.copyto(both[1].numpy(), self.rows[:, 1:])
         for b, n in short:
-            both[1, b, max(0, n - 1):] = -1
+            both[1, b, max(0, n - 1):] = -100
         if self.stream is None:
             return Batch(*both.to(self.device), *about, None)
         with torch.cuda.stream(self.stream):
@@ -872,10 +872,11 @@ class PackedLoader(IterableDataset):
     packing: "flat", "bestfit" or "exactfit" (tails: "keep" or "drop"). data_dir: a folder or URI of
     shards, or {folder: weight}, weights being shares of tokens. num_lanes: any multiple of world_size;
     every world size that divides it gives the same rows. epochs: n, or {folder: n}: a finite run. Its
-    last rows are completed with BOS whose targets are -1; a source that ends leaves its share to the
-    others; and where lanes differ in length, `uneven` says what ranks do: "pad" (go on with such rows
-    until the longest is done), "stop" (with the shortest), "error", or "free" (each rank ends by itself;
-    no process group is asked). prefetch: batches made ahead. A yielded batch is never written again.
+    last rows are completed with BOS whose targets are -100 (torch's ignore_index); a source that ends
+    leaves its share to the others; and where lanes differ in length, `uneven` says what ranks do: "pad"
+    (go on with such rows until the longest is done), "stop" (with the shortest), "error", or
+    "free" (each rank ends by itself; no process group is asked). prefetch: batches made ahead.
+    A yielded batch is never written again.
     """
 
     def __init__(self, tokenizer, B: int, T: int, split: str, *, packing: str = "exactfit",

@@ -166,7 +166,7 @@ def make(data, *, B=2, T=16, split="train", tokenizer=None, **options):
 
 
 def rows_of(batch):
-    """Rows as tuples of T + 1 tokens; -1 where a target is masked."""
+    """Rows as tuples of T + 1 tokens; -100 where a target is masked."""
     inputs, targets = batch
     assert inputs.dtype == targets.dtype == torch.int64 and inputs.is_contiguous() and targets.is_contiguous()
     return [(a[0], *b) for a, b in zip(inputs.tolist(), targets.tolist(), strict=True)]
@@ -1746,7 +1746,7 @@ def texts_of(rows):
 def real(row):
     """A row without its masked end."""
     row = list(row)
-    while row and row[-1] == -1:
+    while row and row[-1] == -100:
         row.pop()
     return row if len(row) > 1 else []
 
@@ -1849,7 +1849,7 @@ def test_the_end_of_a_finite_run_is_bos_and_masked(tmp_path):
         ((inputs, targets),) = make(data, B=1, T=8, packing=packing, epochs=1)
         assert sorted(inputs.tolist()[0][:5]) == sorted([BOS, 97, 98, BOS, 99])
         assert inputs.tolist()[0][5:] == [BOS] * 3
-        assert targets.tolist()[0] == [*inputs.tolist()[0][1:5], -1, -1, -1, -1]
+        assert targets.tolist()[0] == [*inputs.tolist()[0][1:5], -100, -100, -100, -100]
 
 
 @pytest.mark.parametrize("seed", [None, 5])

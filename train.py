@@ -287,11 +287,11 @@ class Head(nn.Module):
         logits = self.out(norm(x)).float()
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1, reduction="none")
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
 
 
 class GPT(nn.Module):
-    """inputs, targets: int64 (B, T) -> nats of each target, (B * T,), 0 where it is -1; without: logits."""
+    """inputs, targets: int64 (B, T) -> nats of each target, (B * T,), 0 where it is -100; without: logits."""
 
     def __init__(self, depth, vocab_size):
         super().__init__()
