@@ -55,11 +55,12 @@ import train
 from dataloader import (
     BestFitPacker,
     Chunk,
+    Document,
     ExactFitPacker,
     FlatPacker,
     Lane,
     PackedLoader,
-    Slice,
+    Ref,
     choose_best_fit,
     fill_gap,
     merge_states,
@@ -98,9 +99,9 @@ class ByteTokenizer:
     def fingerprint(self):
         return self.name
 
-    def encode_documents(self, texts, limit=None):
+    def encode_documents(self, texts):
         self.encoded.append(len(texts))
-        ids = [[] if text is None else [BOS, *as_bytes(text)][:limit] for text in texts]
+        ids = [[] if text is None else [BOS, *as_bytes(text)] for text in texts]
         arrays = [np.array(document, np.uint16) for document in ids]
         return np.concatenate(arrays), np.cumsum([0, *map(len, arrays)])
 
@@ -160,7 +161,8 @@ def close_what_was_made():
 
 
 def make(data, *, B=2, T=16, split="train", tokenizer=None, **options):
-    options = {"threads": 2, "buffer_size": 6, **options}
+    """A loader of one lane a rank, unless it is told otherwise."""
+    options = {"threads": 2, "buffer_size": 6, "num_lanes": options.get("world_size", 1), **options}
     made.append(PackedLoader(tokenizer or ByteTokenizer(), B, T, split, data_dir=data, **options))
     return made[-1]
 
@@ -1431,26 +1433,21 @@ def chunk_of(lengths, first=0):
     for i, n in enumerate(lengths):
         ids += [BOS, *(1000 * (first + i) + k for k in range(1, n))][:n]
         bounds.append(len(ids))
-    rows = range(first + len(lengths))
-    return Chunk(np.array(ids, np.int64), bounds, Slice(1, 0, 0, rows, 0, 0), first)
+    return Chunk(np.array(ids, np.int64), bounds, Ref(doc=first))
 
 
-def pack(packer, lengths, batch=None):
+def puller(lengths, batch=3):
+    """What packers pull: chunks of so many documents."""
+    chunks = (chunk_of(lengths[i:i + batch], i) for i in range(0, len(lengths), batch))
+    return lambda: next(chunks, None)
+
+
+def pack(packer, lengths, batch=3):
     """All rows of a finite run of a packer over documents of these lengths."""
-    chunk, i, rows = chunk_of(lengths), 0, []
-    while True:
-        ended = i == len(lengths)
-        row = packer.row(ended)
-        if row is None:
-            if batch:
-                packer.take(chunk_of(lengths[i:i + batch], i), 0)
-                i = min(len(lengths), i + batch)
-            else:
-                i = packer.take(chunk, i)
-        elif row:
-            rows.append(np.concatenate(row).tolist())
-        else:
-            return rows
+    pull, rows = puller(lengths, batch), []
+    while row := packer.row(pull):
+        rows.append(np.concatenate(row).tolist())
+    return rows
 
 
 def documents_of(lengths):
@@ -1493,14 +1490,14 @@ def test_flat_packer_is_the_stream_cut_every_T_tokens(lengths, T):
 
 @given(sizes, st.integers(1, 20), st.integers(1, 12), st.integers(1, 5))
 def test_bestfit_packer_is_nanochats_rule(lengths, T, buffer_size, batch):
-    assert pack(BestFitPacker(T, buffer_size), lengths, batch) == bestfit_reference(
+    assert pack(BestFitPacker(T, buffer_size, batch), lengths, batch) == bestfit_reference(
         lengths, T, buffer_size, batch)
 
 
 def test_bestfit_packer_is_nanochats_rule_over_10_000_rows():
     lengths = np.random.default_rng(0).lognormal(3.5, 1.1, 30_000).astype(int) + 1
     want = bestfit_reference(lengths.tolist(), 100, 50, 16)
-    assert pack(BestFitPacker(100, 50), lengths.tolist(), 16) == want
+    assert pack(BestFitPacker(100, 50, 16), lengths.tolist(), 16) == want
     assert len(want) > 10_000
 
 
@@ -1526,7 +1523,7 @@ def test_gap_is_filled_exactly_wherever_any_subset_does(gap, lengths):
 @given(sizes, st.integers(2, 24), st.integers(1, 10), st.booleans())
 def test_exactfit_rows_hold_every_token_once_and_whole_documents(lengths, T, buffer_size, keep):
     """Every piece begins with BOS; without the BOS of the pieces, the rows are the documents."""
-    rows = pack(ExactFitPacker(T, np.array([BOS]), buffer_size, "keep" if keep else "drop"), lengths)
+    rows = pack(ExactFitPacker(T, buffer_size, "keep" if keep else "drop"), lengths)
     assert all(len(row) == T + 1 for row in rows[:-1])
     pieces = [piece for row in rows for piece in split_at_bos(row)]
     got = collections.Counter(token for piece in pieces for token in piece if token != BOS)
@@ -1547,50 +1544,55 @@ def split_at_bos(row):
 @given(st.lists(st.integers(2, 30), max_size=40), st.integers(4, 24), st.integers(1, 8), st.booleans())
 def test_exactfit_opens_with_the_oldest_and_cuts_only_where_no_subset_fits(lengths, T, buffer_size, keep):
     """The buffer is read before every row, which must be what the rule makes of it; all subsets are tried."""
-    packer, cropped = ExactFitPacker(T, np.array([BOS]), buffer_size, "keep" if keep else "drop"), []
+    packer, cropped = ExactFitPacker(T, buffer_size, "keep" if keep else "drop"), []
     cut_to_fit = packer._cut_to_fit
     packer._cut_to_fit = lambda left: cropped.append(left) or cut_to_fit(left)
-    chunk, i = chunk_of(lengths), 0
-    while True:
-        before = [(len(document.ids), document.ref[4]) for document in packer.buffer.values()]
-        row = packer.row(i == len(lengths))
-        if row is None:
-            i = packer.take(chunk, i)
-        elif row:
-            opener = min(before[0][0], T + 1)
-            gap, reachable = T + 1 - opener, {0}
-            for n, offset in before[1:]:
-                reachable |= {s + n for s in reachable if offset == 0 and s + n <= gap}
-            assert len(split_at_bos(np.concatenate(row).tolist())[0]) == opener
-            assert gap - sum(cropped) == max(reachable)
-            cropped.clear()
-        else:
-            break
+    pull, buffers = puller(lengths), note_buffers(packer)
+    while row := packer.row(pull):
+        before = buffers[-1]
+        opener = min(before[0][0], T + 1)
+        gap, reachable = T + 1 - opener, {0}
+        for n, token in before[1:]:
+            reachable |= {s + n for s in reachable if token == 0 and s + n <= gap}
+        assert len(split_at_bos(np.concatenate(row).tolist())[0]) == opener
+        assert gap - sum(cropped) == max(reachable)
+        cropped.clear()
+
+
+def note_buffers(packer):
+    """A list that gets, for every row, the buffer that it is chosen from: (tokens left, token) of each."""
+    buffers, pop = [], packer._pop
+
+    def note(arrival):
+        if len(buffers) <= packer.rows - first:
+            buffers.append([(dataloader.tokens_left(d), d.ref.token) for d in packer.buffer.values()])
+        return pop(arrival)
+
+    first, packer._pop = packer.rows, note
+    return buffers
 
 
 def test_exactfit_buffer_grows_with_the_rows():
     """So that the first batch of many lanes comes soon."""
-    packer, chunk, i, held = ExactFitPacker(99, np.array([BOS]), 200, "keep"), chunk_of([20] * 1000), 0, []
+    packer, pull = ExactFitPacker(99, 200, "keep"), puller([20] * 1000, 1)
+    buffers = note_buffers(packer)
     for _ in range(100):
-        i = packer.take(chunk, i)
-        held.append(len(packer.held()))
-        packer.row(False)
-    assert held == [min(200, 32 + 4 * row) for row in range(100)]
+        packer.row(pull)
+    assert [len(buffer) for buffer in buffers] == [min(200, 32 + 4 * row) for row in range(100)]
 
 
 def test_exactfit_drop_counts_what_it_drops():
-    packer = ExactFitPacker(8, np.array([BOS]), 4, "drop")
-    assert len(pack(packer, [100] * 50)) == 50 and packer.dropped == 50 * (100 - 9)
+    packer = ExactFitPacker(8, 4, "drop")
+    assert len(pack(packer, [100] * 50)) == 50 and packer.counts["dropped"] == 50 * (100 - 9)
 
 
 @pytest.mark.parametrize("rows_long", [3, 50])
 def test_exactfit_rows_of_one_document_stand_far_apart(rows_long):
     """Where all documents are long, however long: by a quarter of the buffer at least."""
     T, seen, nearest = 8, {}, math.inf
-    packer, chunk, i = ExactFitPacker(T, np.array([BOS]), 128, "keep"), chunk_of([rows_long * T] * 800), 0
+    packer, pull = ExactFitPacker(T, 128, "keep"), puller([rows_long * T] * 800)
     for row in range(1500):
-        i = packer.take(chunk, i)
-        number = np.concatenate(packer.row(False))[1] // 1000    # of the document that opens it
+        number = np.concatenate(packer.row(pull))[1] // 1000    # of the document that opens it
         if row > 100:
             nearest = min(nearest, row - seen.get(number, -math.inf))
         seen[number] = row
@@ -1607,31 +1609,36 @@ def test_exactfit_on_lognormal_lengths(tails, buffer_size, most_cut):
     T, n = 2048, int(os.environ.get("NANOLOADER_DOCUMENTS", 20_000))
     lengths = np.maximum(1, np.random.default_rng(1).lognormal(6.15, 1.13, n)).astype(int).tolist()
     bounds = [0, *itertools.accumulate(lengths)]
-    packer, i, rows, seconds = ExactFitPacker(T, np.array([BOS]), buffer_size, tails), 0, 0, 0.0
-    came, longest_wait = {}, 0    # of whole documents in the buffer: (rows, documents before it)
-    chunk = Chunk(np.broadcast_to(np.int64(0), bounds[-1]), bounds, Slice(1, 0, 0, range(n), 0, 0), 0)
+    packer, i, rows, seconds = ExactFitPacker(T, buffer_size, tails), 0, 0, 0.0
+    waiting, longest_wait = {}, 0    # whole documents in the buffer: {number: (row, documents before it)}
+    zeros = np.zeros(2 * max(lengths) + 32 * 10_000, np.uint16)
+
+    def pull():
+        nonlocal i
+        cuts = bounds[i:i + 32 + 1]
+        chunk = Chunk(zeros[:cuts[-1] - cuts[0]], [cut - cuts[0] for cut in cuts], Ref(doc=i))
+        waiting.update({i + k: (rows, len(packer.buffer) + k) for k in range(len(cuts) - 1)})
+        i += len(cuts) - 1
+        return chunk
+
     while i < n:
-        began, before = time.perf_counter(), i
-        i = packer.take(chunk, i)
-        seconds += time.perf_counter() - began
-        came.update({k: (rows, len(packer.buffer) - (i - k)) for k in range(before, i)})
         began = time.perf_counter()
-        packer.row(False)
+        packer.row(pull)
         seconds += time.perf_counter() - began
-        left = {document.ref[3] for document in packer.buffer.values() if document.ref[4] == 0}
-        for k in came.keys() - left:
-            row, ahead = came.pop(k)
+        left = {document.ref.doc for document in packer.buffer.values() if document.ref.token == 0}
+        for k in waiting.keys() - left:
+            row, ahead = waiting.pop(k)
             longest_wait = max(longest_wait, rows - row)
             assert rows - row <= ahead, "it waited for more rows than there were documents before it"
         rows += 1
     fitting = sum(length <= T + 1 for length in lengths)
     reach = T + 1 if tails == "drop" else max(lengths)
     within = sum(min(length, reach) for length in lengths)
-    held = sum(min(len(document.ids), reach) for document in packer.buffer.values())
+    held = sum(min(dataloader.tokens_left(document), reach) for document in packer.buffer.values())
     delivered = rows * (T + 1) + held
-    assert packer.cut <= most_cut * fitting
+    assert packer.counts["cut"] <= most_cut * fitting
     assert within <= delivered <= 1.001 * within, "each piece of a cut document has a BOS of its own"
-    print(f"\n{tails}, buffer {buffer_size}: of {n:,} documents {packer.cut} fit a row yet were cut; lost "
+    print(f"\n{tails}, buffer {buffer_size}: of {n:,} documents {packer.counts['cut']} fit a row yet were cut; lost "
           f"{max(0, 1 - delivered / bounds[-1]):.2%}, beyond a row {1 - within / bounds[-1]:.2%}; longest "
           f"wait {longest_wait} rows; {1e6 * seconds / rows:.1f} us a row")
 
@@ -1703,10 +1710,10 @@ def test_resume_gives_the_rows_of_an_uninterrupted_run(data, tmp_path_factory):
 def note_what_was_crossed(state, leg):
     parts = [part for lane in state["lanes"].values() for part in lane.values()]
     crossed["resumed twice"] += leg == 2
-    crossed["behind an epoch's end"] += any(part["cursor"][0] > 1 for part in parts)
-    crossed["half a document held"] += any(ref[4] > 0 for part in parts for ref in part["buffer"])
+    crossed["behind an epoch's end"] += any(part["next"][0] > 1 for part in parts)
+    crossed["half a document held"] += any(ref[3] > 0 for part in parts for ref in part["held"])
     crossed["half a document of an epoch that ended"] += any(
-        ref[4] > 0 and ref[0] < part["cursor"][0] for part in parts for ref in part["buffer"])
+        ref[3] > 0 and ref[0] < part["next"][0] for part in parts for ref in part["held"])
     crossed["several sources"] += any(len(lane) > 1 for lane in state["lanes"].values())
 
 
@@ -1832,7 +1839,7 @@ def test_null_documents_are_counted_and_a_lane_of_nothing_else_is_an_error(tmp_p
     data = write_shards(tmp_path / "none", [[["a"], [None]], [["val"]]])
     loaders = [make(data, B=1, T=4, rank=rank, world_size=2) for rank in range(2)]
     next(loaders[0])
-    with pytest.raises(ValueError, match=r"none: lane 1 got nothing but null"):
+    with pytest.raises(ValueError, match=r"none got no token for a whole epoch"):
         next(loaders[1])
 
 
@@ -1860,14 +1867,19 @@ def test_shuffle_is_another_order_every_epoch_and_the_same_for_every_world_size(
                       shuffle_seed=seed)
         documents[world] = rows
     assert documents[1] == documents[4]
-    reader = make(corpus, shuffle_seed=seed, num_lanes=5).readers[corpus]
-    slices = [list(reader.slices(lane, [1, -1, -1, 0, 0], epochs=2)) for lane in range(5)]
-    epochs = [[[(s.shard, s.row_group, *s.rows) for s in lane if s.epoch == epoch] for lane in slices]
+    source = make(corpus, shuffle_seed=seed, num_lanes=5).sources[corpus]
+    refs = [list(source.deal(lane, Ref(), epochs=2)) for lane in range(5)]
+    epochs = [[[describe(source, ref) for ref in lane if ref.epoch == epoch] for lane in refs]
               for epoch in (1, 2)]
     assert (epochs[0] == epochs[1]) == (seed is None)
     for epoch in epochs:
-        dealt = [s[:2] for lane in epoch for s in lane]
-        assert len(set(dealt)) == len(dealt) == 12 and {len(lane) for lane in epoch} == {2, 3}
+        row_groups = [documents[:2] for lane in epoch for documents in lane]
+        assert len(set(row_groups)) == len(row_groups) == 12 and {len(lane) for lane in epoch} == {2, 3}
+
+
+def describe(source, ref):
+    documents = source.documents(ref)
+    return documents.shard.name, documents.row_group, *map(int, documents.rows)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1881,11 +1893,11 @@ def test_state_is_small_json_of_references_and_cheap(tmp_path):
         next(loader)
     state = loader.state_dict()
     (part,) = state["lanes"]["0"].values()
-    assert len(part["buffer"]) > 950 and part["cursor"][0] > 1
+    assert len(part["held"]) > 950 and part["next"][0] > 1
     assert state == json.loads(json.dumps(state)) and len(json.dumps(state)) < 64 * 1024
     began = time.perf_counter()
     for _ in range(20):
-        loader._pipeline.lanes[0].places()
+        loader._pipeline.lanes[0].standings()
     assert (time.perf_counter() - began) / 20 < 0.005, "100 microseconds on a quiet machine"
 
 
@@ -1935,12 +1947,12 @@ def test_loading_reads_each_row_group_of_the_buffer_once(tmp_path, packing, monk
     for _ in range(40):
         next(loader)
     state = loader.state_dict()
-    held = [tuple(ref[1:3]) for ref in state["lanes"]["0"][data]["buffer"]]
+    held = [Ref(*ref).group for ref in state["lanes"]["0"][data]["held"]]
     assert max(collections.Counter(held).values()) > 64
     reads, again = count_reads(monkeypatch), make(data, packing=packing, buffer_size=300, T=20, prefetch=0)
     again.load_state_dict(state)
-    again._start()
-    assert sorted(reads) == sorted({(f"shard_{shard:05d}.parquet", i) for shard, i in held})
+    next(again)
+    assert len(set(reads)) == len(reads) and {i for _, i in reads} >= {group % 5 for group in held}
 
 
 def test_loading_on_an_object_that_was_iterated_and_going_on_after_a_state(corpus):
@@ -1958,13 +1970,12 @@ def test_loading_on_an_object_that_was_iterated_and_going_on_after_a_state(corpu
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(corpus, tmp_path):
     _, state = run(corpus, steps=3, num_lanes=4, packing="exactfit")
     for change, options, words in [
-            ({"version": 99}, {}, "version"), ({}, {"T": 17}, "T of the state is 16"),
-            ({}, {"packing": "flat"}, "packing"), ({}, {"tails": "drop"}, "tails"),
+            ({"version": 99}, {}, "version"), ({}, {"packing": "flat"}, "packing"), ({}, {"tails": "drop"}, "tails"),
             ({}, {"buffer_size": 7}, "buffer_size"), ({}, {"shuffle_seed": 1}, "shuffle_seed"),
             ({}, {"tokenizer": ByteTokenizer("other")}, "tokenizer"), ({}, {"num_lanes": 8}, "num_lanes"),
             ({}, {"world_size": 3, "rank": 0}, r"world size in \[1, 2, 4\]"),
-            ({}, {"split": "val"}, "split of the state")]:
-        loader = make(corpus, **{"packing": "exactfit", **options})
+            ({}, {"split": "val", "num_lanes": 2}, "split of the state")]:
+        loader = make(corpus, **{"packing": "exactfit", "num_lanes": None, **options})
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict({**state, **change})
         assert next(loader), "the loader is as it was"
@@ -1976,70 +1987,84 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(corpus, tmp_pa
         merge_states([one_rank.state_dict()])
 
 
-def test_changed_shards_are_refused_and_appended_ones_come_last(corpus):
-    state = run(corpus, steps=3, packing="flat", shuffle_seed=1)[1]
+def test_a_setting_that_only_one_side_has_is_refused(corpus):
+    """In either direction: a state from code that was hacked, or loaded into it."""
+    for change in ({"config": {"augmented": True}}, {"config": {"tails": None}}):
+        state = run(corpus, steps=3)[1]
+        state["config"].update(change["config"])
+        with pytest.raises(ValueError, match=r"(augmented|tails) of the state is (True|None), of this loader"):
+            make(corpus).load_state_dict(state)
+    state = run(corpus, steps=3)[1]
+    del state["config"]["tails"]
+    with pytest.raises(ValueError, match="tails of the state is 'not there', of this loader 'keep'"):
+        make(corpus).load_state_dict(state)
+
+
+def test_changed_shards_are_refused_and_appended_ones_come_in_the_next_epoch(corpus):
+    same = {"packing": "flat", "shuffle_seed": 1, "num_lanes": 2}
+    state = run(corpus, steps=3, **same)[1]
     os.rename(f"{corpus}/shard_00001.parquet", f"{corpus}/shard_00001a.parquet")
     with pytest.raises(ValueError, match="put the same files back"):
-        make(corpus, packing="flat", shuffle_seed=1).load_state_dict(state)
+        make(corpus, **same).load_state_dict(state)
     os.rename(f"{corpus}/shard_00001a.parquet", f"{corpus}/shard_00001.parquet")
-    os.rename(f"{corpus}/shard_00003.parquet", f"{corpus}/shard_00009.parquet")    # val stays last
-    pq.write_table(pa.table({"text": ["appended"] * 5}), f"{corpus}/shard_00003.parquet")
-    loader = make(corpus, packing="flat", shuffle_seed=1, epochs=1)
-    loader.load_state_dict(state)
-    rest = [token for batch in loader for row in rows_of(batch) for token in real(row)[1:]]    # rows overlap
-    assert bytes(token for token in rest if token != BOS).endswith(b"appended" * 5)
-    late = run(corpus, steps=200, packing="flat", shuffle_seed=1, state=loader.state_dict())[1]
-    pq.write_table(pa.table({"text": ["too late"] * 5}), f"{corpus}/shard_00004.parquet")
-    with pytest.raises(ValueError, match="first epoch only"):
-        make(corpus, packing="flat", shuffle_seed=1).load_state_dict(late)
+    want = collections.Counter(itertools.chain(*(text.encode() for text in corpus_texts(corpus) * 2)))
+    head = run(corpus, steps=3, **same)[0]
+    for number in (3, 4):    # a second time in the second epoch
+        append_shard(corpus, number, ["appended"] * 5)
+        loader = make(corpus, **same, epochs=3)
+        loader.load_state_dict(state)
+        if number == 3:
+            while min(lane[corpus]["next"][0] for lane in loader.state_dict()["lanes"].values()) < 2:
+                head += rows_of(next(loader))
+            state = loader.state_dict()
+    tail = [row for batch in loader for row in rows_of(batch)]
+    assert loader.state_dict()["sources"][corpus]["shards"] == [[1, 3], [2, 4], [3, 5]]
+    targets = collections.Counter(token for row in head + tail for token in real(row)[1:])
+    want.update(itertools.chain(*(text.encode() for text in corpus_texts(corpus)), b"appended" * 5))
+    del targets[BOS]
+    assert targets == want
 
 
-def test_shards_that_come_when_a_lane_has_ended_are_delivered(tmp_path):
-    """Every document of 11 row groups once, by two lanes of which one had done its part of the first 7."""
-    groups = grouped(numbered([20] * 55, "d"), [5] * 10)
-    data = write_shards(tmp_path, [groups[:4], groups[4:7], [["val"]]])
-    first, rows = make(data, num_lanes=2, epochs=1, packing="flat", B=1), []
-    for batch in first:
-        rows += rows_of(batch)
-        state = first.state_dict()
-        ended = [part["taken"] is None for lane in state["lanes"].values() for part in lane.values()]
-        if any(ended):
-            break
-    assert ended in ([True, False], [False, True])
-    write_shards(tmp_path, [groups[:4], groups[4:7], groups[7:], [["val"]]])
-    second = make(data, epochs=1, packing="flat", B=1)
-    second.load_state_dict(state)
-    rows += [row for batch in second for row in rows_of(batch)]
-    targets = collections.Counter(token for row in rows for token in row[1:])
-    want = collections.Counter(itertools.chain(*(text.encode() for group in groups for text in group)))
-    assert all(targets[token] == n for token, n in want.items())
+def append_shard(folder, number, documents):
+    """A train shard behind the others; val stays last."""
+    last = sorted(name for name in os.listdir(folder) if name.endswith(".parquet"))[-1]
+    os.rename(f"{folder}/{last}", f"{folder}/shard_00009.parquet")
+    pq.write_table(pa.table({"text": documents}), f"{folder}/shard_{number:05d}.parquet")
 
 
-def test_nanochats_three_keys_resume_at_the_next_row_group_with_a_warning(corpus):
-    loader = make(corpus, packing="flat", B=1)
-    with pytest.warns(UserWarning, match="approximately"):
-        loader.load_state_dict({"pq_idx": 1, "rg_idx": 2, "epoch": 1})
-    next(loader)
+def test_one_ranks_state_does_not_tell_from_which_epoch_on_new_shards_count(corpus):
+    loader = make(corpus, num_lanes=2, rank=0, world_size=2)
     state = loader.state_dict()
-    assert (state["epoch"], state["pq_idx"], state["rg_idx"]) == (1, 1, 3)
+    append_shard(corpus, 3, ["appended"] * 5)
+    with pytest.raises(ValueError, match="one rank's"):
+        make(corpus, num_lanes=2, rank=0, world_size=2).load_state_dict(state)
 
 
-def test_nanochats_three_keys_with_more_lanes_than_row_groups_skip_none(tmp_path):
-    data = write_shards(tmp_path, [grouped(numbered([40] * 20, "x"), [4] * 5), [["val"]]])
-    loader = make(data, B=8, num_lanes=8, packing="flat", T=8)
-    with pytest.warns(UserWarning, match="approximately"):
-        loader.load_state_dict({"pq_idx": 0, "rg_idx": 1})
-    starts = {bytes(row[1:6]) for row in rows_of(next(loader))}
-    assert starts == {(f"x{i}." * 9)[:5].encode() for i in range(8, 16)}
-    for bad in ({"pq_idx": 9, "rg_idx": 0}, {"pq_idx": 0, "rg_idx": -1},
-                {"pq_idx": 0, "rg_idx": 0, "epoch": 0}):
-        with pytest.raises(ValueError, match=r"pq_idx of the state is .* has 1 shards"):
-            loader.load_state_dict(bad)
-    with pytest.raises(ValueError, match="no place in a shuffled order"):
-        make(data, shuffle_seed=1).load_state_dict({"pq_idx": 0, "rg_idx": 0})
+@pytest.mark.parametrize("state", [{"pq_idx": 1, "rg_idx": 2, "epoch": 1}, {"pq_idx": 1, "rg_idx": 2}])
+def test_nanochats_three_keys_are_refused(corpus, state):
+    with pytest.raises(ValueError, match="state of nanochat's own loader"):
+        make(corpus).load_state_dict(state)
 
 
-@pytest.mark.parametrize("path", ["sources/FOLDER/grown", "lanes/0/FOLDER/buffer", "lanes/0/FOLDER/cursor",
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_row_length_may_change_at_a_state(corpus, packing, tails):
+    """To and fro: flat and exactfit keep deliver every token of every document once all the same."""
+    same, state, targets = {"packing": packing, "tails": tails, "num_lanes": 2, "epochs": 2}, None, []
+    for T, steps in [(16, 5), (40, 3), (7, 9), (64, None)]:
+        loader = make(corpus, T=T, **same)
+        if state:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        batches = list(itertools.islice(loader, steps))
+        targets += [token for batch in batches for row in rows_of(batch) for token in real(row)[1:]]
+        state = loader.state_dict()
+    if packing == "flat" or (packing, tails) == ("exactfit", "keep"):
+        want = collections.Counter(itertools.chain(*(text.encode() * 2 for text in corpus_texts(corpus))))
+        assert collections.Counter(token for token in targets if token != BOS) == want
+    else:
+        assert len(targets) > 500
+
+
+@pytest.mark.parametrize("path", ["sources/FOLDER/shards", "lanes/0/FOLDER/held", "lanes/0/FOLDER/next",
                                   "lanes/0/FOLDER", "rows"])
 @pytest.mark.parametrize("damage", ["left out", "null"])
 def test_a_damaged_state_is_refused(corpus, path, damage):
@@ -2055,8 +2080,9 @@ def test_a_damaged_state_is_refused(corpus, path, damage):
         make(corpus).load_state_dict(state)
 
 
-@pytest.mark.parametrize("state, words", [({}, "version None"), ({"epoch": 1}, "version None"), (
-    {"version": dataloader.VERSION, "rows": 0}, r"lacks \['lanes', 'num_lanes', 'sources'\]")])
+@pytest.mark.parametrize("state, words", [
+    ({}, "version None"), ({"epoch": 1}, "version None"), (None, "a state is a dict"),
+    ({"version": dataloader.VERSION, "rows": 0}, r"lacks \['config', 'lanes', 'sources'\]")])
 def test_what_is_no_state_is_refused(corpus, state, words):
     with pytest.raises(ValueError, match=words):
         make(corpus).load_state_dict(state)
@@ -2073,8 +2099,8 @@ def test_a_state_shares_nothing_with_the_loader(corpus):
     state = loader.state_dict()
     before = json.dumps(state)
     for part in state["lanes"]["0"].values():
-        part["cursor"][0] = part["buffer"][0][4] = 77
-    state["sources"][corpus]["grown"].append(77)
+        part["next"][0] = part["held"][0][3] = 77
+    state["sources"][corpus]["shards"][0][0] = 77
     assert json.dumps(loader.state_dict()) == before
 
 
@@ -2179,8 +2205,7 @@ def test_ranks_of_a_finite_run_end_at_the_same_batch(corpus, uneven):
 @pytest.mark.parametrize("leave, after", [("close", 0), ("close", 2), ("del", 2), ("exit", 2)])
 def test_no_rank_hangs_where_another_stops_early(corpus, leave, after):
     (end, rows), _ = on_two_ranks(corpus, leave=leave, after=after)
-    why = "its process ended" if leave == "exit" else "it closed its loader"
-    assert f"lost a rank: {why} too soon" in end
+    assert "lost a rank: it ended, or closed its loader, too soon" in end
     assert len(rows) >= after
 
 
@@ -2191,13 +2216,12 @@ def test_finite_runs_one_after_another_leave_no_open_files(corpus):
 
 
 def test_a_dataloader_worker_cannot_meet_other_ranks(corpus, monkeypatch):
-    loader = make(corpus, epochs=1)
     monkeypatch.setattr(dataloader, "get_worker_info", lambda: SimpleNamespace(num_workers=1))
+    loader = make(corpus, epochs=1)
     assert iter(loader) is loader
-    monkeypatch.setattr(loader, "_group", object())
+    monkeypatch.setattr(dataloader, "in_step", lambda *_: (_ for _ in ()))
     with pytest.raises(ValueError, match="num_workers=0"):
-        iter(loader)
-    loader._group = None
+        iter(make(corpus, epochs=1, rank=0, world_size=2))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -2215,10 +2239,10 @@ def test_a_batch_that_was_yielded_is_never_written_again(corpus):
 
 
 class Poisoned(ByteTokenizer):
-    def encode_documents(self, texts, limit=None):
+    def encode_documents(self, texts):
         if any(text is not None and b"poison" in bytes(text) for text in texts):
             raise BaseException("boom")    # as tiktoken's panics: no Exception
-        return super().encode_documents(texts, limit)
+        return super().encode_documents(texts)
 
 
 def test_an_error_in_a_thread_reaches_next_with_shard_row_group_and_row(tmp_path):
@@ -2300,9 +2324,9 @@ os._exit(status)
 
 def test_close_wakes_a_next_that_waits(corpus):
     class Stuck(ByteTokenizer):
-        def encode_documents(self, texts, limit=None):
+        def encode_documents(self, texts):
             go_on.wait()
-            return super().encode_documents(texts, limit)
+            return super().encode_documents(texts)
 
     go_on = threading.Event()
     loader = make(corpus, tokenizer=Stuck())
@@ -2326,9 +2350,9 @@ def test_close_del_and_exit_return_at_once(corpus, how):
 import sys, time; sys.path.insert(0, {HERE!r})
 from test_dataloader import *
 class Slow(ByteTokenizer):
-    def encode_documents(self, texts, limit=None):
+    def encode_documents(self, texts):
         time.sleep(0.05)
-        return super().encode_documents(texts, limit)
+        return super().encode_documents(texts)
 loader = make({corpus!r}, tokenizer=Slow(), prefetch=4)
 made.clear()
 next(loader)
@@ -2366,16 +2390,18 @@ def test_memory_is_flat_over_20_epochs(corpus):
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert loader.state_dict()["epoch"] > 20
+    assert loader.state_dict()["lanes"]["0"][corpus]["next"][0] > 20
     assert sizes[1] < sizes[0] + 100_000, sizes
 
 
-@pytest.mark.parametrize("packer", [BestFitPacker(8, 4), ExactFitPacker(8, np.array([BOS]), 4, "keep")])
+@pytest.mark.parametrize("packer", [BestFitPacker(8, 4, 9), ExactFitPacker(8, 4, "keep")])
 def test_a_document_that_may_stay_long_does_not_keep_its_chunk_in_memory(packer):
-    chunk = chunk_of([3, 100, 4])
+    chunk = chunk_of([3, 100, 100, 100])
     alive = weakref.ref(chunk.ids)
-    packer.take(chunk, 0)
+    chunks = [chunk]
     del chunk
+    row = packer.row(lambda: chunks.pop() if chunks else None)
+    del row
     assert packer.held() and alive() is None
 
 
@@ -2400,7 +2426,7 @@ def test_a_fork_of_a_loader_that_runs_goes_on_from_its_place(corpus):
     loader, want = make(corpus), make(corpus)
     for _ in range(3):
         assert rows_of(next(loader)) == rows_of(next(want))
-    loader._pipeline.pid = -1    # as a child sees its parent's
+    loader._pid = -1    # as a child sees its parent's
     assert [rows_of(next(loader)) for _ in range(4)] == [rows_of(next(want)) for _ in range(4)]
 
 
@@ -2484,10 +2510,10 @@ def test_a_run_stops_on_text_and_resumes_on_tokens(tmp_path, packing, tails):
 
 
 @pytest.mark.parametrize("packer, longest", [
-    (BestFitPacker(8, 4), 9), (ExactFitPacker(8, np.array([BOS]), 4, "drop"), 9 + 64)])
+    (BestFitPacker(8, 4, 9), 9), (ExactFitPacker(8, 4, "drop"), 9 + 64)])
 def test_no_more_of_a_document_is_held_than_may_be_delivered(packer, longest):
     """Also where it comes whole, from tokens on disk."""
-    packer.take(chunk_of([3, 100, 4]), 0)
+    packer.row(puller([3, 4, 100, 100, 100]))
     assert max(len(document.ids) for document in packer.held()) == longest
 
 
@@ -2552,7 +2578,7 @@ def test_stats_add_up(corpus):
         assert stats["rows"] == 200 and stats["tokens_delivered"] == 200 * 30
         assert (stats["tokens_dropped"] > 0) == (packing == "bestfit" or tails == "drop")
         assert stats["documents"] > 60 and 0 <= stats["cut_share"] < 1 and stats["waited_s"] > 0
-        assert stats["tokens_tokenized"] >= stats["tokens_delivered"]
+        assert stats["tokens_encoded"] >= stats["tokens_delivered"]
         assert sum(source["rows"] for source in stats["sources"].values()) == 200
 
 
@@ -2664,11 +2690,11 @@ def test_a_mixture_in_another_order_is_the_same_mixture(sources):
 
 def test_a_mixture_that_cannot_be_loaded_leaves_the_loader_as_it_was(sources, tmp_path, capsys):
     a, b, _ = sources.values()
-    few = write_shards(tmp_path / "few", [[["one", "two"]], [["val"]]])
-    state, other = run({a: 1}, steps=3, num_lanes=8)[1], run({b: 1}, steps=3)[1]
-    loader = make({a: 1, few: 1})
+    few = write_shards(tmp_path / "few", [[["few"] * 9], [["val"]]])
+    state, other = run({a: 1}, steps=3, num_lanes=16)[1], run({b: 1}, steps=3, num_lanes=8)[1]
+    loader = make({a: 1, few: 1}, num_lanes=None)
     before = loader.state_dict()
-    with pytest.raises(ValueError, match=r"2 documents in 1 shards .* cannot feed 8 lanes"):
+    with pytest.raises(ValueError, match=r"9 documents in 1 shards .* cannot feed 16 lanes"):
         loader.load_state_dict(state)
     with pytest.raises(ValueError, match="name at least one as it was"):
         loader.load_state_dict(other)
@@ -2695,7 +2721,7 @@ def test_shares_begin_anew_where_weights_change(sources):
 def test_shares_begin_anew_where_a_source_goes_on(sources):
     a, b, _ = sources.values()
     loader = make({a: 1, b: 1}, epochs={b: 1}, B=1)
-    while (state := loader.state_dict())["lanes"]["0"][b]["taken"] is not None:
+    while (state := loader.state_dict())["lanes"]["0"][b]["share"] is not None:
         next(loader)
     rows = run({a: 1, b: 1}, epochs={b: 9}, B=1, steps=40, state=state)[0]
     assert "".join(letters_of(rows)) == "ab" * 20
@@ -2723,16 +2749,16 @@ def test_shares_begin_anew_where_a_source_ends(weights):
         def __init__(self, name, n):
             self.rows = [[name]] * n
 
-        def next_row(self):
+        def row(self):
             return self.rows.pop() if self.rows else []
 
     total = sum(weights[1:])
     for rows_of_first in range(1, 30):
         streams = {i: Rows(i, 999 if i else rows_of_first) for i in range(len(weights))}
         lane = Lane(streams, dict(enumerate(weights)), dict.fromkeys(streams, 0))
-        while lane.taken[0] is not None:
-            last = lane.next_row()
-        behind = [*last, *(lane.next_row()[0] for _ in range(50))]
+        while lane.shares[0] is not None:
+            last = lane.row()
+        behind = [*last, *(lane.row()[0] for _ in range(50))]
         for k, (i, w) in itertools.product(range(1, 51), enumerate(weights)):
             assert i == 0 or abs(behind[:k].count(i) * total - w * k) < total, behind[:k]
 
@@ -2744,7 +2770,7 @@ def test_a_run_that_has_ended_goes_on_when_it_is_given_more_epochs(sources, pack
     first, second = (make({a: 9, b: 1}, packing=packing, T=50, epochs={a: n, b: 1}) for n in (1, 2))
     rows = [row for batch in first for row in rows_of(batch)]
     state = json.loads(json.dumps(first.state_dict()))
-    assert state["lanes"]["0"][a]["taken"] is None
+    assert state["lanes"]["0"][a]["share"] is None
     second.load_state_dict(state)
     rows += [row for batch in second for row in rows_of(batch)]
     targets = collections.Counter(itertools.chain(*(row[1:] for row in rows)))
