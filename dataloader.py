@@ -53,7 +53,6 @@ from dataset import (
     in_order,
     is_text,
     list_shards,
-    tokenize,
 )
 
 # ---------------------------------------------------------------------------------------------------------
@@ -293,7 +292,7 @@ class TokenizingPool:
         """No copy: the ids of a token shard as they lie in the column's buffer."""
         if shard.fingerprint != self.fingerprint:
             raise ValueError(f"tokens of the tokenizer {shard.fingerprint}, but this run's is "
-                             f"{self.fingerprint}; make them anew: python dataset.py tokenize")
+                             f"{self.fingerprint}; make them anew: python -m dev.prepare tokenize")
         data, offsets, valid = column_views(array)
         size, lengths = shard.dtype.itemsize, np.diff(offsets)
         if (lengths % size).any():
@@ -1546,6 +1545,7 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
     Lines of a table. Ceiling: the pool alone, its tokens thrown away, in turns with the loader. 4 x: the
     same data as a mixture of four sources.
     """
+    from dev.prepare import tokenize
     from tokenizer import RustBPETokenizer
 
     threads = cores_of_this_rank()

@@ -66,6 +66,7 @@ from dataloader import (
     turns,
     whole_numbers,
 )
+from dev import prepare
 from tokenizer import (
     FIRST_CUT,
     LONGEST_RUN,
@@ -196,8 +197,6 @@ def run(data, *, steps, world=1, state=None, state_at=None, **options):
 # ---------------------------------------------------------------------------------------------------------
 # Data: the built-in corpus, shards, reading
 
-DATASET_PY = dataset.__file__
-
 
 def make_texts(n, seed=0):
     """Documents of all lengths and scripts, every one different."""
@@ -225,9 +224,12 @@ def read_all(folder):
     return [text for s in shards for i in range(len(s.rows)) for text in s.read(i).to_pylist()]
 
 
-def run_dataset(*args, **env):
-    """`python dataset.py ARGS` as a user types it."""
-    return subprocess.run([sys.executable, DATASET_PY, *map(str, args)], capture_output=True, text=True,
+DATASET, PREPARE = [sys.executable, "dataset.py"], [sys.executable, "-m", "dev.prepare"]
+
+
+def run_command(command, *args, **env):
+    """`python dataset.py ARGS` or `python -m dev.prepare ARGS` as a user types it."""
+    return subprocess.run([*command, *map(str, args)], capture_output=True, text=True, cwd=HERE,
                           env={**os.environ, **env}, timeout=60)
 
 
@@ -242,7 +244,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def threads_for_processes(monkeypatch):
     """convert() without the second that it takes to start processes."""
-    monkeypatch.setattr(dataset, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+    monkeypatch.setattr(prepare, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +252,7 @@ def builtin(tmp_path_factory):
     """The built-in corpus, made by three processes that start at once."""
     base = str(tmp_path_factory.mktemp("base"))
     code = "import sys; sys.path.insert(0, sys.argv[1]); import dataset; print(dataset.find_data())"
-    processes = [subprocess.Popen([sys.executable, "-c", code, os.path.dirname(DATASET_PY)], text=True,
+    processes = [subprocess.Popen([sys.executable, "-c", code, HERE], text=True,
                                   env={**os.environ, "NANOLOADER_BASE_DIR": base}, stdout=subprocess.PIPE)
                  for _ in range(3)]
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
@@ -308,7 +310,7 @@ def test_each_unusable_folder_has_its_own_error(tmp_path):
     with pytest.raises(ValueError, match="only one parquet file"):
         dataset.list_shards(str(tmp_path), "val")
     pq.write_table(pa.table({"raw": ["a"], "n": [1]}), tmp_path / "shard_00001.parquet")
-    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'raw', 'n'.*--text-key raw"):
+    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'raw', 'n'.*--text_key raw"):
         _ = dataset.list_shards(str(tmp_path), "val")[0].rows
     pq.write_table(pa.table({"text": [1]}), tmp_path / "shard_00001.parquet")
     with pytest.raises(OSError, match="holds int64, not strings"):
@@ -336,7 +338,7 @@ def test_invalid_utf8_in_a_shard_is_an_error(tmp_path):
     buffers = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
     broken = pa.Array.from_buffers(pa.string(), 1, buffers)
     pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
-    with pytest.raises(OSError, match=r"a.parquet, row group 0.*dataset.py verify"):
+    with pytest.raises(OSError, match=r"a.parquet, row group 0.*dev.prepare verify"):
         dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet")).read(0)
 
 
@@ -349,7 +351,7 @@ def test_shard_that_changed_is_an_error(tmp_path):
         shard = dataset.list_shards(str(tmp_path), "train")[0]
         assert shard.read(1)
         path.unlink() if now is None else path.write_bytes(now)
-        with pytest.raises(OSError, match=r"00000.parquet, row group 1: .*python dataset.py verify --data"):
+        with pytest.raises(OSError, match=r"00000.parquet, row group 1: .*-m dev.prepare verify --data"):
             shard.read(1)
         path.write_bytes(whole)
 
@@ -513,7 +515,7 @@ def test_download_from_bad_server_ends_intact(tmp_path, public, quick, seed):
         assert not server.faults
     assert intact(tmp_path, public) == set(public)
     assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".parquet") == ["SHA256SUMS"]
-    assert dataset.verify(str(tmp_path))
+    assert prepare.verify(str(tmp_path))
 
 
 @pytest.mark.parametrize("fault", [500, 404, "stall", "wrong bytes", "too short"])
@@ -592,8 +594,8 @@ def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
     files = {**public, val: public["/shard_00004.parquet"]}
     with UnrulyServer(files) as server:
         server.pace = 0.06
-        command = [sys.executable, DATASET_PY, "-n", "5", "-w", "2", "--base-url", server.url]
-        start = functools.partial(subprocess.Popen, [*command, "--out", tmp_path], text=True,
+        command = [*DATASET, "-n", "5", "-w", "2", "--base_url", server.url]
+        start = functools.partial(subprocess.Popen, [*command, "--out", tmp_path], text=True, cwd=HERE,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         first = start()
         while not list(tmp_path.glob("*.part")):
@@ -614,7 +616,7 @@ def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
 def test_download_command_lists_what_is_missing(tmp_path, public):
     """`python dataset.py -n 2`: val is fetched too; what is missing is listed; the exit status says so."""
     with UnrulyServer(public) as server:
-        ended = run_dataset("-n", 2, "-w", 4, "--base-url", server.url + "/", "--out", tmp_path)
+        ended = run_command(DATASET, "-n", 2, "-w", 4, "--base_url", server.url + "/", "--out", tmp_path)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert "2 of 3 shards are in" in ended.stdout
     assert "missing: shard_06542.parquet" in ended.stdout and "404" in ended.stdout
@@ -652,7 +654,7 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
     """All formats in, runs far smaller than the corpus: all documents come back, shuffled, val at the end."""
     texts = make_texts(1000)
     make_inputs(tmp_path / "in", texts)
-    report = dataset.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content", workers=2,
+    report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content", workers=2,
                              shard_bytes=sum(len(t.encode()) for t in texts) // 6)
     seen = read_all(tmp_path / "out")
     assert sorted(seen) == sorted(texts) and seen != texts
@@ -668,7 +670,7 @@ def test_convert_tells_what_it_left_out_of_a_folder(tmp_path):
     (tmp_path / "in" / ".hidden").mkdir(parents=True)
     for name in ("a.jsonl", "b.jsonl.bz2", ".hidden/c.jsonl"):
         (tmp_path / "in" / name).write_bytes(json_lines(make_texts(30), "text"))
-    ended = run_dataset("convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
+    ended = run_command(PREPARE, "convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
     assert "1 files -> 30 documents" in ended.stdout, ended.stderr
     assert f"2 other files in these folders were left out: {tmp_path}/in/.hidden/c.jsonl " in ended.stdout
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
@@ -679,7 +681,7 @@ def test_convert_gives_the_same_shards_for_any_number_of_workers(tmp_path):
     make_inputs(tmp_path / "in", make_texts(300))
     for workers in (1, 3):
         out = f"{tmp_path}/out{workers}"
-        dataset.convert([f"{tmp_path}/in/*.json*"], out, "raw_content", workers=workers)
+        prepare.convert([f"{tmp_path}/in/*.json*"], out, "raw_content", workers=workers)
     assert read_all(tmp_path / "out1") == read_all(tmp_path / "out3") != []
 
 
@@ -687,17 +689,17 @@ def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
     """Runs of 2 kB and many of them give the order that one big run gives."""
     make_inputs(tmp_path / "in", make_texts(300))
     (tmp_path / "build" / "runs").mkdir(parents=True)
-    files, _ = dataset.find_inputs([str(tmp_path / "in")])
+    files, _ = prepare.find_inputs([str(tmp_path / "in")])
     orders = []
     for run_bytes in (1 << 30, 2000):
-        monkeypatch.setattr(dataset, "RUN_BYTES", run_bytes)
+        monkeypatch.setattr(prepare, "RUN_BYTES", run_bytes)
         for old in (tmp_path / "build" / "runs").iterdir():
             old.unlink()
-        for task in dataset.group_files(files, 1 << 40):
-            dataset.scatter_task(task, str(tmp_path / "build"), "raw_content", False, 0)
-        runs = dataset.list_runs(str(tmp_path / "build"))
-        _, text = dataset.histogram(runs)
-        pieces = [dataset.gather_piece(runs, *p) for p in dataset.pieces_of(text, 0, dataset.SLOTS)]
+        for task in prepare.group_files(files, 1 << 40):
+            prepare.scatter_task(task, str(tmp_path / "build"), "raw_content", False, 0)
+        runs = prepare.list_runs(str(tmp_path / "build"))
+        _, text = prepare.histogram(runs)
+        pieces = [prepare.gather_piece(runs, *p) for p in prepare.pieces_of(text, 0, prepare.SLOTS)]
         orders.append((len(runs), len(pieces), [t for piece in pieces for t in piece.to_pylist()]))
     assert orders[0][0] == orders[0][1] == 1 and min(orders[1][:2]) > 5
     assert orders[0][2] == orders[1][2]
@@ -725,11 +727,11 @@ def test_bad_document_is_an_error_with_file_and_line(tmp_path, threads_for_proce
     (tmp_path / name).write_bytes(data)
     with open(tmp_path / "good.jsonl", "wb") as file:
         file.write(json_lines(["one", "two"], "text"))
-    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip-bad") as error:
-        dataset.convert([str(tmp_path)], str(tmp_path / "out"), workers=1)
+    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip_bad") as error:
+        prepare.convert([str(tmp_path)], str(tmp_path / "out"), workers=1)
     assert "\n" not in str(error.value)
     assert sorted(os.listdir(tmp_path)) == sorted([name, "good.jsonl"]), "an error leaves nothing behind"
-    report = dataset.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
+    report = prepare.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
     assert report["bad"] == 1 and re.search(message, report["shown"][0])
     assert {"one", "two"} <= set(read_all(tmp_path / "out"))
 
@@ -738,28 +740,28 @@ def test_killed_convert_leaves_no_shards_and_the_same_command_starts_over(tmp_pa
     """SIGKILL midway: nothing under the output folder; run again, everything is there."""
     texts = make_texts(400)
     make_inputs(tmp_path / "in", texts)
-    command = [sys.executable, DATASET_PY, "convert", f"{tmp_path}/in/**", "--text-key", "raw_content",
-               "--out", f"{tmp_path}/out", "-w", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    arguments = ["convert", f"{tmp_path}/in/**", "--text_key", "raw_content", "--out", f"{tmp_path}/out",
+                 "-w", "1"]
+    process = subprocess.Popen([*PREPARE, *arguments], cwd=HERE, stderr=subprocess.DEVNULL)
     while not list(tmp_path.glob("out.convert.tmp/runs/*")):
         assert process.poll() is None
         time.sleep(0.001)
     process.kill()
     process.wait(timeout=10)
     assert not (tmp_path / "out").exists()
-    ended = run_dataset(*command[2:])
+    ended = run_command(PREPARE, *arguments)
     assert ended.returncode == 0 and "400 documents" in ended.stdout, ended.stderr
     assert sorted(read_all(tmp_path / "out")) == sorted(texts)
-    ended = run_dataset(*command[2:])
+    ended = run_command(PREPARE, *arguments)
     assert ended.returncode == 1 and "is not empty" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_convert_splits_long_documents_into_small_row_groups(tmp_path, threads_for_processes, monkeypatch):
     """A row group ends at 1,024 documents or at ROW_GROUP_BYTES; one longer document has one of its own."""
-    monkeypatch.setattr(dataset, "ROW_GROUP_BYTES", 1000)
+    monkeypatch.setattr(prepare, "ROW_GROUP_BYTES", 1000)
     lengths = [600, 600, 5000], [1] * 30, [], [9]
     arrays = [pa.array(["x" * n for n in some], pa.large_string()) for some in lengths]
-    groups = list(dataset.cut_row_groups(arrays, rows=20))
+    groups = list(prepare.cut_row_groups(arrays, rows=20))
     assert [len(group) for group in groups] == [1, 1, 1, 20, 11]
     assert [t for g in groups for t in g.to_pylist()] == [t for a in arrays for t in a.to_pylist()]
 
@@ -773,7 +775,7 @@ def test_convert_says_what_it_cannot_take(tmp_path, monkeypatch, threads_for_pro
     for name in ("a.csv", "one.txt"):
         (tmp_path / name).write_text("a,b")
     with pytest.raises(ValueError, match=message):
-        dataset.convert(inputs, "out", workers=1)
+        prepare.convert(inputs, "out", workers=1)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -865,7 +867,7 @@ def test_s3_inputs_convert(tmp_path, s3, threads_for_processes):
             out.write((tmp_path / "in" / name).read_bytes())
     want = sorted(texts[0::8] + texts[1::8] + texts[2::8])
     for number, pattern in enumerate(["bucket/raw", "bucket/raw/*.json*", "bucket/ra*"]):
-        dataset.convert([f"s3://{pattern}{s3.query}"], f"{tmp_path}/{number}", "raw_content", workers=1)
+        prepare.convert([f"s3://{pattern}{s3.query}"], f"{tmp_path}/{number}", "raw_content", workers=1)
         assert sorted(read_all(tmp_path / str(number))) == want
 
 
@@ -920,9 +922,9 @@ def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
 
 @pytest.fixture
 def byte_tokenizer(monkeypatch):
-    """`from tokenizer import get_tokenizer` gives the ByteTokenizer."""
+    """get_tokenizer() gives the ByteTokenizer."""
     made = ByteTokenizer()
-    monkeypatch.setitem(sys.modules, "tokenizer", SimpleNamespace(get_tokenizer=lambda folder=None: made))
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda folder=None: made)
     return made
 
 
@@ -933,7 +935,7 @@ def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
     texts[-1], texts[-2] = None, ""
     last = [pa.array(texts[80:86]), pa.array(texts[86:])]
     dataset.write_shard(f"{tmp_path}/text/shard_00002.parquet", last)
-    n = dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
+    n = prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
     assert n == sum(1 + len(text.encode()) for text in texts if text is not None)
     for split in ("train", "val"):
         both = [dataset.list_shards(f"{tmp_path}/{kind}", split) for kind in ("text", "tokens")]
@@ -949,40 +951,39 @@ def test_tokenize_goes_on_where_it_was_stopped(tmp_path, byte_tokenizer, monkeyp
     """Stopped midway, the folder is refused; the same call keeps what is done; another tokenizer: refused."""
     make_shards(tmp_path / "text")
     text, out = str(tmp_path / "text"), str(tmp_path / "out")
-    total = dataset.tokenize(text, str(tmp_path / "whole"))
+    total = prepare.tokenize(text, str(tmp_path / "whole"))
     real, calls = byte_tokenizer.encode_documents, []
     monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, texts: calls.append(1) or real(texts))
     monkeypatch.setattr(dataset, "sync", lambda path: 1 / 0 if "00002" in path else None)
     with pytest.raises(ZeroDivisionError):
-        dataset.tokenize(text, out, threads=1)
+        prepare.tokenize(text, out, threads=1)
     assert sorted(os.listdir(out)) == ["shard_00000.parquet", "shard_00001.parquet"]
     with pytest.raises(OSError, match=r"no source\.json stands beside it"):
         _ = dataset.list_shards(out, "val")[0].kind
     monkeypatch.undo()
-    tokenizer = SimpleNamespace(get_tokenizer=lambda folder=None: byte_tokenizer)
-    monkeypatch.setitem(sys.modules, "tokenizer", tokenizer)
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda folder=None: byte_tokenizer)
     before = os.stat(f"{out}/shard_00000.parquet").st_mtime_ns
-    assert dataset.tokenize(text, out) == total
+    assert prepare.tokenize(text, out) == total
     assert os.stat(f"{out}/shard_00000.parquet").st_mtime_ns == before
     monkeypatch.setattr(ByteTokenizer, "fingerprint", lambda self: "another")
     with pytest.raises(ValueError, match="made of other text or by another tokenizer"):
-        dataset.tokenize(text, out)
+        prepare.tokenize(text, out)
     with pytest.raises(ValueError, match="holds tokens already"):
-        dataset.tokenize(out, str(tmp_path / "twice"))
+        prepare.tokenize(out, str(tmp_path / "twice"))
     with pytest.raises(ValueError, match="is the folder of the text"):
-        dataset.tokenize(text, f"{tmp_path}/out/../text")
+        prepare.tokenize(text, f"{tmp_path}/out/../text")
 
 
 def test_verify_finds_damage_and_exits_non_zero(tmp_path):
     """A table with nulls counted; a flipped byte: DAMAGED, what to type next, exit status 1."""
     make_shards(tmp_path)
     dataset.write_shard(f"{tmp_path}/shard_00003.parquet", [pa.array(["a", None, None], pa.string())])
-    ended = run_dataset("verify", "--data", tmp_path)
+    ended = run_command(PREPARE, "verify", "--data", tmp_path)
     assert ended.returncode == 0 and "4 of 4 shards intact, 95 documents, 2 null" in ended.stdout
     data = bytearray((tmp_path / "shard_00001.parquet").read_bytes())
     data[len(data) // 3] ^= 4
     (tmp_path / "shard_00001.parquet").write_bytes(data)
-    ended = run_dataset("verify", "--data", tmp_path)
+    ended = run_command(PREPARE, "verify", "--data", tmp_path)
     assert ended.returncode == 1 and ended.stderr == ""
     assert re.search(r"shard_00001.parquet +DAMAGED .*row group", ended.stdout)
     assert "3 of 4 shards intact" in ended.stdout
@@ -994,35 +995,38 @@ def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 2]}), path)
     (tmp_path / "SHA256SUMS").write_text(f"{dataset.sha256_of(path)}  a.parquet\n")
-    assert dataset.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
+    assert prepare.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 3]}), path)
-    assert not dataset.verify(str(tmp_path))
+    assert not prepare.verify(str(tmp_path))
     (tmp_path / "SHA256SUMS").write_text("0123  a.parquet\n")
     with pytest.raises(ValueError, match=r"SHA256SUMS, line 1: expected `SHA-256  name`, saw '0123"):
-        dataset.verify(str(tmp_path))
+        prepare.verify(str(tmp_path))
 
 
 def test_stats_counts_documents_bytes_tokens_and_lanes(tmp_path, byte_tokenizer, capsys):
     texts = make_shards(tmp_path / "text")
-    dataset.stats(str(tmp_path / "text"))
+    prepare.stats(str(tmp_path / "text"))
     size = sum(len(text.encode()) for text in texts[:80])
     words = capsys.readouterr().out
     assert re.search(rf"train +2 +10 +80 +0 +{size / 1e6:.1f}  about", words)
     assert re.search(r"val +2 to 2 row groups a shard; at most 12 lanes, and up to 2 that share no", words)
-    dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
-    dataset.stats(str(tmp_path / "tokens"))
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    prepare.stats(str(tmp_path / "tokens"))
     assert f"  {size + 80:,}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, status, message", [
-    ((), 0, "python dataset.py -n 8"), (("--help",), 0, "COMMAND"), (("foo",), 2, "invalid choice: 'foo'"),
-    (("-n", "0"), 1, "error: -n 0: expected how many train shards"), (("-n", "many"), 2, "invalid int value"),
-    (("verify", "--data", "/does/not/exist"), 1, "error: no parquet files in /does/not/exist; get some with"),
-    (("convert", "nothing.jsonl"), 1, "error: nothing.jsonl: no such files"),
-    (("convert", "x", "--out", "s3://b/x"), 1, "error: cannot write to s3://b/x"),
+@pytest.mark.parametrize("command, arguments, status, message", [
+    (DATASET, "", 0, "python dataset.py -n 8"), (DATASET, "--help", 0, "COMMAND"),
+    (DATASET, "foo", 2, "invalid choice: 'foo'"), (PREPARE, "foo", 2, "invalid choice: 'foo'"),
+    (DATASET, "-n 0", 1, "error: -n 0: expected how many train shards"),
+    (DATASET, "-n many", 2, "invalid int value"), (PREPARE, "--help", 0, "python -m dev.prepare convert"),
+    (PREPARE, "verify --data /does/not/exist", 1,
+     "error: no parquet files in /does/not/exist; get some with"),
+    (PREPARE, "convert nothing.jsonl", 1, "error: nothing.jsonl: no such files"),
+    (PREPARE, "convert x --out s3://b/x", 1, "error: cannot write to s3://b/x"),
 ])
-def test_command_line_errors_are_one_glad_line(tmp_path, arguments, status, message):
-    ended = run_dataset(*arguments, NANOLOADER_BASE_DIR=str(tmp_path))
+def test_command_line_errors_are_one_glad_line(tmp_path, command, arguments, status, message):
+    ended = run_command(command, *arguments.split(), NANOLOADER_BASE_DIR=str(tmp_path))
     assert ended.returncode == status and message in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     assert status != 1 or ended.stderr.count("\n") == 1
@@ -1716,7 +1720,7 @@ def test_the_draws_above_were_not_vacuous():
 
 
 def tokenized_copy(folder, out, tokenizer=None):
-    """The token shards of text shards, as `dataset.py tokenize` writes them, but here in a few lines."""
+    """The token shards of text shards, as `dev.prepare tokenize` writes them, but here in a few lines."""
     tokenizer = tokenizer or ByteTokenizer()
     out.mkdir(parents=True)
     sizes = {}
@@ -2975,7 +2979,7 @@ def test_train_checkpoint_holds_nothing_but_numbers_and_text(train_whole):
         pickled = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
     used = {argument for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
     assert used and all(name.split()[0] in ("torch", "torch._utils", "collections") for name in used), used
-    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py"):
+    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py", "dev/prepare.py"):
         with open(os.path.join(HERE, name)) as file:
             code = file.read()
         assert not re.search(r"import pickle|pickle\.load|allow_pickle|_object\(|_object_list\(", code)
