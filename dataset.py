@@ -1,15 +1,17 @@
 """
-Where the documents are: list, read and download parquet shards.
+Where the documents are: which shards there are, what is in them, and how they are read and downloaded.
 
-    python dataset.py -n 8 -w 4        # 8 public train shards, and the val shard
+    python dataset.py -n 8 -w 4             # 8 public train shards, and the val shard
+    python dataset.py index DIR             # DIR/index.json; for a bucket: index s3://... --out index.json
 
-Your own text becomes shards with `python -m dev.prepare convert`.
+Data is a folder or a URI (s3://, gs://, hf://, the http:// address of an index.json) of parquet files with a
+column `text`; `python -m dev.prepare convert` makes them of your own text. An index says how many documents
+each row group holds, so that nothing is opened before it is read: 10,000 shards are listed in 0.5 s.
 
-Data is a folder or a URI (s3://, gs://, hf://, the http:// address of a list) of parquet files with a
-column `text`; the last file is val. Shards written here carry a CRC-32 of every row group's documents, and
-each read checks it: token ids then read at 2,157 M/s on one core, where pyarrow alone reads 4,915. Of 4,000
-random corruptions of such a shard 3,863 were an error, 137 harmless, and none gave other text; of 1,000
-corruptions of a shard without any checksums 39 did.
+Shards written here carry a CRC-32 of every row group's documents, and each read checks it: token ids then
+read at 2,157 M/s on one core, where pyarrow alone reads 4,915. Of 4,000 random corruptions of such a shard
+3,863 were an error, 137 harmless, and none gave other text; of 1,000 corruptions of a shard without any
+checksums 39 did.
 """
 
 import argparse
@@ -24,7 +26,9 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
+import stat
 import sys
 import sysconfig
 import threading
@@ -32,7 +36,10 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
-from urllib.parse import urljoin
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+from urllib.parse import quote, urljoin
 
 import numpy as np
 import pyarrow as pa
@@ -40,232 +47,198 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 import requests
 
-TIMEOUT = (10, 30)    # seconds to connect, seconds without a byte
-RETRY_SECONDS = 1.0    # the first wait, about; doubled each time
-READ_ATTEMPTS = 5    # of a row group far away
-
 # ---------------------------------------------------------------------------------------------------------
-# Folders and files, here or far away
+# Shards: which there are, and which are val
 
-def get_base_dir() -> str:
-    """$NANOLOADER_BASE_DIR, or ~/.cache/nanoloader; made on demand."""
-    base = os.environ.get("NANOLOADER_BASE_DIR") or os.path.expanduser("~/.cache/nanoloader")
-    os.makedirs(base, exist_ok=True)
-    return base
+SPLIT_IN_NAME = re.compile(r"(train|val|test)(?:ing|id|idation)?(?![a-z])")    # Hugging Face's, mostly
 
 
-def default_data_dir() -> str:
-    """Where downloads and conversions go, and where train.py looks first."""
-    return os.path.join(get_base_dir(), "base_data")
+def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
+    """
+    The shards of a split, by name, from the index: no shard is opened.
+
+    Where names say it (train-*, validation-*), that is the split, and test-* is in neither; else the last
+    file is val and the others are train.
+    """
+    if split not in ("train", "val"):
+        raise ValueError(f"split is {split!r}; expected 'train' or 'val'")
+    folder = data_dir or default_data_dir()
+    train, val = split_shards(all_shards(folder))
+    if not train:
+        raise ValueError(f"{folder}: there is only one parquet file to train on; the last one is val, so "
+                         "there must be two: python dataset.py -n 8 gets more, python -m dev.prepare convert "
+                         "makes them of your own text")
+    return val if split == "val" else train
 
 
-def is_http(folder):
-    return folder.startswith(("http://", "https://"))
+def all_shards(folder: str) -> list["Shard"]:
+    """Every shard that holds documents, in the order of their names."""
+    index = read_index(folder)
+    return [make_shard(folder, name, index, entry) for name, entry in sorted(index["shards"].items())
+            if any(entry["rows"])]    # Spark's last part may be empty
 
 
-def filesystem_of(folder):
-    """(file system, path in it) of a folder or URI."""
-    return remote_filesystem(folder) if "://" in folder else (pafs.LocalFileSystem(), os.path.abspath(folder))
+def split_shards(shards):
+    """(train, val)"""
+    val = [shard for shard in shards if split_in_name(shard) == "val"]
+    train = [shard for shard in shards if split_in_name(shard) in ("train", None)]
+    return (train, val) if val else (train[:-1], train[-1:])
 
 
-@functools.lru_cache(maxsize=16)
-def remote_filesystem(folder):
-    """pyarrow's own where it has one, else fsspec's."""
-    try:
-        return pafs.FileSystem.from_uri(folder)
-    except (pa.ArrowException, ImportError) as error:
-        try:
-            import fsspec
-
-            fs, path = fsspec.core.url_to_fs(folder)
-        except (ImportError, ValueError) as missing:
-            raise ValueError(
-                f"cannot open {folder}: pyarrow says: {one_line(error)}; fsspec says: {missing}; install "
-                f"fsspec and its client for {folder.split(':')[0]}://, or copy it to a disk") from missing
-        return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), path
+def split_in_name(shard):
+    said = SPLIT_IN_NAME.match(os.path.basename(shard.name).lower())
+    return said and said[1]
 
 
-def list_files(folder) -> dict[str, int]:
-    """{name: bytes} of the files in a folder, sorted, in one listing however many they are."""
-    if is_http(folder):
-        return list_http(folder)
-    fs, root = filesystem_of(folder)
-    found = fs.get_file_info(pafs.FileSelector(root, allow_not_found=True))
-    return dict(sorted((info.base_name, info.size) for info in found if info.is_file))
+def describe_split(shards):
+    """One line for the screen, when a folder is seen for the first time."""
+    train, val = split_shards(shards)
+    if not val:
+        return "no documents"
+    documents, test = sum(sum(shard.rows) for shard in shards), len(shards) - len(train) - len(val)
+    how = "by their names" if split_in_name(val[0]) == "val" else f"the last file, {val[0].name}"
+    return (f"{documents:,} documents; {len(train):,} train shards, {len(val):,} val ({how})"
+            + (f", {test:,} test (left out)" if test else ""))
 
 
-def list_http(url):
-    """`url` is a text file with a shard a line, `name bytes`; names are relative to it."""
-    def get():
-        response = requests.get(url, timeout=TIMEOUT)
-        response.raise_for_status()
-        return response
-
-    response, files = retry(get, READ_ATTEMPTS), {}
-    for number, line in enumerate(response.text.splitlines(), 1):
-        name, _, size = line.strip().rpartition(" ")
-        if not (name and size.isdigit()):
-            raise ValueError(f"{url}, line {number}: expected `name bytes`, saw {line[:60]!r}; "
-                             "make the list with: stat -c '%n %s' *.parquet *.json > shards.txt")
-        files[name.strip()] = int(size)
-    return dict(sorted(files.items()))
+def list_parquet_files(data_dir: str | None = None) -> list[str]:
+    """Full paths (or URIs) of the shards in a folder, sorted."""
+    folder = data_dir or default_data_dir()
+    return [join_name(folder, name) for name in list_files(folder)[0]]
 
 
-def join_name(folder, name):
-    """Path or URI of a file. Example: s3://bucket/dir?region=x, f -> s3://bucket/dir/f?region=x"""
-    if is_http(folder):
-        return urljoin(folder, name)
-    head, mark, query = folder.partition("?") if "://" in folder else (folder, "", "")
-    return f"{head.rstrip('/')}/{name}{mark}{query}"
-
-
-def open_file(folder, name, size):
-    """A seekable pyarrow file; an error where it does not have the size that was listed."""
-    if is_http(folder):
-        return pa.PythonFile(HttpFile(join_name(folder, name), size), mode="r")
-    fs, root = filesystem_of(folder)
-    file = fs.open_input_file(f"{root}/{name}")    # no memory map: a file that is cut meanwhile would kill us
-    if file.size() != size:
-        raise OSError(f"it has {file.size():,} bytes, but {size:,} when the folder was listed")
-    return file
-
-
-class HttpFile(io.RawIOBase):
-    """A seekable file over HTTP range requests; one row group is one request."""
-
-    def __init__(self, url, size):
-        self.url, self.length, self.position = url, size, 0
-
-    def readable(self):
-        return True
-
-    def seekable(self):
-        return True
-
-    def seek(self, offset, whence=0):
-        self.position = offset + (0, self.position, self.length)[whence]
-        return self.position
-
-    def readinto(self, buffer):
-        end = min(self.position + len(buffer), self.length)
-        if end <= self.position:
-            return 0
-        headers = {"Range": f"bytes={self.position}-{end - 1}", "Accept-Encoding": "identity"}
-        response = requests.get(self.url, headers=headers, timeout=TIMEOUT)
-        seen, wanted = response.headers.get("Content-Range"), f"bytes {self.position}-{end - 1}/{self.length}"
-        if response.status_code != 206 or seen != wanted:
-            raise OSError(f"asked for {wanted}, got {seen or 'no range'}, status {response.status_code}")
-        buffer[:end - self.position] = response.content
-        self.position = end
-        return len(response.content)
-
-
-@contextlib.contextmanager
-def lock_file(path, wait=True):
-    """Hold a lock file; yields whether we do. The system frees it when its holder dies."""
-    with open(path, "a") as file:
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except ImportError:    # Windows: no lock; the renames are atomic all the same
-            pass
-        except BlockingIOError:
-            yield False
-            return
-        yield True
-
-
-def in_order(executor, function, items, ahead):
-    """(item, function(item)) of each item, in order, at most `ahead` of them under way."""
-    waiting = deque()
-    try:
-        for item in items:
-            waiting.append((item, executor.submit(function, item)))
-            if len(waiting) >= ahead:
-                item, future = waiting.popleft()
-                yield item, future.result()
-        while waiting:
-            item, future = waiting.popleft()
-            yield item, future.result()
-    finally:
-        for _, future in waiting:
-            future.cancel()
-
-
-def retry(work, attempts):
-    """work(), up to so many times, with growing waits in between."""
-    for attempt in range(attempts):
-        try:
-            return work()
-        except Exception:
-            if attempt + 1 == attempts:
-                raise
-            time.sleep(retry_wait(attempt))
-
-
-def retry_wait(attempt):
-    return random.uniform(0.5, 1) * RETRY_SECONDS * 2 ** min(attempt, 6)
-
-
-def cores() -> int:
-    """That this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def one_line(error):
-    """What an error says; of those of requests, the reason without the address, which we name ourselves."""
-    error = getattr(error.args[0] if error.args else error, "reason", None) or error
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-@contextlib.contextmanager
-def errors_in_one_line(stopped="stopped"):
-    """For a command: what its user, a disk or a pipe can cause is a line on the screen, and no traceback."""
-    try:
-        yield
-    except BrokenPipeError:    # as in `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        sys.exit(f"\n{stopped}")
-    except (OSError, ValueError, ImportError, pa.ArrowException) as error:
-        sys.exit(f"error: {one_line(error)}")
-
-
-class Progress:
-    """One line on the screen: pieces done, megabytes, rate, time left. Any thread may report."""
-
-    def __init__(self, total, unit, piece_bytes=0):
-        self.total, self.unit, self.piece_bytes = total, unit, piece_bytes    # piece_bytes: of one, about
-        self.done = self.bytes = 0
-        self.began = self.shown = time.time()
-        self.lock = threading.Lock()
-
-    def add(self, n_bytes=0, done=0):
-        with self.lock:
-            self.bytes, self.done = self.bytes + n_bytes, self.done + done
-            if time.time() - self.shown > (0.2 if sys.stderr.isatty() else 10):
-                self.show()
-
-    def show(self, end=""):
-        self.shown = time.time()
-        spent = max(self.shown - self.began, 1e-3)
-        rate = self.bytes / spent
-        left = (self.total - self.done) * (self.piece_bytes / max(rate, 1) if self.piece_bytes
-                                           else spent / max(self.done, 1))
-        when = f"{spent:7.1f} s" if end else f"{int(left) // 60:4}:{int(left) % 60:02} left"
-        line = (f"{self.done:6,} / {self.total:,} {self.unit}  {self.bytes / 1e6:10,.1f} MB  "
-                f"{rate / 1e6:7.1f} MB/s  {when}")
-        print(f"\r{line:<78}" if sys.stderr.isatty() else line, end=end if sys.stderr.isatty() else "\n",
-              file=sys.stderr, flush=True)
-
-    def close(self):
-        with self.lock:
-            self.show(end="\n")
+def parquets_iter_batched(split: str, start: int = 0, step: int = 1,
+                          data_dir: str | None = None) -> Iterator[list[str]]:
+    """nanochat's: the documents of every `step`-th row group of each shard from `start` on, a list each."""
+    for shard in list_shards(data_dir, split):
+        for row_group in range(start, len(shard.rows), step):
+            yield [text for text in shard.read(row_group).to_pylist() if text is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Shards: listing and reading
+# The index: what is in a folder, known before the first read
+
+INDEX = "index.json"
+INDEX_FORMAT = 1
+FOOTERS_AT_ONCE = 32
+
+
+def read_index(folder: str) -> dict:
+    """
+    What is in a folder or URI: from its index.json, or from ours of it, or from its footers, read now.
+
+    {"format": 1, "kind": "text", "dtype": None, "tokenizer": None, "shards":
+     {"shard_00000.parquet": {"bytes": 1925, "text_bytes": 1925, "rows": [1024, 700]}, ...}}
+    rows: documents of each row group; text_bytes: of the text shard, also where this one holds its tokens.
+    """
+    files, index = files_and_index(folder)
+    if index is None:
+        return index_of_ours(folder, files)
+    if problem := difference(index["shards"], files):
+        raise ValueError(f"{join_name(folder, INDEX)} does not fit its folder: {problem}; "
+                         f"if the folder is as you want it, type: {index_command(folder)}")
+    return index
+
+
+def files_and_index(folder):
+    """What lies in a folder, and what its index.json says; None where it has none."""
+    if is_http(folder):
+        index = parse_index(patiently(lambda: http_get(folder).content, folder), folder)
+        return {name: File(entry["bytes"], None) for name, entry in index["shards"].items()}, index
+    files, beside = list_files(folder)
+    check_some(files, folder)
+    if beside is None:
+        return files, None
+    with open_file(folder, INDEX, beside.size) as file:
+        return files, parse_index(file.read(), join_name(folder, INDEX))
+
+
+def difference(indexed, files):
+    """The first shard about which an index and a listing differ, and how; None where they agree."""
+    for name in sorted(indexed.keys() | files.keys()):
+        if name not in files:
+            return f"{name} is in the index only"
+        if name not in indexed:
+            return f"{name} is not in the index"
+        if indexed[name]["bytes"] != files[name].size:
+            return f"{name} has {files[name].size:,} bytes, {indexed[name]['bytes']:,} in the index"
+    return None
+
+
+def index_of_ours(folder, files):
+    """Of a folder that has none: kept under the base directory, made anew where the folder has changed."""
+    modified = {name: file.modified for name, file in files.items()}
+    place = folder if "://" in folder else os.path.realpath(folder)
+    key = hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
+    path = os.path.join(get_base_dir(), "index", f"{key}.json")
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    with lock_file(path + ".lock"):    # one process of a node reads the footers, the others wait for it
+        kept = read_json(path)
+        if kept.get("modified") == modified and not difference(kept["index"]["shards"], files):
+            return kept["index"]
+        index = make_index(folder, files)
+        if index["kind"] == "tokens":
+            raise ValueError(f"{folder}: no {INDEX} stands beside these token shards; it comes when all are "
+                             "there: let `python -m dev.prepare tokenize` end, or copy that file too")
+        write_whole(path, json.dumps({"modified": modified, "index": index}).encode())
+    print(f"{folder}: {describe_split(all_shards(folder))}", file=sys.stderr, flush=True)
+    return index
+
+
+def make_index(folder, files):
+    """From the footers of these files."""
+    progress, shards, heads = Progress(len(files), "footers"), {}, {}
+    with ThreadPoolExecutor(FOOTERS_AT_ONCE) as pool:
+        read = functools.partial(read_entry, folder)
+        for (name, _), (head, entry) in in_order(pool, read, files.items(), 4 * FOOTERS_AT_ONCE):
+            shards[name] = entry
+            heads.setdefault(json.dumps(head), name)
+            progress.add(done=1)
+    progress.close()
+    if len(heads) > 1:
+        (one, first), (other, second), *_ = heads.items()
+        raise ValueError(f"{folder} holds shards of two kinds, {first}: {one} and {second}: {other}; "
+                         "keep each kind in a folder of its own")
+    return {"format": INDEX_FORMAT, **head, "shards": shards}
+
+
+def read_entry(folder, item):
+    """What an index says of all shards of a folder, and of this one."""
+    name, file = item
+    with errors_named(folder, name, "footer"):
+        metadata = patiently(lambda: read_metadata(folder, name, file.size), folder)
+        schema, extra = metadata.schema.to_arrow_schema(), metadata.metadata or {}
+        kind = "tokens" if "tokens" in schema.names and "text" not in schema.names else "text"
+        check_column(join_name(folder, name), schema, kind)
+        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+        if sum(rows) != metadata.num_rows or len(checksums_in(metadata) or rows) != len(rows):
+            raise ValueError("its footer contradicts itself")
+        head, text_bytes = {"kind": kind, "dtype": None, "tokenizer": None}, file.size
+        if kind == "tokens":
+            head["dtype"] = extra[b"nanoloader.dtype"].decode()
+            head["tokenizer"] = extra[b"nanoloader.tokenizer"].decode()
+            text_bytes = int(extra[b"nanoloader.text_size"])
+        return head, {"bytes": file.size, "text_bytes": text_bytes, "rows": rows}
+
+
+def write_index(folder: str, out: str | None = None) -> dict:
+    """Read the footers of a folder or URI and write their index, beside them unless `out` names a file."""
+    if out is None:
+        check_local(folder)
+    files, _ = list_files(folder)
+    check_some(files, folder)
+    index = make_index(folder, files)
+    write_whole(out or os.path.join(folder, INDEX), json.dumps(index).encode())
+    return index
+
+
+def index_command(folder):
+    out = f" --out {INDEX}, and copy that beside the shards" if "://" in folder else ""
+    return f"python dataset.py index {shlex.quote(folder)}{out}"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Reading
 
 CHECKSUMS = b"nanoloader.checksums"    # in a footer: the checksum of each row group's documents
 
@@ -274,92 +247,58 @@ class ShardError(OSError):
     """A shard that cannot be read as it was written; the message names it, and what to type next."""
 
 
+@dataclass(eq=False)
 class Shard:
     """
     One parquet file of documents (column `text`) or of their token ids (column `tokens`).
 
-    `size` is that of the text shard, also where this one holds its tokens: one fingerprint for both. Nothing
-    is opened before `rows`, `kind`, `dtype` or `read` need it, and nothing stays open. Thread-safe.
+    All is known from the index; only `read` opens the file, and nothing stays open. Thread-safe.
     """
-
-    def __init__(self, folder, name, file_size, text_size=None):
-        self.folder, self.name, self.file_size, self.text_size = folder, name, file_size, text_size
-        self.path, self.size = join_name(folder, name), file_size if text_size is None else text_size
-        self.facts = None
-
-    @property
-    def rows(self) -> list[int]:
-        """Documents in each row group."""
-        return self.footer()["rows"]
+    folder: str
+    name: str
+    file_size: int
+    size: int                  # bytes of the text shard, also of one of tokens: one fingerprint for both
+    rows: list[int]            # documents in each row group
+    kind: str                  # 'text' or 'tokens'
+    dtype: np.dtype | None     # of the token ids
+    fingerprint: str | None    # of the tokenizer that made them
 
     @property
-    def kind(self) -> str:
-        """'text' or 'tokens'."""
-        return self.footer()["kind"]
-
-    @property
-    def dtype(self) -> np.dtype | None:
-        """Of the token ids."""
-        return self.footer()["dtype"]
-
-    @property
-    def fingerprint(self) -> str | None:
-        """Of the tokenizer that made the ids."""
-        return self.footer()["fingerprint"]
+    def path(self) -> str:
+        return join_name(self.folder, self.name)
 
     def read(self, row_group: int) -> pa.Array:
         """All documents of a row group: strings, or binary with raw token ids; ShardError if damaged."""
-        return self._attempt(lambda: self._read(row_group), f"row group {row_group}")
+        with errors_named(self.folder, self.name, f"row group {row_group}"):
+            return patiently(lambda: self._read(row_group), self.folder)
 
     def _read(self, row_group):
-        facts = self.footer()
-        rows, kind, checksums = facts["rows"][row_group], facts["kind"], facts["checksums"]
+        metadata = read_metadata(self.folder, self.name, self.file_size)
+        checksums = checksums_in(metadata)
         with open_file(self.folder, self.name, self.file_size) as file:
             # Our checksum of ids says all that the pages' would, which cost two thirds of the speed.
-            pages = kind == "text" or not checksums
-            parquet = pq.ParquetFile(file, metadata=read_metadata(self.folder, self.name, self.file_size),
-                                     page_checksum_verification=pages, pre_buffer=False)
-            table = parquet.read_row_group(row_group, columns=[kind], use_threads=False)
-        array = one_array(table.column(0), kind)
-        if len(array) != rows:
-            raise ValueError(f"it has {len(array):,} documents, but its footer said {rows:,}")
+            pages = self.kind == "text" or not checksums
+            parquet = pq.ParquetFile(file, metadata=metadata, pre_buffer=False,
+                                     page_checksum_verification=pages)
+            table = parquet.read_row_group(row_group, columns=[self.kind], use_threads=False)
+        array = one_array(table.column(0), self.kind)
+        if len(array) != self.rows[row_group]:
+            raise ValueError(f"it has {len(array):,} documents, {self.rows[row_group]:,} in the index")
         if checksums and checksum(array) != checksums[row_group]:
             raise ValueError("its documents are not those that were written (checksum)")
         array.validate(full=True)    # UTF-8 and offsets: 24 GB/s
         return array
 
-    def footer(self):
-        """What is kept of the footer: a few numbers, so that thousands of shards cost little."""
-        if self.facts is None:    # no lock, which a fork could inherit taken; read twice does no harm
-            metadata = self._attempt(lambda: read_metadata(self.folder, self.name, self.file_size), "footer")
-            self.facts = self._attempt(lambda: self._facts(metadata), "footer", attempts=1)
-        return self.facts
 
-    def _facts(self, metadata):
-        schema, extra = metadata.schema.to_arrow_schema(), metadata.metadata or {}
-        kind = "tokens" if "tokens" in schema.names and "text" not in schema.names else "text"
-        check_column(schema, kind)
-        rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        checksums = json.loads(extra[CHECKSUMS]) if CHECKSUMS in extra else None
-        if sum(rows) != metadata.num_rows or len(checksums or rows) != len(rows):
-            raise ValueError("its footer contradicts itself")
-        facts = {"kind": kind, "rows": rows, "checksums": checksums, "dtype": None, "fingerprint": None}
-        if kind == "tokens":
-            if self.text_size is None:
-                raise ValueError("no source.json stands beside it; let `python -m dev.prepare tokenize` end")
-            facts["dtype"] = np.dtype(extra[b"nanoloader.dtype"].decode()).newbyteorder("<")
-            facts["fingerprint"] = extra[b"nanoloader.tokenizer"].decode()
-        return facts
+def make_shard(folder, name, head, entry):
+    dtype = head["dtype"] and np.dtype(head["dtype"]).newbyteorder("<")
+    return Shard(folder, name, entry["bytes"], entry["text_bytes"], entry["rows"], head["kind"], dtype,
+                 head["tokenizer"])
 
-    def _attempt(self, work, place, attempts=None):
-        """work(), again where the shard is far away; what still fails names the shard, and what to type."""
-        try:
-            return retry(work, attempts or (READ_ATTEMPTS if "://" in self.folder else 1))
-        except ShardError:
-            raise
-        except Exception as error:    # whatever damaged bytes make pyarrow raise
-            raise ShardError(f"{self.path}, {place}: {one_line(error)}; check it with: "
-                             f"python -m dev.prepare verify --data {self.folder}") from error
+
+def open_shard(folder: str, name: str, file: "File") -> Shard:
+    """From its own footer, whatever an index says."""
+    return make_shard(folder, name, *read_entry(folder, (name, file)))
 
 
 @functools.lru_cache(maxsize=64)
@@ -369,14 +308,22 @@ def read_metadata(folder, name, size):
         return pq.ParquetFile(file).metadata
 
 
-def check_column(schema, kind):
-    if kind not in schema.names:
-        names = ", ".join(map(repr, schema.names))
-        raise ValueError(f"it has no column `text`, only {names}; make shards of it with: "
-                         f"python -m dev.prepare convert FILES --text_key {(schema.names or ['COLUMN'])[0]}")
-    seen = schema.field(kind).type
-    if not (is_text(seen) if kind == "text" else pa.types.is_binary(seen)):
-        raise ValueError(f"its column `{kind}` holds {seen}, not {'strings' if kind == 'text' else 'binary'}")
+def checksums_in(metadata):
+    """Of each row group; None in shards that others wrote."""
+    extra = metadata.metadata or {}
+    return json.loads(extra[CHECKSUMS]) if CHECKSUMS in extra else None
+
+
+@contextlib.contextmanager
+def errors_named(folder, name, place):
+    """Whatever damaged bytes make pyarrow raise becomes an error that names the shard, and what to type."""
+    try:
+        yield
+    except ShardError:
+        raise
+    except Exception as error:
+        raise ShardError(f"{join_name(folder, name)}, {place}: {one_line(error)}; check it with: "
+                         f"python -m dev.prepare verify --data {shlex.quote(folder)}") from error
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -421,49 +368,6 @@ def checksum(array: pa.Array) -> int:
     return zlib.crc32(content[whole * 4096:], zlib.crc32(words.sum(axis=1, dtype="<u8"), crc))
 
 
-def list_parquet_files(data_dir: str | None = None) -> list[str]:
-    """Full paths (or URIs) of the shards in a folder, sorted; the last one is val."""
-    folder = data_dir or default_data_dir()
-    return [join_name(folder, name) for name in list_files(folder) if name.endswith(".parquet")]
-
-
-def list_shards(data_dir: str | None, split: str) -> list[Shard]:
-    """The shards of a split: the last file is val, the others are train. One listing; no shard is opened."""
-    if split not in ("train", "val"):
-        raise ValueError(f"split is {split!r}; expected 'train' or 'val'")
-    shards = all_shards(data_dir or default_data_dir())
-    if len(shards) == 1:
-        raise ValueError(f"there is only one parquet file, {shards[0].path}; the last one is val, so there "
-                         "must be two: python dataset.py -n 8 gets more, python -m dev.prepare convert makes "
-                         "them of your own text")
-    return shards[-1:] if split == "val" else shards[:-1]
-
-
-def all_shards(folder):
-    files = list_files(folder)
-    shards = {name: size for name, size in files.items() if name.endswith(".parquet")}
-    if not shards:
-        raise FileNotFoundError(f"no parquet files in {folder}; get some with: python dataset.py -n 8, "
-                                "or make them of your own text: python -m dev.prepare convert FILES")
-    texts = {}
-    if "source.json" in files:    # token shards
-        with open_file(folder, "source.json", files["source.json"]) as file:
-            texts = json.loads(file.read())
-        if texts.keys() != shards.keys():
-            odd = ", ".join(sorted(texts.keys() ^ shards.keys())[:3])
-            raise ValueError(f"{folder}: source.json and the shards beside it differ in {odd}; "
-                             "run `python -m dev.prepare tokenize` again")
-    return [Shard(folder, name, size, texts.get(name)) for name, size in shards.items()]
-
-
-def parquets_iter_batched(split: str, start: int = 0, step: int = 1,
-                          data_dir: str | None = None) -> Iterator[list[str]]:
-    """nanochat's: the documents of every `step`-th row group of each shard from `start` on, a list each."""
-    for shard in list_shards(data_dir, split):
-        for row_group in range(start, len(shard.rows), step):
-            yield [text for text in shard.read(row_group).to_pylist() if text is not None]
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Writing shards
 
@@ -499,11 +403,6 @@ def write_whole(path: str, data: bytes) -> None:
 def sync(path):
     with open(path, "rb+") as file:
         os.fsync(file.fileno())
-
-
-def check_local(folder):
-    if "://" in folder:
-        raise ValueError(f"cannot write to {folder}: write to a local folder, then copy it there")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -550,6 +449,7 @@ def build_builtin_corpus(folder: str) -> None:
             cuts = itertools.pairwise(np.linspace(0, len(part), BUILTIN_ROW_GROUPS + 1).astype(int))
             groups = (pa.array(part[a:b], pa.string()) for a, b in cuts)
             write_shard(f"{building}/shard_{number:05d}.parquet", groups)
+        write_index(building)
         with contextlib.suppress(OSError):    # another process was faster: its folder is the same
             os.rename(building, folder)
     finally:
@@ -568,6 +468,198 @@ def standard_library(root):
         with contextlib.suppress(UnicodeDecodeError, OSError), open(path, encoding="utf-8") as file:
             documents.append(file.read())
     return [text for text in documents if text]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Folders and files, here or far away
+
+TIMEOUT = (10, 30)       # seconds to connect, seconds without a byte
+RETRY_SECONDS = 1.0      # the first wait, about; doubled each time
+READ_ATTEMPTS = 5        # at one thing that is far away
+BUSY_SECONDS = 600       # so long a server that says it is busy (429, 503) is waited for
+REQUESTS_AT_ONCE = 32    # of one process
+
+
+class File(NamedTuple):
+    size: int
+    modified: int | None    # nanoseconds
+
+
+def get_base_dir() -> str:
+    """$NANOLOADER_BASE_DIR, or ~/.cache/nanoloader; made on demand."""
+    base = os.environ.get("NANOLOADER_BASE_DIR") or os.path.expanduser("~/.cache/nanoloader")
+    os.makedirs(base, exist_ok=True)
+    return base
+
+
+def default_data_dir() -> str:
+    """Where downloads and conversions go, and where train.py looks first."""
+    return os.path.join(get_base_dir(), "base_data")
+
+
+def list_files(folder: str) -> tuple[dict[str, File], File | None]:
+    """{name: File} of the shards in a folder, or if there are none in its subfolder data/; and index.json."""
+    if is_http(folder):
+        raise ValueError(f"{folder}: a web server lists no files; name the index.json beside its shards")
+    list_folder = far_files if "://" in folder else local_files
+    files = list_folder(folder, "")
+    if not files.keys() - {INDEX}:
+        files |= list_folder(folder, "data/")    # the layout of Hugging Face's repositories
+    for name in files:
+        check_name(name, folder)
+    index = files.pop(INDEX, None)
+    return dict(sorted(files.items())), index
+
+
+def local_files(folder, below):
+    root, files = os.path.join(folder, below), {}
+    for name in os.listdir(root) if os.path.isdir(root) else ():
+        if is_shard(name) or name == INDEX:
+            seen = os.stat(os.path.join(root, name))    # an error for a link to nothing, which pyarrow leaves out
+            if stat.S_ISREG(seen.st_mode):
+                files[below + name] = File(seen.st_size, seen.st_mtime_ns)
+    return files
+
+
+def far_files(folder, below):
+    fs, root = remote_filesystem(folder)
+    found = fs.get_file_info(pafs.FileSelector(f"{root}/{below}".rstrip("/"), allow_not_found=True))
+    return {below + info.base_name: File(info.size, info.mtime_ns) for info in found
+            if info.is_file and (is_shard(info.base_name) or info.base_name == INDEX)}
+
+
+def is_shard(name):
+    """Others' tools put files beside their shards whose names begin with . or _"""
+    return name.endswith(".parquet") and not os.path.basename(name).startswith((".", "_"))
+
+
+def is_http(folder):
+    return folder.startswith(("http://", "https://"))
+
+
+def join_name(folder, name):
+    """Path or URI of a file. Example: s3://bucket/dir?region=x, f -> s3://bucket/dir/f?region=x"""
+    if is_http(folder):
+        return urljoin(folder, quote(name))
+    head, mark, query = folder.partition("?") if "://" in folder else (folder, "", "")
+    return f"{head.rstrip('/')}/{name}{mark}{query}"
+
+
+def filesystem_of(folder):
+    """(file system, path in it) of a folder or URI."""
+    return remote_filesystem(folder) if "://" in folder else (pafs.LocalFileSystem(), os.path.abspath(folder))
+
+
+@functools.lru_cache(maxsize=16)
+def remote_filesystem(folder):
+    """pyarrow's own where it has one, else fsspec's."""
+    try:
+        return pafs.FileSystem.from_uri(folder)
+    except (pa.ArrowException, ImportError) as error:
+        try:
+            import fsspec
+
+            fs, path = fsspec.core.url_to_fs(folder)
+        except (ImportError, ValueError) as missing:
+            raise ValueError(
+                f"cannot open {folder}: pyarrow says: {one_line(error)}; fsspec says: {missing}; install "
+                f"fsspec and its client for {folder.split(':')[0]}://, or copy it to a disk") from missing
+        return pafs.PyFileSystem(pafs.FSSpecHandler(fs)), path
+
+
+def open_file(folder, name, size):
+    """A seekable pyarrow file; an error where it does not have the size that was listed."""
+    if is_http(folder):
+        return pa.PythonFile(HttpFile(join_name(folder, name), size), mode="r")
+    fs, root = filesystem_of(folder)
+    file = fs.open_input_file(f"{root}/{name}")    # no memory map: a file that is cut meanwhile would kill us
+    if file.size() != size:
+        raise OSError(f"it has {file.size():,} bytes, but {size:,} when the folder was listed")
+    return file
+
+
+class HttpFile(io.RawIOBase):
+    """A seekable file over HTTP range requests; one row group is one request."""
+
+    def __init__(self, url, size):
+        self.url, self.length, self.position = url, size, 0
+
+    def readable(self):
+        return True
+
+    def seekable(self):
+        return True
+
+    def seek(self, offset, whence=0):
+        self.position = offset + (0, self.position, self.length)[whence]
+        return self.position
+
+    def readinto(self, buffer):
+        end = min(self.position + len(buffer), self.length)
+        if end <= self.position:
+            return 0
+        response = http_get(self.url, {"Range": f"bytes={self.position}-{end - 1}"})
+        seen, wanted = response.headers.get("Content-Range"), f"bytes {self.position}-{end - 1}/{self.length}"
+        if response.status_code != 206 or seen != wanted:
+            raise OSError(f"asked for {wanted}, got {seen or 'no range'}, status {response.status_code}")
+        buffer[:end - self.position] = response.content
+        self.position = end
+        return len(response.content)
+
+
+class Busy(OSError):
+    """An answer that asks to wait, and for how many seconds at least."""
+
+    def __init__(self, answer, seconds):
+        super().__init__(answer)
+        self.seconds = seconds
+
+
+def http_get(url, headers=None):
+    response = requests.get(url, headers={"Accept-Encoding": "identity"} | (headers or {}), timeout=TIMEOUT)
+    answer = f"the server answered {response.status_code} {response.reason}"
+    if response.status_code in (429, 503):
+        after = response.headers.get("Retry-After", "")
+        raise Busy(answer, int(after) if after.isdigit() else 0)
+    if response.status_code not in (200, 206):
+        raise OSError(answer)
+    return response
+
+
+def patiently(work, folder):
+    """work(); where the folder is far away, again after growing waits, and never too many at once."""
+    if "://" not in folder:
+        return work()
+    began, failures = time.monotonic(), 0
+    for attempt in itertools.count():
+        try:
+            with requests_in_flight:
+                return work()
+        except Busy as busy:
+            if time.monotonic() - began > BUSY_SECONDS:
+                raise
+            wait = max(busy.seconds * random.uniform(1, 1.5), retry_wait(attempt))
+        except Exception:
+            failures += 1
+            if failures == READ_ATTEMPTS:
+                raise
+            wait = retry_wait(attempt)
+        time.sleep(wait)
+
+
+def retry_wait(attempt):
+    return random.uniform(0.5, 1) * RETRY_SECONDS * 2 ** min(attempt, 5)
+
+
+def count_requests_anew():
+    """In a forked child, too: its parent's threads may have been in the middle of requests."""
+    global requests_in_flight
+    requests_in_flight = threading.Semaphore(REQUESTS_AT_ONCE)
+
+
+count_requests_anew()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=count_requests_anew)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -619,7 +711,17 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
     finally:
         stop.set()
         progress.close()
+    index_what_is_there(folder)
     return failed
+
+
+def index_what_is_there(folder):
+    """The index of the folder as it is when this returns, also where several downloaders end at once."""
+    while files := list_files(folder)[0]:
+        index = read_json(os.path.join(folder, INDEX))
+        if index and not difference(index["shards"], files):
+            return
+        write_index(folder)
 
 
 def fetch_locked(url, path, progress, stop):
@@ -743,6 +845,7 @@ def rename_whole(part, path):
     sync(part)
     with open(os.path.join(os.path.dirname(path), "SHA256SUMS"), "a") as file:
         file.write(f"{seen}  {os.path.basename(path)}\n")    # for verify, or sha256sum -c
+    remove(os.path.join(os.path.dirname(path), INDEX))    # it is made anew when all are there
     os.replace(part, path)
     remove(part + ".json")
 
@@ -780,6 +883,153 @@ def remove(*paths):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# What is refused
+
+def check_name(name, where):
+    """A name in a listing or an index stays below its folder, here and wherever it is copied to."""
+    parts = name.replace("\\", "/").split("/")
+    if {"", ".", ".."} & set(parts) or os.path.splitdrive(name)[0] or not (is_shard(name) or name == INDEX):
+        raise ValueError(f"{where}: {name!r} is no name for a shard; expected one such as "
+                         "shard_00000.parquet, without .. or an address")
+
+
+def check_some(files, folder):
+    if not files:
+        raise FileNotFoundError(f"no parquet files in {folder}; get some with: python dataset.py -n 8, "
+                                "or make them of your own text: python -m dev.prepare convert FILES")
+
+
+def parse_index(data, where):
+    """The index in these bytes; an error where it is none, or not one of ours."""
+    try:
+        index = json.loads(data)
+        if index["format"] != INDEX_FORMAT:
+            raise ValueError(f"it has format {index['format']!r}, this code reads {INDEX_FORMAT}")
+        known = index["kind"] in ("text", "tokens") and index["dtype"] in (None, "uint16", "uint32")
+        for name, entry in index["shards"].items():
+            check_name(name, where)
+            numbers = [entry["bytes"], entry["text_bytes"], *entry["rows"]]
+            known = known and set(map(type, numbers)) == {int} and min(numbers) >= 0
+        if not known:
+            raise ValueError("what it says of its shards is not understood")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{where} is no index of shards ({type(error).__name__}: {one_line(error)}); make "
+                         "it where they are: python dataset.py index FOLDER") from error
+    return index
+
+
+def check_column(path, schema, kind):
+    if kind not in schema.names:
+        names = ", ".join(map(repr, schema.names))
+        key = next((field.name for field in schema if is_text(field.type)), "COLUMN")
+        raise ShardError(f"{path}: it has no column `text`, only {names}; make shards of it with: "
+                         f"python -m dev.prepare convert FILES --text_key {shlex.quote(key)}")
+    seen = schema.field(kind).type
+    if not (is_text(seen) if kind == "text" else pa.types.is_binary(seen)):
+        raise ShardError(f"{path}: its column `{kind}` holds {seen}, not "
+                         f"{'strings' if kind == 'text' else 'binary'}")
+
+
+def check_local(folder):
+    if "://" in folder:
+        raise ValueError(f"cannot write to {folder}: write to a local folder, then copy it there")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Processes and the screen
+
+@contextlib.contextmanager
+def lock_file(path, wait=True):
+    """Hold a lock file; yields whether we do. The system frees it when its holder dies."""
+    with open(path, "a") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except ImportError:    # Windows: no lock; the renames are atomic all the same
+            pass
+        except BlockingIOError:
+            yield False
+            return
+        yield True
+
+
+def in_order(executor, function, items, ahead):
+    """(item, function(item)) of each item, in order, at most `ahead` of them under way."""
+    waiting = deque()
+    try:
+        for item in items:
+            waiting.append((item, executor.submit(function, item)))
+            if len(waiting) >= ahead:
+                item, future = waiting.popleft()
+                yield item, future.result()
+        while waiting:
+            item, future = waiting.popleft()
+            yield item, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def one_line(error):
+    """What an error says; of those of requests, the reason without the address, which we name ourselves."""
+    error = getattr(error.args[0] if error.args else error, "reason", None) or error
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextlib.contextmanager
+def errors_in_one_line(stopped="stopped"):
+    """For a command: what its user, a disk or a pipe can cause is a line on the screen, and no traceback."""
+    try:
+        yield
+    except BrokenPipeError:    # as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except KeyboardInterrupt:
+        sys.exit(f"\n{stopped}")
+    except (OSError, ValueError, ImportError, pa.ArrowException) as error:
+        sys.exit(f"error: {one_line(error)}")
+
+
+class Progress:
+    """One line on the screen: pieces done, megabytes, rate, time left. Any thread may report."""
+
+    def __init__(self, total, unit, piece_bytes=0):
+        self.total, self.unit, self.piece_bytes = total, unit, piece_bytes    # piece_bytes: of one, about
+        self.done = self.bytes = 0
+        self.began = self.shown = time.time()
+        self.lock = threading.Lock()
+
+    def add(self, n_bytes=0, done=0):
+        with self.lock:
+            self.bytes, self.done = self.bytes + n_bytes, self.done + done
+            if time.time() - self.shown > (0.2 if sys.stderr.isatty() else 10):
+                self.show()
+
+    def show(self, end=""):
+        self.shown = time.time()
+        spent = max(self.shown - self.began, 1e-3)
+        rate = self.bytes / spent
+        left = (self.total - self.done) * (self.piece_bytes / max(rate, 1) if self.piece_bytes
+                                           else spent / max(self.done, 1))
+        when = f"{spent:7.1f} s" if end else f"{int(left) // 60:4}:{int(left) % 60:02} left"
+        line = (f"{self.done:6,} / {self.total:,} {self.unit}  {self.bytes / 1e6:10,.1f} MB  "
+                f"{rate / 1e6:7.1f} MB/s  {when}")
+        print(f"\r{line:<78}" if sys.stderr.isatty() else line, end=end if sys.stderr.isatty() else "\n",
+              file=sys.stderr, flush=True)
+
+    def close(self):
+        """Of what took less than a second, nothing is shown."""
+        with self.lock:
+            if time.time() - self.began > 1:
+                self.show(end="\n")
+
+
+# ---------------------------------------------------------------------------------------------------------
 # The command line
 
 def main(argv: list[str] | None = None) -> None:
@@ -805,22 +1055,33 @@ def make_parser():
     add("-n", "--num_files", type=int, required=True, help="train shards, -1 for all; val comes too")
     add("-w", "--num_workers", type=int, default=4, help="downloads at once (default 4)")
     add("--base_url", default=BASE_URL, help="a mirror: what stands in front of /shard_00000.parquet")
-    add("--out", default=default_data_dir(), help="folder (default: %(default)s)")
+    add("--out", help="folder (default: where train.py looks)")
+    add = command("index", run_index, "write the index.json of a folder or bucket that has none")
+    add("folder", help="folder or URI of parquet shards")
+    add("--out", help="file (default: index.json in the folder)")
     return parser
 
 
 def run_download(flags):
     if flags.num_files == 0 or flags.num_files < -1:
         raise ValueError(f"-n {flags.num_files}: expected how many train shards, or -1 for all {MAX_SHARD:,}")
+    folder = flags.out or default_data_dir()
     count = MAX_SHARD if flags.num_files == -1 else min(flags.num_files, MAX_SHARD)
     # Val first: were it the last to come, another shard would be val meanwhile.
     names = [f"shard_{number:05d}.parquet" for number in (MAX_SHARD, *range(count))]
-    failed = download(names, flags.out, flags.base_url.rstrip("/"), flags.num_workers)
-    print(f"{len(names) - len(failed):,} of {len(names):,} shards are in {flags.out}")
+    failed = download(names, folder, flags.base_url.rstrip("/"), flags.num_workers)
+    print(f"{len(names) - len(failed):,} of {len(names):,} shards are in {folder}")
     for name, reason in sorted(failed.items()):
         print(f"missing: {name}: {reason}")
     if failed:
         sys.exit(f"error: {len(failed):,} shards are missing; the same command fetches just those")
+
+
+def run_index(flags):
+    index = write_index(flags.folder, flags.out)
+    rows = [entry["rows"] for entry in index["shards"].values()]
+    print(f"{len(rows):,} shards, {sum(map(len, rows)):,} row groups, {sum(map(sum, rows)):,} documents, in "
+          f"{flags.out or os.path.join(flags.folder, INDEX)}")
 
 
 if __name__ == "__main__":

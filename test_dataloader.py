@@ -233,6 +233,20 @@ def run_command(command, *args, **env):
                           env={**os.environ, **env}, timeout=60)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def base_of_the_tests(tmp_path_factory):
+    """Indexes of the tests' folders do not go where the user's go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOLOADER_BASE_DIR", str(tmp_path_factory.mktemp("nanoloader")))
+        yield
+
+
+def open_shard(folder, name):
+    """From its own footer, without an index."""
+    path = os.path.join(folder, name)
+    return dataset.open_shard(str(folder), name, dataset.File(os.path.getsize(path), None))
+
+
 @pytest.fixture
 def quick(monkeypatch):
     """Retries without the long waits."""
@@ -293,6 +307,7 @@ def test_find_data_prefers_given_then_downloaded_then_builtin(tmp_path, monkeypa
 
 def test_last_shard_is_val_and_listing_opens_no_file(tmp_path, monkeypatch):
     texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     monkeypatch.setattr(dataset, "read_metadata", None)
     train, val = dataset.list_shards(str(tmp_path), "train"), dataset.list_shards(str(tmp_path), "val")
     assert [s.name for s in train + val] == [f"shard_{i:05d}.parquet" for i in range(3)]
@@ -309,12 +324,12 @@ def test_each_unusable_folder_has_its_own_error(tmp_path):
     make_shards(tmp_path, counts=(8,))
     with pytest.raises(ValueError, match="only one parquet file"):
         dataset.list_shards(str(tmp_path), "val")
-    pq.write_table(pa.table({"raw": ["a"], "n": [1]}), tmp_path / "shard_00001.parquet")
-    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'raw', 'n'.*--text_key raw"):
-        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+    pq.write_table(pa.table({"n": [1], "raw": ["a"]}), tmp_path / "shard_00001.parquet")
+    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'n', 'raw'.*--text_key raw"):
+        dataset.list_shards(str(tmp_path), "val")
     pq.write_table(pa.table({"text": [1]}), tmp_path / "shard_00001.parquet")
     with pytest.raises(OSError, match="holds int64, not strings"):
-        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+        dataset.list_shards(str(tmp_path), "val")
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(),
@@ -323,14 +338,14 @@ def test_foreign_parquet_of_any_string_type_reads_the_same(tmp_path, kind):
     texts = [*make_texts(50), None, ""]
     pq.write_table(pa.table({"id": range(52), "text": pa.array(texts).cast(kind)}), tmp_path / "a.parquet",
                    row_group_size=20)
-    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    shard = open_shard(tmp_path, "a.parquet")
     assert shard.rows == [20, 20, 12] and shard.kind == "text" and shard.dtype is None
     assert [text for i in range(3) for text in shard.read(i).to_pylist()] == texts
 
 
 def test_text_is_read_beside_a_column_of_another_kind_of_tokens(tmp_path):
     pq.write_table(pa.table({"text": ["a b"], "tokens": [2]}), tmp_path / "a.parquet")
-    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    shard = open_shard(tmp_path, "a.parquet")
     assert shard.kind == "text" and shard.read(0).to_pylist() == ["a b"]
 
 
@@ -339,7 +354,7 @@ def test_invalid_utf8_in_a_shard_is_an_error(tmp_path):
     broken = pa.Array.from_buffers(pa.string(), 1, buffers)
     pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
     with pytest.raises(OSError, match=r"a.parquet, row group 0.*dev.prepare verify"):
-        dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet")).read(0)
+        open_shard(tmp_path, "a.parquet").read(0)
 
 
 def test_shard_that_changed_is_an_error(tmp_path):
@@ -397,8 +412,8 @@ def check_corruptions(folder, n, seed):
         with open(path, "wb") as file:
             file.write(damaged)
         dataset.read_metadata.cache_clear()
-        shard = dataset.Shard(str(folder), "shard_00000.parquet", len(damaged))
         try:
+            shard = open_shard(folder, "shard_00000.parquet")
             seen = [text for i in range(len(shard.rows)) for text in shard.read(i).to_pylist()]
             outcome = "harmless" if seen == want else "OTHER TEXT"
         except dataset.ShardError as error:
@@ -416,6 +431,167 @@ def test_corrupted_shard_never_yields_other_text(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The index: what is in a folder, known before the first read
+
+def count_footers(monkeypatch):
+    """The names of the shards whose footers are read from now on."""
+    names, read = [], dataset.read_entry
+    counted = lambda folder, item: names.append(item[0]) or read(folder, item)    # noqa: E731
+    monkeypatch.setattr(dataset, "read_entry", counted)
+    return names
+
+
+def test_index_says_what_the_footers_say(tmp_path):
+    make_shards(tmp_path)
+    before = dataset.list_shards(str(tmp_path), "train") + dataset.list_shards(str(tmp_path), "val")
+    ended = run_command(DATASET, "index", tmp_path)
+    assert "3 shards, 12 row groups, 92 documents" in ended.stdout, ended.stderr
+    after = dataset.list_shards(str(tmp_path), "train") + dataset.list_shards(str(tmp_path), "val")
+    assert [vars(shard) for shard in before] == [vars(shard) for shard in after]
+    assert [shard.rows for shard in after] == [[8] * 5, [8] * 5, [8, 4]]
+    index = json.loads((tmp_path / "index.json").read_bytes())
+    assert index.pop("shards")["shard_00002.parquet"] == {
+        "bytes": after[2].size, "text_bytes": after[2].size, "rows": [8, 4]}
+    assert index == {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+
+
+def test_footers_of_a_folder_without_an_index_are_read_once(tmp_path, monkeypatch):
+    """... until the folder changes, even to a shard of the same size; nothing is written into it."""
+    make_shards(tmp_path)
+    before, names = sorted(os.listdir(tmp_path)), count_footers(monkeypatch)
+    for split in ("train", "val"):
+        assert dataset.list_shards(str(tmp_path), split)
+    assert sorted(names) == sorted(os.listdir(tmp_path)) == before
+    os.utime(tmp_path / "shard_00001.parquet", ns=(0, 0))
+    dataset.list_shards(str(tmp_path), "train")
+    assert len(names) == 6
+    for path in glob.glob(os.environ["NANOLOADER_BASE_DIR"] + "/index/*.json"):
+        with open(path, "w") as file:
+            file.write('{"modified": ')    # torn
+    dataset.list_shards(str(tmp_path), "train")
+    assert len(names) == 9
+
+
+def test_one_process_of_a_node_reads_the_footers(tmp_path):
+    """Four start at once: one says what it found, and every one knows."""
+    make_shards(tmp_path / "data")
+    code = f"import dataset; print(len(dataset.list_shards({str(tmp_path / 'data')!r}, 'train')))"
+    processes = [subprocess.Popen([sys.executable, "-c", code], text=True, cwd=HERE, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE,
+                                  env={**os.environ, "NANOLOADER_BASE_DIR": str(tmp_path / "base")})
+                 for _ in range(4)]
+    out, err = zip(*(process.communicate(timeout=60) for process in processes), strict=True)
+    assert out == ("2\n",) * 4
+    said = f"{tmp_path}/data: 92 documents; 2 train shards, 1 val (the last file, shard_00002.parquet)\n"
+    assert sorted(err) == ["", "", "", said]
+
+
+def test_folder_that_does_not_fit_its_index_is_an_error(tmp_path):
+    make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
+    path = tmp_path / "shard_00001.parquet"
+    whole, again = path.read_bytes(), f"python dataset.py index {tmp_path}"
+    for now, problem in ((None, "shard_00001.parquet is in the index only"),
+                         (whole + b"x", f"00001.parquet has {len(whole) + 1:,} bytes, {len(whole):,} in")):
+        path.unlink() if now is None else path.write_bytes(now)
+        with pytest.raises(ValueError, match=f"{problem}.*{again}"):
+            dataset.list_shards(str(tmp_path), "train")
+    path.write_bytes(whole)
+    (tmp_path / "shard_00009.parquet").write_bytes(whole)
+    with pytest.raises(ValueError, match=f"shard_00009.parquet is not in the index; .*{again}"):
+        dataset.list_shards(str(tmp_path), "train")
+    assert run_command(DATASET, "index", tmp_path).returncode == 0
+    assert dataset.list_shards(str(tmp_path), "val")[0].name == "shard_00009.parquet"
+    with pytest.raises(ValueError, match="cannot write to s3://b"):
+        dataset.write_index("s3://b/x")
+
+
+@pytest.mark.parametrize("change", [
+    b"", b"{", b"[]", b"3", {"format": 2}, {"kind": "images"}, {"dtype": "object"}, {"shards": []},
+    {"shards": {"a.parquet": {"bytes": 1}}},
+    {"shards": {"a.parquet": {"bytes": 1, "text_bytes": 1, "rows": [-1]}}},
+    {"shards": {"a.parquet": {"bytes": 1, "text_bytes": 1, "rows": ["8"]}}}], ids=repr)
+def test_damaged_index_is_an_error(tmp_path, change):
+    make_shards(tmp_path)
+    data = change if isinstance(change, bytes) else json.dumps(dataset.write_index(str(tmp_path)) | change)
+    (tmp_path / "index.json").write_bytes(data if isinstance(data, bytes) else data.encode())
+    with pytest.raises(ValueError, match=r"index.json is no index of shards .*python dataset.py index"):
+        dataset.list_shards(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize("name", [
+    "../x.parquet", "/x.parquet", "a/../../x.parquet", "http://127.0.0.1:9/x.parquet",
+    "//127.0.0.1/x.parquet", "..\\x.parquet", "", "x.json", "./x.parquet"])
+def test_names_in_an_index_stay_below_its_folder(tmp_path, quick, name, byte_tokenizer):
+    """Checked where the index is read: nothing is asked of another host, tokenize writes nowhere else."""
+    make_shards(tmp_path / "in")
+    index = dataset.write_index(str(tmp_path / "in"))
+    index["shards"][name] = index["shards"]["shard_00000.parquet"]
+    with UnrulyServer({"/in/index.json": json.dumps(index).encode()}) as server:
+        url = f"{server.url}/in/index.json"
+        for call in (lambda: dataset.list_shards(url, "train"),
+                     lambda: prepare.tokenize(url, str(tmp_path / "out" / "deep"))):
+            with pytest.raises(ValueError, match="is no name for a shard"):
+                call()
+        assert {path for path, _ in server.requests} == {"/in/index.json"}
+    assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("names, train, val, words", [
+    (["train-0-of-2", "train-1-of-2", "test-0-of-1", "validation-0-of-1"], [0, 1], [3],
+     "2 train shards, 1 val (by their names), 1 test (left out)"),
+    (["data/train-0-of-2", "data/train-1-of-2", "data/test-0-of-1"], [0], [1],
+     "1 train shards, 1 val (the last file, data/train-1-of-2.parquet), 1 test (left out)"),
+    (["training", "valid"], [0], [1], "(by their names)"),
+    (["val_1", "a", "b"], [1, 2], [0], "(by their names)"),
+    (["tester", "trainer", "value"], [0, 1], [2], "(the last file, value.parquet)"),
+    (["part-00000-5f.snappy", "part-00001-5f.snappy", "part-00002-5f.snappy"], [0, 1], [2], "the last file"),
+])
+def test_splits_are_taken_from_names_that_say_them(tmp_path, capsys, names, train, val, words):
+    """Hugging Face's layouts, also in data/; what others put beside their shards is no shard."""
+    texts = [f"{name} {i}" for i, name in enumerate(names)]
+    for name, text in zip(names, texts, strict=True):
+        os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
+        pq.write_table(pa.table({"text": [text]}), tmp_path / f"{name}.parquet")
+    for name in ("_SUCCESS", "_metadata.parquet", "._train-0.parquet", ".part-0.parquet.crc", "README.md"):
+        (tmp_path / name).write_text("no shard")
+    empty = pa.table({"text": pa.array([], pa.string())})
+    pq.write_table(empty, tmp_path / os.path.dirname(names[-1]) / "z.parquet")
+    for split, places in (("train", train), ("val", val)):
+        shards = dataset.list_shards(str(tmp_path), split)
+        assert [shard.read(0).to_pylist() for shard in shards] == [[texts[i]] for i in places]
+    assert capsys.readouterr().err.count(words) == 1
+
+
+def test_link_to_nothing_is_an_error(tmp_path):
+    make_shards(tmp_path)
+    os.symlink("/nowhere", tmp_path / "shard_00001a.parquet")
+    with pytest.raises(OSError, match=r"shard_00001a\.parquet"):
+        dataset.list_shards(str(tmp_path), "train")
+
+
+def test_a_folder_of_two_kinds_is_an_error(tmp_path, byte_tokenizer):
+    make_shards(tmp_path / "text")
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    os.rename(tmp_path / "tokens" / "shard_00001.parquet", tmp_path / "text" / "shard_00003.parquet")
+    with pytest.raises(ValueError, match=r"two kinds, .*shard_00003.parquet"):
+        dataset.list_shards(str(tmp_path / "text"), "train")
+
+
+def test_ten_thousand_shards_are_listed_in_a_moment(tmp_path):
+    """With an index: no footer is opened, and a Shard costs microseconds."""
+    for i in range(10_000):
+        (tmp_path / f"shard_{i:05d}.parquet").touch()
+    entry = {"bytes": 0, "text_bytes": 100_000_000, "rows": [1024] * 50}
+    index = {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+    index["shards"] = {f"shard_{i:05d}.parquet": entry for i in range(10_000)}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    began = time.process_time()
+    assert len(dataset.list_shards(str(tmp_path), "train")) == 9_999
+    assert time.process_time() - began < 2, "0.5 s on a quiet machine"
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Download: from servers that misbehave
 
 
@@ -427,7 +603,8 @@ class UnrulyServer(http.server.ThreadingHTTPServer):
     def __init__(self, files, faults=(), forever=None, sha256=False):
         super().__init__(("127.0.0.1", 0), UnrulyHandler)
         self.files, self.faults, self.forever, self.sha256 = files, list(faults), forever, sha256
-        self.requests, self.pace = [], 0
+        self.requests, self.pace, self.retry_after = [], 0, "1"
+        self.at_once, self.most_at_once, self.lock = 0, 0, threading.Lock()
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -448,13 +625,23 @@ class UnrulyHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         server = self.server
+        with server.lock:
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+        try:
+            self.answer(server)
+        finally:
+            with server.lock:
+                server.at_once -= 1
+
+    def answer(self, server):
         server.requests.append((self.path, self.headers.get("Range")))
         fault = server.faults.pop(0) if server.faults else server.forever
         data = server.files.get(self.path)
         if data is None or isinstance(fault, int):
             self.send_response(404 if data is None else fault)
             if fault in (429, 503):
-                self.send_header("Retry-After", "1")
+                self.send_header("Retry-After", server.retry_after)
             self.end_headers()
             return
         tag = f'"{hash(data)}"'
@@ -514,7 +701,8 @@ def test_download_from_bad_server_ends_intact(tmp_path, public, quick, seed):
         assert dataset.download([name[1:] for name in public], str(tmp_path), server.url, workers=3) == {}
         assert not server.faults
     assert intact(tmp_path, public) == set(public)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".parquet") == ["SHA256SUMS"]
+    others = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".parquet")
+    assert others == ["SHA256SUMS", "index.json"]
     assert prepare.verify(str(tmp_path))
 
 
@@ -662,7 +850,9 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
     assert report["bytes"] == sum(len(t.encode()) for t in texts)
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
     assert 64 <= sum(val.rows) < 100, "lanes enough, of little text"
-    assert report["shards"] == 6 == len(os.listdir(tmp_path / "out"))
+    assert report["shards"] == 6
+    names = [f"shard_{number:05d}.parquet" for number in range(6)]
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.json", *names]
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
@@ -871,39 +1061,70 @@ def test_s3_inputs_convert(tmp_path, s3, threads_for_processes):
         assert sorted(read_all(tmp_path / str(number))) == want
 
 
-def list_of(folder):
-    return "".join(f"{path.name} {path.stat().st_size}\n" for path in folder.iterdir()).encode()
-
-
-def test_http_list_of_shards_gives_the_same_documents(tmp_path, quick):
-    """data_dir may be the URL of a list `name bytes`; dropped connections, stalls and 503 are tried again."""
+def test_http_index_gives_the_same_documents(tmp_path, quick):
+    """data_dir may be the URL of an index.json; dropped connections, stalls and 503 are tried again."""
     texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     files = {f"/d/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
-    files["/d/shards.txt"] = list_of(tmp_path)
     faults = [None, None, "cut", 500, None, "stall", None, "cut"]
     with UnrulyServer(files, faults) as server:
-        assert read_all(f"{server.url}/d/shards.txt") == texts
+        assert read_all(f"{server.url}/d/index.json") == texts
         assert not server.faults
         ranges = [asked for path, asked in server.requests if path.endswith(".parquet")]
         assert len(ranges) > 5 and all(ranges), "a whole shard was fetched"
-        server.files["/d/shards.txt"] = b"shard_00000.parquet\n"
-        with pytest.raises(ValueError, match="line 1: expected `name bytes`"):
-            dataset.list_shards(f"{server.url}/d/shards.txt", "train")
+        server.files["/d/index.json"] = b"shard_00000.parquet 1925\n"
+        with pytest.raises(ValueError, match=r"d/index.json is no index of shards .*python dataset.py index"):
+            dataset.list_shards(f"{server.url}/d/index.json", "train")
 
 
 def test_remote_shard_that_stays_away_is_an_error(tmp_path, quick, monkeypatch):
     """After READ_ATTEMPTS the error names shard, row group and command."""
     monkeypatch.setattr(dataset, "READ_ATTEMPTS", 3)
     make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
-    files["/list"] = list_of(tmp_path)
     with UnrulyServer(files) as server:
-        shard = dataset.list_shards(f"{server.url}/list", "train")[0]
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
         assert shard.rows
         server.forever, server.requests[:] = 500, []
         with pytest.raises(dataset.ShardError, match=r"00000.parquet, row group 1: .*500.*--data http"):
             shard.read(1)
         assert len(server.requests) == 3
+
+
+def test_busy_server_is_waited_for_longer_than_a_broken_one(tmp_path, quick, monkeypatch):
+    """More answers of 429 and 503 than READ_ATTEMPTS; Retry-After is honoured; in the end it is an error."""
+    texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
+    files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    with UnrulyServer(files, [429]) as server:
+        began = time.monotonic()
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
+        assert time.monotonic() - began >= 1, "its Retry-After"
+        server.retry_after, server.faults = "", [429, 503] * dataset.READ_ATTEMPTS
+        assert shard.read(0).to_pylist() == texts[:8] and not server.faults
+        monkeypatch.setattr(dataset, "BUSY_SECONDS", 0.1)
+        server.forever = 429
+        with pytest.raises(dataset.ShardError, match="answered 429"):
+            shard.read(1)
+
+
+def test_no_more_requests_than_the_cap_are_in_flight(tmp_path, quick, monkeypatch):
+    """32 threads, a cap of 3; every third answer is 429 or 503, some are cut: the documents are the same."""
+    texts = make_shards(tmp_path, counts=(120, 12))
+    dataset.write_index(str(tmp_path))
+    files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(dataset, "REQUESTS_AT_ONCE", 3)
+    dataset.count_requests_anew()
+    with UnrulyServer(files) as server, ThreadPoolExecutor(32) as pool:
+        server.retry_after, server.pace = "", 0.005
+        server.faults = [{0: 429, 5: 503}.get(i % 6, "cut" if i % 10 == 7 else None) for i in range(60)]
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
+        seen = pool.map(shard.read, range(15))
+        assert [text for array in seen for text in array.to_pylist()] == texts[:120]
+        assert 2 <= server.most_at_once <= 3
+    monkeypatch.undo()
+    dataset.count_requests_anew()
 
 
 def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
@@ -958,8 +1179,8 @@ def test_tokenize_goes_on_where_it_was_stopped(tmp_path, byte_tokenizer, monkeyp
     with pytest.raises(ZeroDivisionError):
         prepare.tokenize(text, out, threads=1)
     assert sorted(os.listdir(out)) == ["shard_00000.parquet", "shard_00001.parquet"]
-    with pytest.raises(OSError, match=r"no source\.json stands beside it"):
-        _ = dataset.list_shards(out, "val")[0].kind
+    with pytest.raises(ValueError, match=r"no index\.json stands beside .*let `.* tokenize` end"):
+        dataset.list_shards(out, "val")
     monkeypatch.undo()
     monkeypatch.setattr(prepare, "get_tokenizer", lambda folder=None: byte_tokenizer)
     before = os.stat(f"{out}/shard_00000.parquet").st_mtime_ns
@@ -1723,19 +1944,18 @@ def tokenized_copy(folder, out, tokenizer=None):
     """The token shards of text shards, as `dev.prepare tokenize` writes them, but here in a few lines."""
     tokenizer = tokenizer or ByteTokenizer()
     out.mkdir(parents=True)
-    sizes = {}
     for name in sorted(os.listdir(folder)):
         file = pq.ParquetFile(os.path.join(folder, name))
-        sizes[name] = os.path.getsize(os.path.join(folder, name))
         schema = pa.schema([("tokens", pa.binary())], {
-            "nanoloader.dtype": "uint16", "nanoloader.tokenizer": tokenizer.fingerprint()})
+            "nanoloader.dtype": "uint16", "nanoloader.tokenizer": tokenizer.fingerprint(),
+            "nanoloader.text_size": str(os.path.getsize(os.path.join(folder, name)))})
         with pq.ParquetWriter(out / name, schema) as writer:
             for g in range(file.num_row_groups):
                 texts = file.read_row_group(g).column("text").to_pylist()
                 tokens = [text if text is None else np.array([BOS, *text.encode()], np.uint16).tobytes()
                           for text in texts]
                 writer.write_table(pa.table({"tokens": pa.array(tokens, pa.binary())}, schema))
-    (out / "source.json").write_text(json.dumps(sizes))
+    dataset.write_index(str(out))
     return str(out)
 
 
@@ -2287,13 +2507,13 @@ def slowly(*place):
         go_on.wait()
     return read(*place)
 dataset.read_metadata = slowly
-thread = threading.Thread(target=shard.footer)
+thread = threading.Thread(target=shard.read, args=(0,))
 thread.start()
 reading.wait()
 child = os.fork()
 if child == 0:
     signal.alarm(10)
-    os._exit(0 if shard.rows == [8, 4] else 1)
+    os._exit(0 if len(shard.read(0)) == 8 else 1)
 status = os.waitpid(child, 0)[1]
 go_on.set()
 thread.join()

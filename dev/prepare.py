@@ -19,9 +19,11 @@ import json
 import multiprocessing
 import os
 import re
+import shlex
 import shutil
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -30,18 +32,21 @@ import pyarrow.fs as pafs
 import pyarrow.parquet as pq
 
 from dataset import (
+    INDEX,
     PIECE,
+    File,
     Progress,
-    Shard,
-    ShardError,
     all_shards,
     check_local,
+    checksums_in,
     cores,
     default_data_dir,
     errors_in_one_line,
+    files_and_index,
     filesystem_of,
     find_data,
     in_order,
+    index_command,
     is_http,
     is_text,
     join_name,
@@ -49,11 +54,12 @@ from dataset import (
     lock_file,
     one_line,
     open_file,
+    open_shard,
     read_metadata,
     remove,
     sha256_of,
+    write_index,
     write_shard,
-    write_whole,
 )
 from tokenizer import get_tokenizer
 
@@ -99,6 +105,7 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
             with ProcessPoolExecutor(workers or cores(), mp_context=context) as pool:
                 bad = scatter_all(pool, files, building, text_key, skip_bad, seed)
                 counts = gather_all(pool, building, shard_bytes)
+            write_index(building + "/shards")
             if os.path.isdir(out):
                 os.rmdir(out)
             os.rename(building + "/shards", out)
@@ -426,30 +433,25 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     if os.path.realpath(out) == os.path.realpath(data_dir):
         raise ValueError(f"{out} is the folder of the text; name another with --out")
     tokenizer = get_tokenizer(tokenizer_dir)
-    shards = list_shards(data_dir, "train") + list_shards(data_dir, "val")
-    os.makedirs(out, exist_ok=True)
+    shards = all_shards(data_dir)
     progress, tokens, threads = Progress(len(shards), "shards"), 0, threads or cores()
     with ThreadPoolExecutor(threads) as pool:
         for shard in shards:
-            path = os.path.join(out, shard.name)
-            tokens += tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress)
+            tokens += tokenize_shard(shard, out, tokenizer, pool, threads, compression, progress)
             progress.add(done=1)
     progress.close()
-    sources = {shard.name: shard.size for shard in shards}
-    write_whole(os.path.join(out, "source.json"), json.dumps(sources, indent=0).encode())
+    write_index(out)
     return tokens
 
 
-def tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress):
+def tokenize_shard(shard, out, tokenizer, pool, threads, compression, progress):
+    path = os.path.join(out, shard.name)
     if shard.kind != "text":
         raise ValueError(f"{shard.path} holds tokens already; --data takes a folder of text shards")
-    made_of = {b"nanoloader.dtype": tokenizer.dtype.name.encode(),
-               b"nanoloader.tokenizer": tokenizer.fingerprint().encode(),
-               b"nanoloader.text_size": b"%d" % shard.size}
-    width = tokenizer.dtype.itemsize
+    dtype, fingerprint, width = tokenizer.dtype, tokenizer.fingerprint(), tokenizer.dtype.itemsize
     if os.path.exists(path):
-        old = Shard(os.path.dirname(path), shard.name, os.path.getsize(path), shard.size)
-        if not made_of.items() <= read_metadata(old.folder, old.name, old.file_size).metadata.items():
+        old = open_shard(out, shard.name, File(os.path.getsize(path), None))
+        if (old.size, old.rows, old.dtype, old.fingerprint) != (shard.size, shard.rows, dtype, fingerprint):
             raise ValueError(f"{path} was made of other text or by another tokenizer; "
                              "name a new folder with --out, or remove this one")
         return sum(count_bytes(old.read(i)) for i in range(len(old.rows))) // width
@@ -463,6 +465,10 @@ def tokenize_shard(shard, path, tokenizer, pool, threads, compression, progress)
         return ids
 
     arrays = (ids for _, ids in in_order(pool, encode, range(len(shard.rows)), 2 * threads))
+    made_of = {"nanoloader.dtype": dtype.name, "nanoloader.tokenizer": fingerprint,
+               "nanoloader.text_size": str(shard.size)}
+    remove(os.path.join(out, INDEX))    # of a folder that was whole: it comes back when all are there
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     write_shard(path, arrays, "tokens", made_of, compression)
     return sum(tokens)
 
@@ -486,26 +492,70 @@ def count_bytes(array):
 # ---------------------------------------------------------------------------------------------------------
 # Verify and stats
 
+class Check(NamedTuple):
+    """What was seen of one shard."""
+    documents: int = 0
+    row_groups: int = 0
+    nulls: int = 0
+    megabytes: float = 0
+    on_disk: float = 0
+    checked_by: str = ""
+    problem: str = ""
+    damaged: bool = False    # proven: what lies on this disk is not what was written
+
+
 def verify(folder: str) -> bool:
     """Read every shard against every checksum there is and print a table; True where all is intact."""
-    shards, sums, damaged, documents, nulls = all_shards(folder), read_sums(folder), [], 0, 0
+    files, index = files_and_index(folder)
+    names = sorted(files.keys() | (index["shards"].keys() if index else set()))
+    check = functools.partial(check_shard, folder=folder, files=files, index=index, sums=read_sums(folder))
     print(f"{'shard':<22} {'documents':>11} {'row groups':>10} {'nulls':>7} {'MB':>9} {'on disk':>9}  check")
+    checks = []
     with ThreadPoolExecutor(cores()) as pool:
-        check = functools.partial(check_shard, sums=sums)
-        for shard, (found, problem) in in_order(pool, check, shards, 2 * cores()):
-            if problem:
-                damaged.append(shard.path)
-                print(f"{shard.name:<22} DAMAGED  {problem}", flush=True)
-                continue
-            row = "{:<22} {:>11,} {:>10,} {:>7,} {:>9,.1f} {:>9,.1f}  {}"
-            print(row.format(shard.name, *found), flush=True)
-            documents, nulls = documents + found[0], nulls + found[2]
-    print(f"{folder}: {len(shards) - len(damaged):,} of {len(shards):,} shards intact, "
-          f"{documents:,} documents, {nulls:,} null (the loader counts and leaves them out)")
+        for name, seen in in_order(pool, check, names, 2 * cores()):
+            checks.append(seen)
+            if seen.problem:
+                print(f"{name:<22} {'DAMAGED' if seen.damaged else 'PROBLEM'}  {seen.problem}", flush=True)
+            else:
+                print(f"{name:<22} {seen.documents:>11,} {seen.row_groups:>10,} {seen.nulls:>7,} "
+                      f"{seen.megabytes:>9,.1f} {seen.on_disk:>9,.1f}  {seen.checked_by}", flush=True)
+    intact = [seen for seen in checks if not seen.problem]
+    print(f"{folder}: {len(intact):,} of {len(names):,} shards intact, "
+          f"{sum(seen.documents for seen in intact):,} documents, "
+          f"{sum(seen.nulls for seen in intact):,} null (the loader counts and leaves them out)")
+    damaged = [join_name(folder, name) for name, seen in zip(names, checks, strict=True) if seen.damaged]
     if damaged:
-        print(f"next: rm {' '.join(damaged[:8])}{' ...' if damaged[8:] else ''}\n"
+        print(f"next: rm {shlex.join(damaged[:8])}{' ...' if damaged[8:] else ''}\n"
               "then what made them: python dataset.py -n N and tokenize go on, convert wants a new folder")
-    return not damaged
+    return len(intact) == len(names)
+
+
+def check_shard(name, folder, files, index, sums):
+    try:
+        if name not in files:
+            return Check(problem="it is in index.json, but not there")
+        shard, nulls, size = open_shard(folder, name, files[name]), 0, 0
+        for row_group in range(len(shard.rows)):
+            array = shard.read(row_group)
+            nulls, size = nulls + array.null_count, size + count_bytes(array)
+        ours = checksums_in(read_metadata(folder, name, files[name].size))
+        checked_by = "documents' CRC-32" if ours else "pages' CRC-32 where there are"
+        if name in sums:
+            checked_by = "SHA-256 and " + checked_by
+            if sha256_of(shard.path) != sums[name]:
+                return Check(problem="its SHA-256 is not the one in SHA256SUMS", damaged=True)
+    except OSError as error:
+        return Check(problem=str(error).partition("; check it with")[0],
+                     damaged=is_damage(error.__cause__) and "://" not in folder)
+    expected = index and index["shards"].get(name)
+    if index and (not expected or (expected["bytes"], expected["rows"]) != (files[name].size, shard.rows)):
+        return Check(problem=f"it is not what index.json says; if it is right, type: {index_command(folder)}")
+    return Check(sum(shard.rows), len(shard.rows), nulls, size / 1e6, files[name].size / 1e6, checked_by)
+
+
+def is_damage(cause):
+    """The bytes themselves are wrong: no matter of permissions, of a disk, or of another column."""
+    return cause is not None and getattr(cause, "errno", None) is None
 
 
 def read_sums(folder):
@@ -518,23 +568,6 @@ def read_sums(folder):
                                  "take the line out (that shard is then checked by what it holds itself)")
             sums[match[2]] = match[1]
     return sums
-
-
-def check_shard(shard, sums):
-    """((documents, row groups, nulls, MB, MB on disk, checked by), None), or (None, what is wrong)."""
-    try:
-        nulls = size = 0
-        for row_group in range(len(shard.rows)):
-            array = shard.read(row_group)
-            nulls, size = nulls + array.null_count, size + count_bytes(array)
-        checked = "documents' CRC-32" if shard.footer()["checksums"] else "pages' CRC-32 where there are"
-        if shard.name in sums:
-            checked = "SHA-256 and " + checked
-            if sha256_of(shard.path) != sums[shard.name]:
-                raise ShardError("its SHA-256 is not the one in SHA256SUMS")
-        return (sum(shard.rows), len(shard.rows), nulls, size / 1e6, shard.file_size / 1e6, checked), None
-    except OSError as error:
-        return None, str(error)
 
 
 def stats(folder: str, tokenizer_dir: str | None = None) -> None:
