@@ -67,6 +67,7 @@ from dataloader import (
     turns,
     whole_numbers,
 )
+from dev import prepare
 from tokenizer import (
     FIRST_CUT,
     LONGEST_RUN,
@@ -198,8 +199,6 @@ def run(data, *, steps, world=1, state=None, state_at=None, **options):
 # ---------------------------------------------------------------------------------------------------------
 # Data: the built-in corpus, shards, reading
 
-DATASET_PY = dataset.__file__
-
 
 def make_texts(n, seed=0):
     """Documents of all lengths and scripts, every one different."""
@@ -227,10 +226,27 @@ def read_all(folder):
     return [text for s in shards for i in range(len(s.rows)) for text in s.read(i).to_pylist()]
 
 
-def run_dataset(*args, **env):
-    """`python dataset.py ARGS` as a user types it."""
-    return subprocess.run([sys.executable, DATASET_PY, *map(str, args)], capture_output=True, text=True,
+DATASET, PREPARE = [sys.executable, "dataset.py"], [sys.executable, "-m", "dev.prepare"]
+
+
+def run_command(command, *args, **env):
+    """`python dataset.py ARGS` or `python -m dev.prepare ARGS` as a user types it."""
+    return subprocess.run([*command, *map(str, args)], capture_output=True, text=True, cwd=HERE,
                           env={**os.environ, **env}, timeout=60)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def base_of_the_tests(tmp_path_factory):
+    """Indexes of the tests' folders do not go where the user's go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOLOADER_BASE_DIR", str(tmp_path_factory.mktemp("nanoloader")))
+        yield
+
+
+def open_shard(folder, name):
+    """From its own footer, without an index."""
+    path = os.path.join(folder, name)
+    return dataset.open_shard(str(folder), name, dataset.File(os.path.getsize(path), None))
 
 
 @pytest.fixture
@@ -244,7 +260,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def threads_for_processes(monkeypatch):
     """convert() without the second that it takes to start processes."""
-    monkeypatch.setattr(dataset, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+    monkeypatch.setattr(prepare, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +268,7 @@ def builtin(tmp_path_factory):
     """The built-in corpus, made by three processes that start at once."""
     base = str(tmp_path_factory.mktemp("base"))
     code = "import sys; sys.path.insert(0, sys.argv[1]); import dataset; print(dataset.find_data())"
-    processes = [subprocess.Popen([sys.executable, "-c", code, os.path.dirname(DATASET_PY)], text=True,
+    processes = [subprocess.Popen([sys.executable, "-c", code, HERE], text=True,
                                   env={**os.environ, "NANOLOADER_BASE_DIR": base}, stdout=subprocess.PIPE)
                  for _ in range(3)]
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
@@ -293,6 +309,7 @@ def test_find_data_prefers_given_then_downloaded_then_builtin(tmp_path, monkeypa
 
 def test_last_shard_is_val_and_listing_opens_no_file(tmp_path, monkeypatch):
     texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     monkeypatch.setattr(dataset, "read_metadata", None)
     train, val = dataset.list_shards(str(tmp_path), "train"), dataset.list_shards(str(tmp_path), "val")
     assert [s.name for s in train + val] == [f"shard_{i:05d}.parquet" for i in range(3)]
@@ -309,12 +326,12 @@ def test_each_unusable_folder_has_its_own_error(tmp_path):
     make_shards(tmp_path, counts=(8,))
     with pytest.raises(ValueError, match="only one parquet file"):
         dataset.list_shards(str(tmp_path), "val")
-    pq.write_table(pa.table({"raw": ["a"], "n": [1]}), tmp_path / "shard_00001.parquet")
-    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'raw', 'n'.*--text-key raw"):
-        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+    pq.write_table(pa.table({"n": [1], "raw": ["a"]}), tmp_path / "shard_00001.parquet")
+    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'n', 'raw'.*--text_key raw"):
+        dataset.list_shards(str(tmp_path), "val")
     pq.write_table(pa.table({"text": [1]}), tmp_path / "shard_00001.parquet")
     with pytest.raises(OSError, match="holds int64, not strings"):
-        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+        dataset.list_shards(str(tmp_path), "val")
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(),
@@ -323,14 +340,14 @@ def test_foreign_parquet_of_any_string_type_reads_the_same(tmp_path, kind):
     texts = [*make_texts(50), None, ""]
     pq.write_table(pa.table({"id": range(52), "text": pa.array(texts).cast(kind)}), tmp_path / "a.parquet",
                    row_group_size=20)
-    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    shard = open_shard(tmp_path, "a.parquet")
     assert shard.rows == [20, 20, 12] and shard.kind == "text" and shard.dtype is None
     assert [text for i in range(3) for text in shard.read(i).to_pylist()] == texts
 
 
 def test_text_is_read_beside_a_column_of_another_kind_of_tokens(tmp_path):
     pq.write_table(pa.table({"text": ["a b"], "tokens": [2]}), tmp_path / "a.parquet")
-    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    shard = open_shard(tmp_path, "a.parquet")
     assert shard.kind == "text" and shard.read(0).to_pylist() == ["a b"]
 
 
@@ -338,8 +355,8 @@ def test_invalid_utf8_in_a_shard_is_an_error(tmp_path):
     buffers = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
     broken = pa.Array.from_buffers(pa.string(), 1, buffers)
     pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
-    with pytest.raises(OSError, match=r"a.parquet, row group 0.*dataset.py verify"):
-        dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet")).read(0)
+    with pytest.raises(OSError, match=r"a.parquet, row group 0.*dev.prepare verify"):
+        open_shard(tmp_path, "a.parquet").read(0)
 
 
 def test_shard_that_changed_is_an_error(tmp_path):
@@ -351,7 +368,7 @@ def test_shard_that_changed_is_an_error(tmp_path):
         shard = dataset.list_shards(str(tmp_path), "train")[0]
         assert shard.read(1)
         path.unlink() if now is None else path.write_bytes(now)
-        with pytest.raises(OSError, match=r"00000.parquet, row group 1: .*python dataset.py verify --data"):
+        with pytest.raises(OSError, match=r"00000.parquet, row group 1: .*-m dev.prepare verify --data"):
             shard.read(1)
         path.write_bytes(whole)
 
@@ -397,8 +414,8 @@ def check_corruptions(folder, n, seed):
         with open(path, "wb") as file:
             file.write(damaged)
         dataset.read_metadata.cache_clear()
-        shard = dataset.Shard(str(folder), "shard_00000.parquet", len(damaged))
         try:
+            shard = open_shard(folder, "shard_00000.parquet")
             seen = [text for i in range(len(shard.rows)) for text in shard.read(i).to_pylist()]
             outcome = "harmless" if seen == want else "OTHER TEXT"
         except dataset.ShardError as error:
@@ -416,6 +433,167 @@ def test_corrupted_shard_never_yields_other_text(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The index: what is in a folder, known before the first read
+
+def count_footers(monkeypatch):
+    """The names of the shards whose footers are read from now on."""
+    names, read = [], dataset.read_entry
+    counted = lambda folder, item: names.append(item[0]) or read(folder, item)    # noqa: E731
+    monkeypatch.setattr(dataset, "read_entry", counted)
+    return names
+
+
+def test_index_says_what_the_footers_say(tmp_path):
+    make_shards(tmp_path)
+    before = dataset.list_shards(str(tmp_path), "train") + dataset.list_shards(str(tmp_path), "val")
+    ended = run_command(DATASET, "index", tmp_path)
+    assert "3 shards, 12 row groups, 92 documents" in ended.stdout, ended.stderr
+    after = dataset.list_shards(str(tmp_path), "train") + dataset.list_shards(str(tmp_path), "val")
+    assert [vars(shard) for shard in before] == [vars(shard) for shard in after]
+    assert [shard.rows for shard in after] == [[8] * 5, [8] * 5, [8, 4]]
+    index = json.loads((tmp_path / "index.json").read_bytes())
+    assert index.pop("shards")["shard_00002.parquet"] == {
+        "bytes": after[2].size, "text_bytes": after[2].size, "rows": [8, 4]}
+    assert index == {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+
+
+def test_footers_of_a_folder_without_an_index_are_read_once(tmp_path, monkeypatch):
+    """... until the folder changes, even to a shard of the same size; nothing is written into it."""
+    make_shards(tmp_path)
+    before, names = sorted(os.listdir(tmp_path)), count_footers(monkeypatch)
+    for split in ("train", "val"):
+        assert dataset.list_shards(str(tmp_path), split)
+    assert sorted(names) == sorted(os.listdir(tmp_path)) == before
+    os.utime(tmp_path / "shard_00001.parquet", ns=(0, 0))
+    dataset.list_shards(str(tmp_path), "train")
+    assert len(names) == 6
+    for path in glob.glob(os.environ["NANOLOADER_BASE_DIR"] + "/index/*.json"):
+        with open(path, "w") as file:
+            file.write('{"modified": ')    # torn
+    dataset.list_shards(str(tmp_path), "train")
+    assert len(names) == 9
+
+
+def test_one_process_of_a_node_reads_the_footers(tmp_path):
+    """Four start at once: one says what it found, and every one knows."""
+    make_shards(tmp_path / "data")
+    code = f"import dataset; print(len(dataset.list_shards({str(tmp_path / 'data')!r}, 'train')))"
+    processes = [subprocess.Popen([sys.executable, "-c", code], text=True, cwd=HERE, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE,
+                                  env={**os.environ, "NANOLOADER_BASE_DIR": str(tmp_path / "base")})
+                 for _ in range(4)]
+    out, err = zip(*(process.communicate(timeout=60) for process in processes), strict=True)
+    assert out == ("2\n",) * 4
+    said = f"{tmp_path}/data: 92 documents; 2 train shards, 1 val (the last file, shard_00002.parquet)\n"
+    assert sorted(err) == ["", "", "", said]
+
+
+def test_folder_that_does_not_fit_its_index_is_an_error(tmp_path):
+    make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
+    path = tmp_path / "shard_00001.parquet"
+    whole, again = path.read_bytes(), f"python dataset.py index {tmp_path}"
+    for now, problem in ((None, "shard_00001.parquet is in the index only"),
+                         (whole + b"x", f"00001.parquet has {len(whole) + 1:,} bytes, {len(whole):,} in")):
+        path.unlink() if now is None else path.write_bytes(now)
+        with pytest.raises(ValueError, match=f"{problem}.*{again}"):
+            dataset.list_shards(str(tmp_path), "train")
+    path.write_bytes(whole)
+    (tmp_path / "shard_00009.parquet").write_bytes(whole)
+    with pytest.raises(ValueError, match=f"shard_00009.parquet is not in the index; .*{again}"):
+        dataset.list_shards(str(tmp_path), "train")
+    assert run_command(DATASET, "index", tmp_path).returncode == 0
+    assert dataset.list_shards(str(tmp_path), "val")[0].name == "shard_00009.parquet"
+    with pytest.raises(ValueError, match="cannot write to s3://b"):
+        dataset.write_index("s3://b/x")
+
+
+@pytest.mark.parametrize("change", [
+    b"", b"{", b"[]", b"3", {"format": 2}, {"kind": "images"}, {"dtype": "object"}, {"shards": []},
+    {"shards": {"a.parquet": {"bytes": 1}}},
+    {"shards": {"a.parquet": {"bytes": 1, "text_bytes": 1, "rows": [-1]}}},
+    {"shards": {"a.parquet": {"bytes": 1, "text_bytes": 1, "rows": ["8"]}}}], ids=repr)
+def test_damaged_index_is_an_error(tmp_path, change):
+    make_shards(tmp_path)
+    data = change if isinstance(change, bytes) else json.dumps(dataset.write_index(str(tmp_path)) | change)
+    (tmp_path / "index.json").write_bytes(data if isinstance(data, bytes) else data.encode())
+    with pytest.raises(ValueError, match=r"index.json is no index of shards .*python dataset.py index"):
+        dataset.list_shards(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize("name", [
+    "../x.parquet", "/x.parquet", "a/../../x.parquet", "http://127.0.0.1:9/x.parquet",
+    "//127.0.0.1/x.parquet", "..\\x.parquet", "", "x.json", "./x.parquet"])
+def test_names_in_an_index_stay_below_its_folder(tmp_path, quick, name, byte_tokenizer):
+    """Checked where the index is read: nothing is asked of another host, tokenize writes nowhere else."""
+    make_shards(tmp_path / "in")
+    index = dataset.write_index(str(tmp_path / "in"))
+    index["shards"][name] = index["shards"]["shard_00000.parquet"]
+    with UnrulyServer({"/in/index.json": json.dumps(index).encode()}) as server:
+        url = f"{server.url}/in/index.json"
+        for call in (lambda: dataset.list_shards(url, "train"),
+                     lambda: prepare.tokenize(url, str(tmp_path / "out" / "deep"))):
+            with pytest.raises(ValueError, match="is no name for a shard"):
+                call()
+        assert {path for path, _ in server.requests} == {"/in/index.json"}
+    assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("names, train, val, words", [
+    (["train-0-of-2", "train-1-of-2", "test-0-of-1", "validation-0-of-1"], [0, 1], [3],
+     "2 train shards, 1 val (by their names), 1 test (left out)"),
+    (["data/train-0-of-2", "data/train-1-of-2", "data/test-0-of-1"], [0], [1],
+     "1 train shards, 1 val (the last file, data/train-1-of-2.parquet), 1 test (left out)"),
+    (["training", "valid"], [0], [1], "(by their names)"),
+    (["val_1", "a", "b"], [1, 2], [0], "(by their names)"),
+    (["tester", "trainer", "value"], [0, 1], [2], "(the last file, value.parquet)"),
+    (["part-00000-5f.snappy", "part-00001-5f.snappy", "part-00002-5f.snappy"], [0, 1], [2], "the last file"),
+])
+def test_splits_are_taken_from_names_that_say_them(tmp_path, capsys, names, train, val, words):
+    """Hugging Face's layouts, also in data/; what others put beside their shards is no shard."""
+    texts = [f"{name} {i}" for i, name in enumerate(names)]
+    for name, text in zip(names, texts, strict=True):
+        os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
+        pq.write_table(pa.table({"text": [text]}), tmp_path / f"{name}.parquet")
+    for name in ("_SUCCESS", "_metadata.parquet", "._train-0.parquet", ".part-0.parquet.crc", "README.md"):
+        (tmp_path / name).write_text("no shard")
+    empty = pa.table({"text": pa.array([], pa.string())})
+    pq.write_table(empty, tmp_path / os.path.dirname(names[-1]) / "z.parquet")
+    for split, places in (("train", train), ("val", val)):
+        shards = dataset.list_shards(str(tmp_path), split)
+        assert [shard.read(0).to_pylist() for shard in shards] == [[texts[i]] for i in places]
+    assert capsys.readouterr().err.count(words) == 1
+
+
+def test_link_to_nothing_is_an_error(tmp_path):
+    make_shards(tmp_path)
+    os.symlink("/nowhere", tmp_path / "shard_00001a.parquet")
+    with pytest.raises(OSError, match=r"shard_00001a\.parquet"):
+        dataset.list_shards(str(tmp_path), "train")
+
+
+def test_a_folder_of_two_kinds_is_an_error(tmp_path, byte_tokenizer):
+    make_shards(tmp_path / "text")
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    os.rename(tmp_path / "tokens" / "shard_00001.parquet", tmp_path / "text" / "shard_00003.parquet")
+    with pytest.raises(ValueError, match=r"two kinds, .*shard_00003.parquet"):
+        dataset.list_shards(str(tmp_path / "text"), "train")
+
+
+def test_ten_thousand_shards_are_listed_in_a_moment(tmp_path):
+    """With an index: no footer is opened, and a Shard costs microseconds."""
+    for i in range(10_000):
+        (tmp_path / f"shard_{i:05d}.parquet").touch()
+    entry = {"bytes": 0, "text_bytes": 100_000_000, "rows": [1024] * 50}
+    index = {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+    index["shards"] = {f"shard_{i:05d}.parquet": entry for i in range(10_000)}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    began = time.process_time()
+    assert len(dataset.list_shards(str(tmp_path), "train")) == 9_999
+    assert time.process_time() - began < 2, "0.5 s on a quiet machine"
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Download: from servers that misbehave
 
 
@@ -427,7 +605,8 @@ class UnrulyServer(http.server.ThreadingHTTPServer):
     def __init__(self, files, faults=(), forever=None, sha256=False):
         super().__init__(("127.0.0.1", 0), UnrulyHandler)
         self.files, self.faults, self.forever, self.sha256 = files, list(faults), forever, sha256
-        self.requests, self.pace = [], 0
+        self.requests, self.pace, self.retry_after = [], 0, "1"
+        self.at_once, self.most_at_once, self.lock = 0, 0, threading.Lock()
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -448,13 +627,23 @@ class UnrulyHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self):
         server = self.server
+        with server.lock:
+            server.at_once += 1
+            server.most_at_once = max(server.most_at_once, server.at_once)
+        try:
+            self.answer(server)
+        finally:
+            with server.lock:
+                server.at_once -= 1
+
+    def answer(self, server):
         server.requests.append((self.path, self.headers.get("Range")))
         fault = server.faults.pop(0) if server.faults else server.forever
         data = server.files.get(self.path)
         if data is None or isinstance(fault, int):
             self.send_response(404 if data is None else fault)
             if fault in (429, 503):
-                self.send_header("Retry-After", "1")
+                self.send_header("Retry-After", server.retry_after)
             self.end_headers()
             return
         tag = f'"{hash(data)}"'
@@ -514,8 +703,9 @@ def test_download_from_bad_server_ends_intact(tmp_path, public, quick, seed):
         assert dataset.download([name[1:] for name in public], str(tmp_path), server.url, workers=3) == {}
         assert not server.faults
     assert intact(tmp_path, public) == set(public)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".parquet") == ["SHA256SUMS"]
-    assert dataset.verify(str(tmp_path))
+    others = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".parquet")
+    assert others == ["SHA256SUMS", "index.json"]
+    assert prepare.verify(str(tmp_path))
 
 
 @pytest.mark.parametrize("fault", [500, 404, "stall", "wrong bytes", "too short"])
@@ -594,8 +784,8 @@ def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
     files = {**public, val: public["/shard_00004.parquet"]}
     with UnrulyServer(files) as server:
         server.pace = 0.06
-        command = [sys.executable, DATASET_PY, "-n", "5", "-w", "2", "--base-url", server.url]
-        start = functools.partial(subprocess.Popen, [*command, "--out", tmp_path], text=True,
+        command = [*DATASET, "-n", "5", "-w", "2", "--base_url", server.url]
+        start = functools.partial(subprocess.Popen, [*command, "--out", tmp_path], text=True, cwd=HERE,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         first = start()
         while not list(tmp_path.glob("*.part")):
@@ -616,7 +806,7 @@ def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
 def test_download_command_lists_what_is_missing(tmp_path, public):
     """`python dataset.py -n 2`: val is fetched too; what is missing is listed; the exit status says so."""
     with UnrulyServer(public) as server:
-        ended = run_dataset("-n", 2, "-w", 4, "--base-url", server.url + "/", "--out", tmp_path)
+        ended = run_command(DATASET, "-n", 2, "-w", 4, "--base_url", server.url + "/", "--out", tmp_path)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert "2 of 3 shards are in" in ended.stdout
     assert "missing: shard_06542.parquet" in ended.stdout and "404" in ended.stdout
@@ -654,7 +844,7 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
     """All formats in, runs far smaller than the corpus: all documents come back, shuffled, val at the end."""
     texts = make_texts(1000)
     make_inputs(tmp_path / "in", texts)
-    report = dataset.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content", workers=2,
+    report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content", workers=2,
                              shard_bytes=sum(len(t.encode()) for t in texts) // 6)
     seen = read_all(tmp_path / "out")
     assert sorted(seen) == sorted(texts) and seen != texts
@@ -662,7 +852,9 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
     assert report["bytes"] == sum(len(t.encode()) for t in texts)
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
     assert 64 <= sum(val.rows) < 100, "lanes enough, of little text"
-    assert report["shards"] == 6 == len(os.listdir(tmp_path / "out"))
+    assert report["shards"] == 6
+    names = [f"shard_{number:05d}.parquet" for number in range(6)]
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.json", *names]
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
@@ -670,7 +862,7 @@ def test_convert_tells_what_it_left_out_of_a_folder(tmp_path):
     (tmp_path / "in" / ".hidden").mkdir(parents=True)
     for name in ("a.jsonl", "b.jsonl.bz2", ".hidden/c.jsonl"):
         (tmp_path / "in" / name).write_bytes(json_lines(make_texts(30), "text"))
-    ended = run_dataset("convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
+    ended = run_command(PREPARE, "convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
     assert "1 files -> 30 documents" in ended.stdout, ended.stderr
     assert f"2 other files in these folders were left out: {tmp_path}/in/.hidden/c.jsonl " in ended.stdout
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
@@ -681,7 +873,7 @@ def test_convert_gives_the_same_shards_for_any_number_of_workers(tmp_path):
     make_inputs(tmp_path / "in", make_texts(300))
     for workers in (1, 3):
         out = f"{tmp_path}/out{workers}"
-        dataset.convert([f"{tmp_path}/in/*.json*"], out, "raw_content", workers=workers)
+        prepare.convert([f"{tmp_path}/in/*.json*"], out, "raw_content", workers=workers)
     assert read_all(tmp_path / "out1") == read_all(tmp_path / "out3") != []
 
 
@@ -689,17 +881,17 @@ def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
     """Runs of 2 kB and many of them give the order that one big run gives."""
     make_inputs(tmp_path / "in", make_texts(300))
     (tmp_path / "build" / "runs").mkdir(parents=True)
-    files, _ = dataset.find_inputs([str(tmp_path / "in")])
+    files, _ = prepare.find_inputs([str(tmp_path / "in")])
     orders = []
     for run_bytes in (1 << 30, 2000):
-        monkeypatch.setattr(dataset, "RUN_BYTES", run_bytes)
+        monkeypatch.setattr(prepare, "RUN_BYTES", run_bytes)
         for old in (tmp_path / "build" / "runs").iterdir():
             old.unlink()
-        for task in dataset.group_files(files, 1 << 40):
-            dataset.scatter_task(task, str(tmp_path / "build"), "raw_content", False, 0)
-        runs = dataset.list_runs(str(tmp_path / "build"))
-        _, text = dataset.histogram(runs)
-        pieces = [dataset.gather_piece(runs, *p) for p in dataset.pieces_of(text, 0, dataset.SLOTS)]
+        for task in prepare.group_files(files, 1 << 40):
+            prepare.scatter_task(task, str(tmp_path / "build"), "raw_content", False, 0)
+        runs = prepare.list_runs(str(tmp_path / "build"))
+        _, text = prepare.histogram(runs)
+        pieces = [prepare.gather_piece(runs, *p) for p in prepare.pieces_of(text, 0, prepare.SLOTS)]
         orders.append((len(runs), len(pieces), [t for piece in pieces for t in piece.to_pylist()]))
     assert orders[0][0] == orders[0][1] == 1 and min(orders[1][:2]) > 5
     assert orders[0][2] == orders[1][2]
@@ -727,11 +919,11 @@ def test_bad_document_is_an_error_with_file_and_line(tmp_path, threads_for_proce
     (tmp_path / name).write_bytes(data)
     with open(tmp_path / "good.jsonl", "wb") as file:
         file.write(json_lines(["one", "two"], "text"))
-    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip-bad") as error:
-        dataset.convert([str(tmp_path)], str(tmp_path / "out"), workers=1)
+    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip_bad") as error:
+        prepare.convert([str(tmp_path)], str(tmp_path / "out"), workers=1)
     assert "\n" not in str(error.value)
     assert sorted(os.listdir(tmp_path)) == sorted([name, "good.jsonl"]), "an error leaves nothing behind"
-    report = dataset.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
+    report = prepare.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
     assert report["bad"] == 1 and re.search(message, report["shown"][0])
     assert {"one", "two"} <= set(read_all(tmp_path / "out"))
 
@@ -740,28 +932,28 @@ def test_killed_convert_leaves_no_shards_and_the_same_command_starts_over(tmp_pa
     """SIGKILL midway: nothing under the output folder; run again, everything is there."""
     texts = make_texts(400)
     make_inputs(tmp_path / "in", texts)
-    command = [sys.executable, DATASET_PY, "convert", f"{tmp_path}/in/**", "--text-key", "raw_content",
-               "--out", f"{tmp_path}/out", "-w", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    arguments = ["convert", f"{tmp_path}/in/**", "--text_key", "raw_content", "--out", f"{tmp_path}/out",
+                 "-w", "1"]
+    process = subprocess.Popen([*PREPARE, *arguments], cwd=HERE, stderr=subprocess.DEVNULL)
     while not list(tmp_path.glob("out.convert.tmp/runs/*")):
         assert process.poll() is None
         time.sleep(0.001)
     process.kill()
     process.wait(timeout=10)
     assert not (tmp_path / "out").exists()
-    ended = run_dataset(*command[2:])
+    ended = run_command(PREPARE, *arguments)
     assert ended.returncode == 0 and "400 documents" in ended.stdout, ended.stderr
     assert sorted(read_all(tmp_path / "out")) == sorted(texts)
-    ended = run_dataset(*command[2:])
+    ended = run_command(PREPARE, *arguments)
     assert ended.returncode == 1 and "is not empty" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_convert_splits_long_documents_into_small_row_groups(tmp_path, threads_for_processes, monkeypatch):
     """A row group ends at 1,024 documents or at ROW_GROUP_BYTES; one longer document has one of its own."""
-    monkeypatch.setattr(dataset, "ROW_GROUP_BYTES", 1000)
+    monkeypatch.setattr(prepare, "ROW_GROUP_BYTES", 1000)
     lengths = [600, 600, 5000], [1] * 30, [], [9]
     arrays = [pa.array(["x" * n for n in some], pa.large_string()) for some in lengths]
-    groups = list(dataset.cut_row_groups(arrays, rows=20))
+    groups = list(prepare.cut_row_groups(arrays, rows=20))
     assert [len(group) for group in groups] == [1, 1, 1, 20, 11]
     assert [t for g in groups for t in g.to_pylist()] == [t for a in arrays for t in a.to_pylist()]
 
@@ -775,7 +967,7 @@ def test_convert_says_what_it_cannot_take(tmp_path, monkeypatch, threads_for_pro
     for name in ("a.csv", "one.txt"):
         (tmp_path / name).write_text("a,b")
     with pytest.raises(ValueError, match=message):
-        dataset.convert(inputs, "out", workers=1)
+        prepare.convert(inputs, "out", workers=1)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -867,43 +1059,74 @@ def test_s3_inputs_convert(tmp_path, s3, threads_for_processes):
             out.write((tmp_path / "in" / name).read_bytes())
     want = sorted(texts[0::8] + texts[1::8] + texts[2::8])
     for number, pattern in enumerate(["bucket/raw", "bucket/raw/*.json*", "bucket/ra*"]):
-        dataset.convert([f"s3://{pattern}{s3.query}"], f"{tmp_path}/{number}", "raw_content", workers=1)
+        prepare.convert([f"s3://{pattern}{s3.query}"], f"{tmp_path}/{number}", "raw_content", workers=1)
         assert sorted(read_all(tmp_path / str(number))) == want
 
 
-def list_of(folder):
-    return "".join(f"{path.name} {path.stat().st_size}\n" for path in folder.iterdir()).encode()
-
-
-def test_http_list_of_shards_gives_the_same_documents(tmp_path, quick):
-    """data_dir may be the URL of a list `name bytes`; dropped connections, stalls and 503 are tried again."""
+def test_http_index_gives_the_same_documents(tmp_path, quick):
+    """data_dir may be the URL of an index.json; dropped connections, stalls and 503 are tried again."""
     texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     files = {f"/d/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
-    files["/d/shards.txt"] = list_of(tmp_path)
     faults = [None, None, "cut", 500, None, "stall", None, "cut"]
     with UnrulyServer(files, faults) as server:
-        assert read_all(f"{server.url}/d/shards.txt") == texts
+        assert read_all(f"{server.url}/d/index.json") == texts
         assert not server.faults
         ranges = [asked for path, asked in server.requests if path.endswith(".parquet")]
         assert len(ranges) > 5 and all(ranges), "a whole shard was fetched"
-        server.files["/d/shards.txt"] = b"shard_00000.parquet\n"
-        with pytest.raises(ValueError, match="line 1: expected `name bytes`"):
-            dataset.list_shards(f"{server.url}/d/shards.txt", "train")
+        server.files["/d/index.json"] = b"shard_00000.parquet 1925\n"
+        with pytest.raises(ValueError, match=r"d/index.json is no index of shards .*python dataset.py index"):
+            dataset.list_shards(f"{server.url}/d/index.json", "train")
 
 
 def test_remote_shard_that_stays_away_is_an_error(tmp_path, quick, monkeypatch):
     """After READ_ATTEMPTS the error names shard, row group and command."""
     monkeypatch.setattr(dataset, "READ_ATTEMPTS", 3)
     make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
-    files["/list"] = list_of(tmp_path)
     with UnrulyServer(files) as server:
-        shard = dataset.list_shards(f"{server.url}/list", "train")[0]
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
         assert shard.rows
         server.forever, server.requests[:] = 500, []
         with pytest.raises(dataset.ShardError, match=r"00000.parquet, row group 1: .*500.*--data http"):
             shard.read(1)
         assert len(server.requests) == 3
+
+
+def test_busy_server_is_waited_for_longer_than_a_broken_one(tmp_path, quick, monkeypatch):
+    """More answers of 429 and 503 than READ_ATTEMPTS; Retry-After is honoured; in the end it is an error."""
+    texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
+    files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    with UnrulyServer(files, [429]) as server:
+        began = time.monotonic()
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
+        assert time.monotonic() - began >= 1, "its Retry-After"
+        server.retry_after, server.faults = "", [429, 503] * dataset.READ_ATTEMPTS
+        assert shard.read(0).to_pylist() == texts[:8] and not server.faults
+        monkeypatch.setattr(dataset, "BUSY_SECONDS", 0.1)
+        server.forever = 429
+        with pytest.raises(dataset.ShardError, match="answered 429"):
+            shard.read(1)
+
+
+def test_no_more_requests_than_the_cap_are_in_flight(tmp_path, quick, monkeypatch):
+    """32 threads, a cap of 3; every third answer is 429 or 503, some are cut: the documents are the same."""
+    texts = make_shards(tmp_path, counts=(120, 12))
+    dataset.write_index(str(tmp_path))
+    files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(dataset, "REQUESTS_AT_ONCE", 3)
+    dataset.count_requests_anew()
+    with UnrulyServer(files) as server, ThreadPoolExecutor(32) as pool:
+        server.retry_after, server.pace = "", 0.005
+        server.faults = [{0: 429, 5: 503}.get(i % 6, "cut" if i % 10 == 7 else None) for i in range(60)]
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
+        seen = pool.map(shard.read, range(15))
+        assert [text for array in seen for text in array.to_pylist()] == texts[:120]
+        assert 2 <= server.most_at_once <= 3
+    monkeypatch.undo()
+    dataset.count_requests_anew()
 
 
 def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
@@ -922,9 +1145,9 @@ def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
 
 @pytest.fixture
 def byte_tokenizer(monkeypatch):
-    """`from tokenizer import get_tokenizer` gives the ByteTokenizer."""
+    """get_tokenizer() gives the ByteTokenizer."""
     made = ByteTokenizer()
-    monkeypatch.setitem(sys.modules, "tokenizer", SimpleNamespace(get_tokenizer=lambda folder=None: made))
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda folder=None: made)
     return made
 
 
@@ -935,7 +1158,7 @@ def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
     texts[-1], texts[-2] = None, ""
     last = [pa.array(texts[80:86]), pa.array(texts[86:])]
     dataset.write_shard(f"{tmp_path}/text/shard_00002.parquet", last)
-    n = dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
+    n = prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
     assert n == sum(1 + len(text.encode()) for text in texts if text is not None)
     for split in ("train", "val"):
         both = [dataset.list_shards(f"{tmp_path}/{kind}", split) for kind in ("text", "tokens")]
@@ -951,40 +1174,39 @@ def test_tokenize_goes_on_where_it_was_stopped(tmp_path, byte_tokenizer, monkeyp
     """Stopped midway, the folder is refused; the same call keeps what is done; another tokenizer: refused."""
     make_shards(tmp_path / "text")
     text, out = str(tmp_path / "text"), str(tmp_path / "out")
-    total = dataset.tokenize(text, str(tmp_path / "whole"))
+    total = prepare.tokenize(text, str(tmp_path / "whole"))
     real, calls = byte_tokenizer.encode_documents, []
     monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, texts: calls.append(1) or real(texts))
     monkeypatch.setattr(dataset, "sync", lambda path: 1 / 0 if "00002" in path else None)
     with pytest.raises(ZeroDivisionError):
-        dataset.tokenize(text, out, threads=1)
+        prepare.tokenize(text, out, threads=1)
     assert sorted(os.listdir(out)) == ["shard_00000.parquet", "shard_00001.parquet"]
-    with pytest.raises(OSError, match=r"no source\.json stands beside it"):
-        _ = dataset.list_shards(out, "val")[0].kind
+    with pytest.raises(ValueError, match=r"no index\.json stands beside .*let `.* tokenize` end"):
+        dataset.list_shards(out, "val")
     monkeypatch.undo()
-    tokenizer = SimpleNamespace(get_tokenizer=lambda folder=None: byte_tokenizer)
-    monkeypatch.setitem(sys.modules, "tokenizer", tokenizer)
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda folder=None: byte_tokenizer)
     before = os.stat(f"{out}/shard_00000.parquet").st_mtime_ns
-    assert dataset.tokenize(text, out) == total
+    assert prepare.tokenize(text, out) == total
     assert os.stat(f"{out}/shard_00000.parquet").st_mtime_ns == before
     monkeypatch.setattr(ByteTokenizer, "fingerprint", lambda self: "another")
     with pytest.raises(ValueError, match="made of other text or by another tokenizer"):
-        dataset.tokenize(text, out)
+        prepare.tokenize(text, out)
     with pytest.raises(ValueError, match="holds tokens already"):
-        dataset.tokenize(out, str(tmp_path / "twice"))
+        prepare.tokenize(out, str(tmp_path / "twice"))
     with pytest.raises(ValueError, match="is the folder of the text"):
-        dataset.tokenize(text, f"{tmp_path}/out/../text")
+        prepare.tokenize(text, f"{tmp_path}/out/../text")
 
 
 def test_verify_finds_damage_and_exits_non_zero(tmp_path):
     """A table with nulls counted; a flipped byte: DAMAGED, what to type next, exit status 1."""
     make_shards(tmp_path)
     dataset.write_shard(f"{tmp_path}/shard_00003.parquet", [pa.array(["a", None, None], pa.string())])
-    ended = run_dataset("verify", "--data", tmp_path)
+    ended = run_command(PREPARE, "verify", "--data", tmp_path)
     assert ended.returncode == 0 and "4 of 4 shards intact, 95 documents, 2 null" in ended.stdout
     data = bytearray((tmp_path / "shard_00001.parquet").read_bytes())
     data[len(data) // 3] ^= 4
     (tmp_path / "shard_00001.parquet").write_bytes(data)
-    ended = run_dataset("verify", "--data", tmp_path)
+    ended = run_command(PREPARE, "verify", "--data", tmp_path)
     assert ended.returncode == 1 and ended.stderr == ""
     assert re.search(r"shard_00001.parquet +DAMAGED .*row group", ended.stdout)
     assert "3 of 4 shards intact" in ended.stdout
@@ -996,35 +1218,38 @@ def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 2]}), path)
     (tmp_path / "SHA256SUMS").write_text(f"{dataset.sha256_of(path)}  a.parquet\n")
-    assert dataset.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
+    assert prepare.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 3]}), path)
-    assert not dataset.verify(str(tmp_path))
+    assert not prepare.verify(str(tmp_path))
     (tmp_path / "SHA256SUMS").write_text("0123  a.parquet\n")
     with pytest.raises(ValueError, match=r"SHA256SUMS, line 1: expected `SHA-256  name`, saw '0123"):
-        dataset.verify(str(tmp_path))
+        prepare.verify(str(tmp_path))
 
 
 def test_stats_counts_documents_bytes_tokens_and_lanes(tmp_path, byte_tokenizer, capsys):
     texts = make_shards(tmp_path / "text")
-    dataset.stats(str(tmp_path / "text"))
+    prepare.stats(str(tmp_path / "text"))
     size = sum(len(text.encode()) for text in texts[:80])
     words = capsys.readouterr().out
     assert re.search(rf"train +2 +10 +80 +0 +{size / 1e6:.1f}  about", words)
     assert re.search(r"val +2 to 2 row groups a shard; at most 12 lanes, and up to 2 that share no", words)
-    dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
-    dataset.stats(str(tmp_path / "tokens"))
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    prepare.stats(str(tmp_path / "tokens"))
     assert f"  {size + 80:,}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, status, message", [
-    ((), 0, "python dataset.py -n 8"), (("--help",), 0, "COMMAND"), (("foo",), 2, "invalid choice: 'foo'"),
-    (("-n", "0"), 1, "error: -n 0: expected how many train shards"), (("-n", "many"), 2, "invalid int value"),
-    (("verify", "--data", "/does/not/exist"), 1, "error: no parquet files in /does/not/exist; get some with"),
-    (("convert", "nothing.jsonl"), 1, "error: nothing.jsonl: no such files"),
-    (("convert", "x", "--out", "s3://b/x"), 1, "error: cannot write to s3://b/x"),
+@pytest.mark.parametrize("command, arguments, status, message", [
+    (DATASET, "", 0, "python dataset.py -n 8"), (DATASET, "--help", 0, "COMMAND"),
+    (DATASET, "foo", 2, "invalid choice: 'foo'"), (PREPARE, "foo", 2, "invalid choice: 'foo'"),
+    (DATASET, "-n 0", 1, "error: -n 0: expected how many train shards"),
+    (DATASET, "-n many", 2, "invalid int value"), (PREPARE, "--help", 0, "python -m dev.prepare convert"),
+    (PREPARE, "verify --data /does/not/exist", 1,
+     "error: no parquet files in /does/not/exist; get some with"),
+    (PREPARE, "convert nothing.jsonl", 1, "error: nothing.jsonl: no such files"),
+    (PREPARE, "convert x --out s3://b/x", 1, "error: cannot write to s3://b/x"),
 ])
-def test_command_line_errors_are_one_glad_line(tmp_path, arguments, status, message):
-    ended = run_dataset(*arguments, NANOLOADER_BASE_DIR=str(tmp_path))
+def test_command_line_errors_are_one_glad_line(tmp_path, command, arguments, status, message):
+    ended = run_command(command, *arguments.split(), NANOLOADER_BASE_DIR=str(tmp_path))
     assert ended.returncode == status and message in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     assert status != 1 or ended.stderr.count("\n") == 1
@@ -1723,22 +1948,21 @@ def test_the_draws_above_were_not_vacuous():
 
 
 def tokenized_copy(folder, out, tokenizer=None):
-    """The token shards of text shards, as `dataset.py tokenize` writes them, but here in a few lines."""
+    """The token shards of text shards, as `dev.prepare tokenize` writes them, but here in a few lines."""
     tokenizer = tokenizer or ByteTokenizer()
     out.mkdir(parents=True)
-    sizes = {}
     for name in sorted(os.listdir(folder)):
         file = pq.ParquetFile(os.path.join(folder, name))
-        sizes[name] = os.path.getsize(os.path.join(folder, name))
         schema = pa.schema([("tokens", pa.binary())], {
-            "nanoloader.dtype": "uint16", "nanoloader.tokenizer": tokenizer.fingerprint()})
+            "nanoloader.dtype": "uint16", "nanoloader.tokenizer": tokenizer.fingerprint(),
+            "nanoloader.text_size": str(os.path.getsize(os.path.join(folder, name)))})
         with pq.ParquetWriter(out / name, schema) as writer:
             for g in range(file.num_row_groups):
                 texts = file.read_row_group(g).column("text").to_pylist()
                 tokens = [text if text is None else np.array([BOS, *text.encode()], np.uint16).tobytes()
                           for text in texts]
                 writer.write_table(pa.table({"tokens": pa.array(tokens, pa.binary())}, schema))
-    (out / "source.json").write_text(json.dumps(sizes))
+    dataset.write_index(str(out))
     return str(out)
 
 
@@ -2307,13 +2531,13 @@ def slowly(*place):
         go_on.wait()
     return read(*place)
 dataset.read_metadata = slowly
-thread = threading.Thread(target=shard.footer)
+thread = threading.Thread(target=shard.read, args=(0,))
 thread.start()
 reading.wait()
 child = os.fork()
 if child == 0:
     signal.alarm(10)
-    os._exit(0 if shard.rows == [8, 4] else 1)
+    os._exit(0 if len(shard.read(0)) == 8 else 1)
 status = os.waitpid(child, 0)[1]
 go_on.set()
 thread.join()
@@ -3001,7 +3225,7 @@ def test_train_checkpoint_holds_nothing_but_numbers_and_text(train_whole):
         pickled = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
     used = {argument for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
     assert used and all(name.split()[0] in ("torch", "torch._utils", "collections") for name in used), used
-    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py"):
+    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py", "dev/prepare.py"):
         with open(os.path.join(HERE, name)) as file:
             code = file.read()
         assert not re.search(r"import pickle|pickle\.load|allow_pickle|_object\(|_object_list\(", code)
