@@ -55,7 +55,6 @@ import train
 from dataloader import (
     BestFitPacker,
     Chunk,
-    Document,
     ExactFitPacker,
     FlatPacker,
     Lane,
