@@ -165,8 +165,9 @@ class Chunk(NamedTuple):
     first: Ref
 
     def documents(self):
-        found = enumerate(itertools.pairwise(self.bounds))
-        return [Document(self.ids[a:b], self.first.document(i)) for i, (a, b) in found if a < b]
+        ids, (epoch, group, first, _) = self.ids, self.first
+        return [Document(ids[a:b], Ref(epoch, group, doc))
+                for doc, (a, b) in enumerate(itertools.pairwise(self.bounds), first) if a < b]
 
 
 CHUNK_BYTES = 1 << 16    # of a text shard as it lies on disk; about 30,000 tokens of prose
@@ -393,36 +394,36 @@ class FlatPacker:
         while self.n_tokens <= self.T and (chunk := pull()) is not None:
             self._put(chunk, 0)
             self.counts["documents"] += len({*chunk.bounds}) - 1    # bounds never fall
-        overlap = min(1, self.rows)    # the first token was a target already
-        if self.n_tokens <= overlap:
+        if self.n_tokens <= min(1, self.rows):    # no more than the last row's last target
             return []
-        row, missing = [], self.T + 1
-        while missing and self.chunks:
-            row.append(self.chunks[0].ids[self.at:self.at + missing])
-            missing -= len(row[-1])
-            self.at += len(row[-1])
-            if missing:
-                self.chunks.popleft()
-                self.at = 0
-        self.rows += 1
+        ids, stop = self.chunks[0].ids, self.at + self.T + 1
+        row = [ids[self.at:stop]]
+        while stop > len(ids) and len(self.chunks) > 1:
+            stop -= len(ids)
+            self.chunks.popleft()
+            ids = self.chunks[0].ids
+            row.append(ids[:stop])
+        self.at = stop - 1    # behind a finite run's last row there is nothing
         self.n_tokens -= self.T
-        if self.chunks:
-            self.at -= 1
-            self._count_cut(self.chunks[0])
+        self.rows += 1
         return row
 
     def _put(self, chunk, at):
-        if len(chunk.ids) > at:
+        if at < len(chunk.ids):
             if not self.chunks:
                 self.at = at
             self.chunks.append(chunk)
             self.n_tokens += len(chunk.ids) - at
+            self._count_cut(np.asarray(chunk.bounds), len(chunk.ids) - self.n_tokens)
 
-    def _count_cut(self, chunk):
-        i = bisect_right(chunk.bounds, self.at) - 1
-        start, end = chunk.bounds[i], chunk.bounds[i + 1]
-        if start < self.at < end - 1 and end - start <= self.T + 1:
-            self.counts["cut"] += 1
+    def _count_cut(self, bounds, row_start):
+        """Documents that fit a row, but have its last token inside. row_start: of the row that comes next."""
+        last = np.arange(row_start % self.T, bounds[-1], self.T)
+        last = last[last > row_start]
+        i = np.searchsorted(bounds, last, "right") - 1
+        start, end = bounds[i], bounds[i + 1]
+        cut = (start < last) & (last < end - 1) & (end - start <= self.T + 1)
+        self.counts["cut"] += int(cut.sum())
 
     def held(self):
         return Rest(tuple(self.chunks), self.at)
@@ -572,7 +573,7 @@ class ExactFitPacker:
             documents = chunk.documents()
             self.counts["documents"] += len(documents)
             for document in documents:
-                self._put(self._trimmed(document))
+                self._put(self._trimmed(document) if len(document.ids) > self.R else document)
         if not self.buffer:
             return []
         opener = self._pop(next(iter(self.buffer)))
@@ -598,11 +599,11 @@ class ExactFitPacker:
             self.n_tokens < 2 * size * self.R or len(self.buffer) < size // 4))
 
     def _trimmed(self, document):
+        """A long document. Short ones soon leave; a view of this one would keep its row group in memory."""
         if self.tails == "keep":
-            # Short ones soon leave; a view of a long one would keep its whole row group in memory.
-            return document._replace(ids=document.ids.copy()) if len(document.ids) > self.R else document
+            return Document(document.ids.copy(), document.ref)
         self.counts["dropped"] += max(0, len(document.ids) - self.R - 64)
-        return document._replace(ids=document.ids[:self.R + 64])
+        return Document(document.ids[:self.R + 64], document.ref)
 
     def _cut_to_fit(self, missing):
         """Fill what no subset does; a row stays short only where a finite run has nothing more."""
@@ -626,15 +627,16 @@ class ExactFitPacker:
         The arrays of a document's next n tokens, a BOS counted; what is left goes to the back of the buffer.
         Example: n=3 of [BOS a b c d] -> [BOS a b], with c d left; n=3 of that -> [BOS c d]
         """
-        ids, ref = document
-        stop = ref.token + n if ref.token == 0 else ref.token + n - 1
-        if stop < len(ids) and (self.tails == "keep" or n < self.R):
-            if ref.token == 0 and len(ids) <= self.R:
+        ids, (epoch, group, doc, token) = document
+        stop = token + n - 1 if token else n
+        if stop < len(ids):
+            if self.tails == "keep" or n < self.R:
+                self._put(Document(ids, Ref(epoch, group, doc, stop)))
+            else:
+                self.counts["dropped"] += len(ids) - stop
+            if token == 0 and len(ids) <= self.R:
                 self.counts["cut"] += 1
-            self._put(Document(ids, ref._replace(token=stop)))
-        elif stop < len(ids):
-            self.counts["dropped"] += len(ids) - stop
-        return [ids[:stop]] if ref.token == 0 else [ids[:1], ids[ref.token:stop]]
+        return [ids[:1], ids[token:stop]] if token else [ids[:stop]]
 
     def _put(self, document):
         n, arrival = tokens_left(document), next(self.arrivals)
@@ -671,7 +673,8 @@ class ExactFitPacker:
         return list(self.buffer.values())
 
     def restore(self, document):
-        document = self._trimmed(document)
+        if self.tails == "drop":
+            document = self._trimmed(document)
         if document.ref.token < len(document.ids):    # else a shorter row drops what was left of it
             self._put(document)
 
@@ -767,7 +770,7 @@ class Lane:
         self._begin_turns()
 
     def _begin_turns(self):
-        live = [name for name, share in self.shares.items() if share is not None]
+        self.live = live = [name for name, share in self.shares.items() if share is not None]
         weights = whole_numbers([self.weights[name] for name in live])
         order = turns(weights, [self.shares[name] for name in live])
         if sum(weights) <= 10_000:    # then computed once: 0.6 -> 0.03 us a row
@@ -776,7 +779,7 @@ class Lane:
 
     def row(self):
         """A source that ends leaves its share to the others, whose shares begin anew."""
-        while any(share is not None for share in self.shares.values()):
+        while self.live:
             name = next(self.turns)
             if row := self.streams[name].row():
                 self.shares[name] += 1
