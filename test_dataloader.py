@@ -66,7 +66,7 @@ from dataloader import (
     turns,
     whole_numbers,
 )
-from dev import prepare
+from dev import bench, prepare
 from tokenizer import (
     FIRST_CUT,
     LONGEST_RUN,
@@ -2768,13 +2768,67 @@ def test_a_file_gets_its_name_when_it_is_safe_on_disk(tmp_path, monkeypatch):
 
 def test_show_draws_documents_in_80_columns(corpus):
     for colour in (False, True):
-        lines = list(dataloader.show(ByteTokenizer(), corpus, T=64, colour=colour))
+        lines = list(bench.show(ByteTokenizer(), corpus, T=64, colour=colour))
         plain = [re.sub("\033\\[[0-9;]*m", "", line) for line in lines]
         assert max(map(len, plain)) <= 80 and (plain == lines) == (not colour)
         rows = [line.strip() for line in plain if line.startswith("  ")]
         assert len(rows) == 20 and all(len(row) == 72 for row in rows)
         assert all(row[0] == "[" for row in rows[5:10]), "bestfit: every row begins with a document"
         assert any(">" in row for row in rows), "cut ends are marked"
+
+
+def test_show_marks_where_documents_begin_and_end():
+    assert bench.outline(np.array([BOS, 1, 2, 3]), Ref(), None).tolist() == [1, 2, 0, 4]
+    assert bench.outline(np.array([BOS, 1]), Ref(), None).tolist() == [1, 6]
+    assert bench.outline(np.array([BOS]), Ref(), None).tolist() == [5]
+    assert bench.draw_row([1, 2, 0, 4, 1, 0, 0, 1, 2, 0], 20, False) == "[======]<====>[====>"
+    assert bench.draw_row([0, 4, *[5] * 30], 16, False) == "<" + 15 * "["
+
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_compare_counts_what_the_loader_counts(corpus, packing, tails):
+    loader = make(corpus, packing=packing, tails=tails, T=30, B=100, prefetch=0, tokenizer_batch_size=5)
+    tally = bench.tally_rows(loader, 100)
+    next(loader)
+    stats = loader.stats()
+    assert tally.lost == bench.lost_share(stats["tokens_dropped"], 3000) and tally.cut == stats["cut_share"]
+    assert 0 < tally.longest_wait < 100 and tally.held > 0
+
+
+def test_compare_and_bench_print_a_line_each(tmp_path, monkeypatch):
+    data = write_shards(tmp_path / "data", [[numbered(range(3, 400, 3))]] * 4)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(numbered(range(100))), 300)
+    tokenizer.save(str(tmp_path / "tokenizer"))
+    lines = list(bench.compare(tokenizer, data, B=2, T=32, seconds=0.01))
+    assert [line[:14].rstrip() for line in lines[1:]] == ["flat", "bestfit", "exactfit drop", "exactfit keep"]
+
+    def a_few_jobs(*arguments):
+        wanted = {"text flat", "4 x tokens exactfit keep", "tokens memmap"}
+        return [job for job in jobs(*arguments) if f"{job.note}{job.kind} {job.reader}" in wanted
+                and (job.threads, job.engine) == (1, "tiktoken")]
+
+    jobs = bench.all_jobs
+    monkeypatch.setattr(bench, "all_jobs", a_few_jobs)
+    monkeypatch.setattr(bench, "cores_of_this_rank", lambda: 1)
+    monkeypatch.setattr(bench, "engines", lambda: ["tiktoken"])
+    lines = list(bench.bench(str(tmp_path / "tokenizer"), data, B=2, T=32, seconds=0.01))
+    assert [line[:25].split() for line in lines[2:]] == [
+        ["text", "flat"], ["4", "x", "tokens", "exactfit", "keep"], ["tokens", "memmap"]]
+    assert all(float(line[45:57]) > 0 for line in lines[2:])
+
+
+def test_the_memmap_of_the_benchmark_gives_the_rows_of_flat(tmp_path):
+    """So that both are asked for the same."""
+    data = write_shards(tmp_path / "data", [[numbered(range(3, 400, 3))]] * 4)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(numbered(range(100))), 300)
+    tokenizer.save(str(tmp_path / "tokenizer"))
+    prepare.tokenize(data, str(tmp_path / "tokens"), str(tmp_path / "tokenizer"))
+    folders = [str(tmp_path / name) for name in ("tokenizer", "data", "tokens", "ids")]
+    setting = bench.Setting(*folders, B=2, T=32, seconds=0.01)
+    bench.write_ids(setting)
+    ours = make(setting.tokens, packing="flat", B=2, T=32, tokenizer=tokenizer)
+    for want, batch in zip(itertools.islice(bench.memmap(None, setting), 50), ours, strict=False):
+        assert rows_of(batch) == rows_of(want)
 
 
 def test_stats_of_flat_count_what_it_cuts(tmp_path):
@@ -2806,8 +2860,8 @@ def test_stats_add_up(corpus):
 
 
 def test_command_line_says_what_to_choose():
-    done = subprocess.run([sys.executable, "dataloader.py"], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 2 and "choose --show, --compare or --bench" in done.stderr
+    done = subprocess.run([sys.executable, "-m", "dev.bench"], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 2 and "arguments are required: {show,compare,bench}" in done.stderr
 
 
 def test_a_command_may_be_piped_into_head(monkeypatch):
@@ -2821,7 +2875,7 @@ def test_a_command_may_be_piped_into_head(monkeypatch):
 
 
 @pytest.mark.parametrize("command, words", [
-    (["dataloader.py", "--show", "--data", "/nowhere"], "error: no parquet files in /nowhere; get some with"),
+    (["-m", "dev.bench", "show", "--data", "/nowhere"], "error: no parquet files in /nowhere; get some with"),
     (["tokenizer.py", "--data", "/nowhere"], "error: no parquet files in /nowhere; get some with"),
 ])
 def test_errors_of_the_user_are_one_line(command, words):
