@@ -18,6 +18,8 @@ import argparse
 import contextlib
 import functools
 import glob
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -25,11 +27,15 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import zipfile
 import zlib
 from datetime import timedelta
 from types import SimpleNamespace
+
+# Threads that wait for each other sleep: on shared cores spinning costs @@. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.distributed as dist
@@ -39,7 +45,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
 from dataloader import PackedLoader, cores_of_this_rank, merge_states, peak_memory
-from dataset import ShardError, find_data, list_shards, parquets_iter_batched
+from dataset import ShardError, find_data, list_shards, parquets_iter_batched, write_whole
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
 # ---------------------------------------------------------------------------------------------------------
@@ -51,7 +57,6 @@ FLAGS = [    # name, default on a CPU, default on CUDA, what it is
     ("batch_size", 8, 256, "rows in an optimizer step, over all ranks"),
     ("micro_batch_size", 16, 32, "most rows in one forward: less memory, the same run"),
     ("steps", 1800, 4600, "optimizer steps of the whole run"),    # CUDA: about 18 tokens a parameter
-    ("vocab_size", 2048, 32768, "of the tokenizer that is trained where there is none"),
     ("eval_every", 900, 250, "steps between evals"),
     ("eval_rows", 4096, 512, "val rows of each source in an eval, rounded up to whole batches"),
     ("save_every", 600, 500, "steps between checkpoints"),
@@ -65,7 +70,9 @@ CHOICES = [
     ("tails", ["keep", "drop"], "exactfit: what lies beyond a row"),
     ("compile", ["auto", "on", "off"], "auto: on CUDA, where there is a C compiler"),
 ]
-SAME_ON_RESUME = ("depth", "seq_len", "optimizer", "packing", "tails", "shuffle", "doc_mask", "num_lanes")
+VOCAB_SIZE = {"cpu": 2048, "cuda": 32768}
+SAME_ON_RESUME = ("depth", "seq_len", "vocab_size", "optimizer", "packing", "tails", "shuffle", "doc_mask",
+                  "num_lanes")
 
 
 def parse_flags(argv=None):
@@ -84,6 +91,8 @@ def parse_flags(argv=None):
                    help="folder or URI of shards; several take weights, shares of tokens (default: what "
                         "dataset.py downloaded, else the built-in corpus)")
     p.add_argument("--tokenizer", metavar="DIR", help="default: tokenizer.py's, else one trained on the data")
+    p.add_argument("--vocab_size", type=int, metavar="N",
+                   help="of the tokenizer that is trained where there is none (cpu 2048, cuda 32768)")
     p.add_argument("--shuffle", action="store_true", help="shuffle documents, by --seed")
     p.add_argument("--num_lanes", type=int, metavar="N",
                    help="world sizes that divide it give the same run (default: 8, or the smallest multiple "
@@ -129,9 +138,9 @@ def parse_data(specs):
     sources = {}
     for spec in specs:
         path, _, weight = spec.rpartition(":")
-        try:
+        with contextlib.suppress(ValueError):
             weight = float(weight)
-        except ValueError:
+        if isinstance(weight, str) or os.path.isdir(spec):    # a folder may be named web:2
             path, weight = spec, 1.0 if len(specs) == 1 else 0.0
         if not path or not 0 < weight < math.inf or path in sources:
             raise ValueError(f"--data {spec}: expected PATH, or several of PATH:WEIGHT, each path once and "
@@ -147,6 +156,7 @@ def train(flags):
     """-> exit status"""
     # Ranks: each makes an equal part of a step's rows, in micro-batches
     rank, local_rank, world = start_ranks(flags.device)
+    refuse_differences(lambda: {**flags_and_versions(flags), **shards_and_sizes(flags)})
     device, cuda = set_up_device(flags, local_rank), flags.device == "cuda"
     micro, accumulate = split_batch(flags.batch_size, world, flags.micro_batch_size)
     stop = StopRequest(flags.max_minutes)
@@ -155,9 +165,11 @@ def train(flags):
     settings = settle(flags, world, saved, checkpoint)
 
     # Data: the loader deals rows to ranks by itself
-    sources = parse_data(flags.data) or {find_data(): 1.0}
-    find = functools.partial(find_tokenizer, settings["tokenizer"], sources, flags.vocab_size)
+    sources = sources_of(flags)
+    find = functools.partial(find_tokenizer, settings["tokenizer"], sources, settings["vocab_size"])
     tokenizer, tokenizer_dir = on_some_ranks(local_rank == 0, find) or find()    # one a node may train it
+    refuse_another_size(flags, tokenizer, tokenizer_dir)
+    refuse_differences(lambda: {"the tokenizer": tokenizer.fingerprint()})
     settings = {**settings, "tokenizer": tokenizer_dir}
     loader = PackedLoader(
         tokenizer, micro, flags.seq_len, "train", packing=flags.packing, tails=flags.tails, data_dir=sources,
@@ -184,8 +196,10 @@ def train(flags):
         with torch.autocast("cuda", torch.bfloat16, enabled=cuda):
             return net(inputs, targets, mask)
 
-    def save():
-        return save_run(out, step, settings, tokenizer, model, optimizers, loader)
+    def save():    # all ranks together: each knows its own lanes and momenta
+        states, parts = gather_json(loader.state_dict()), [o.state_dict() for o in optimizers]
+        checkpoints.save(step, states, {"model": model.state_dict(), "optimizers": parts, "flags": settings,
+                                        "tokenizer": tokenizer.fingerprint()})
 
     # Loop
     describe(settings, sources, tokenizer, model, (world, accumulate, micro), out)
@@ -193,9 +207,8 @@ def train(flags):
     log = Log(out, flags, mfu_of_one_token, {
         "flags": settings, "python": sys.version.split()[0], "torch": torch.__version__,
         "parameters": count_parameters(model), "world_size": world, "from_step": step})
-    profiler = start_profiler(flags.profile, out, step)
+    checkpoints, profiler = Checkpoints(out, checkpoint), start_profiler(flags.profile, out, step)
     first, stopping = step, False
-    saved_at = step if checkpoint == checkpoint_path(out, step) else None
     if step >= flags.steps:    # a finished run, started once more
         evaluate(step, forward, model, tokenizer, val, stop, log)
     while step < flags.steps and not stopping:
@@ -226,10 +239,12 @@ def train(flags):
         stopping = stop.agreed()
         if not stopping and (step % flags.eval_every == 0 or step == flags.steps):
             stopping = not evaluate(step, forward, model, tokenizer, val, stop, log)
-        if not stopping and step % flags.save_every == 0 and save():
-            saved_at = step
+        if not stopping and step % flags.save_every == 0:
+            save()
     profiler.stop()
-    is_saved = saved_at == step or save()
+    if not checkpoints.hold(step):
+        save()
+    is_saved = checkpoints.hold(step)
     loader.close()
     how = "done" if step >= flags.steps else f"stopped ({stop.why or 'by another rank'})"
     where = f"checkpoint: {checkpoint_path(out, step)}" if is_saved else "this step is NOT saved"
@@ -299,21 +314,50 @@ def from_rank_0(value):
 
 
 def on_some_ranks(mine, work):
-    """
-    -> work() where `mine`, while the others wait, who get None. Where it fails, that rank raises and so says
-    why; the others leave without a word.
-    """
-    result = error = None
+    """-> work() where `mine`, while the others wait, who get None. Where it fails, all leave."""
+    result, error = None, ""
     try:
         result = work() if mine else None
     except (ValueError, OSError) as caught:
-        error = caught
-    failed = largest_of_ranks(int(error is not None))
-    if error:
-        raise error
-    if failed:
-        sys.exit(1)
+        error = f"rank {dist.get_rank()}: {caught}" if dist.is_initialized() else str(caught)
+    leave_together(gather_json(error))
     return result
+
+
+def leave_together(errors):
+    """errors: of all ranks, on rank 0. It leaves with the first of them, the others without a word."""
+    failed = list(filter(None, from_rank_0(errors)))
+    if failed and dist.is_initialized():
+        why = f"error: {failed[0]}" if is_first_rank() else 1
+        dist.destroy_process_group()    # else its threads would abort the exit
+        sys.exit(why)
+    if failed:
+        raise ValueError(failed[0])
+
+
+def refuse_differences(describe):
+    """describe() -> {what: value}. Where a rank's is not rank 0's, an error names the rank and the first."""
+    mine = on_some_ranks(True, describe)
+    first, differences = from_rank_0(mine), []
+    for what in sorted(first.keys() | mine.keys()):
+        here, there = mine.get(what, "not there"), first.get(what, "not there")
+        if here != there:
+            differences.append(f"rank {dist.get_rank()} differs from rank 0: {what} is {here}, not {there}; "
+                               "start all ranks with the same flags, code and data")
+    leave_together(gather_json("".join(differences[:1])))
+
+
+def flags_and_versions(flags):
+    with open(__file__, "rb") as file:
+        code = hashlib.sha256(file.read()).hexdigest()[:16]
+    return {"Python": sys.version.split()[0], "torch": torch.__version__, "the sha256 of train.py": code,
+            **{f"--{name}": value for name, value in vars(flags).items()}}
+
+
+def shards_and_sizes(flags):
+    shards = [shard for path in sources_of(flags) for split in ("train", "val")
+              for shard in list_shards(path, split)]
+    return {f"shard {shard.path}": f"{shard.size:,} bytes" for shard in shards}
 
 
 def gradients_summed(net, now):
@@ -327,24 +371,36 @@ class StopRequest:
     """SIGTERM, SIGINT, SIGUSR1 or the clock: finish the step, save, leave with status 0."""
 
     def __init__(self, minutes):
-        self.ends, self.why, self.since = time.time() + 60 * (minutes or math.inf), "", 0.0
+        self.ends, self.why, self.since = time.monotonic() + 60 * (minutes or math.inf), "", 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.note)
 
     def note(self, number, frame):
         # torchrun passes a Ctrl-C on to ranks that the terminal has signalled already: that is no second one.
-        if number == signal.SIGINT and self.why and time.time() > self.since + 1:
+        if number == signal.SIGINT and self.why and time.monotonic() > self.since + 1:
             os._exit(130)
-        self.why, self.since = self.why or signal.Signals(number).name, self.since or time.time()
+        self.why, self.since = self.why or signal.Signals(number).name, self.since or time.monotonic()
 
     def seconds_left(self):
-        return max(0.0, self.ends - time.time())
+        return max(0.0, self.ends - time.monotonic())
 
     def agreed(self):
         """Asked by all ranks together: once a step, once a batch of an eval."""
         if not self.seconds_left():
             self.why = self.why or "--max_minutes"
         return bool(largest_of_ranks(int(self.why != "")))
+
+
+def sources_of(flags):
+    return parse_data(flags.data) or {find_data(): 1.0}
+
+
+def refuse_another_size(flags, tokenizer, folder):
+    """--vocab_size is for the tokenizer that is trained here, which may be smaller: few pairs to merge."""
+    n, wanted = tokenizer.get_vocab_size(), flags.vocab_size
+    if wanted and n != wanted and not folder.endswith(f"-{wanted}"):
+        raise ValueError(f"--vocab_size {wanted}: {folder} has {n} tokens; leave --vocab_size out, or pass "
+                         f"--tokenizer DIR after: python tokenizer.py --vocab-size {wanted} --out DIR")
 
 
 def set_up_device(flags, local_rank):
@@ -562,6 +618,11 @@ def val_batches(tokenizer, B, T, path, num_lanes, n):
     loader = PackedLoader(tokenizer, B, T, "val", data_dir=path, num_lanes=num_lanes, epochs=1)
     batches = [batch for _, batch in zip(range(n), loader, strict=False)]
     loader.close()
+    token_bytes = get_token_bytes(tokenizer)
+    n_bytes = sum(int(token_bytes[targets.clamp(min=0)].sum()) for _, targets in batches)
+    if not largest_of_ranks(n_bytes):
+        raise ValueError(f"the val split of {path} has no text: {list_shards(path, 'val')[-1].name} holds "
+                         "nothing but nulls and empty documents")
     return batches
 
 
@@ -632,8 +693,7 @@ def generate(model, tokenizer, T, prompt, n_tokens, temperature=0.8, top_k=50):
 def print_sample(flags):
     """--sample: from the checkpoint that --resume names, else the newest."""
     folder = flags.out or newest_run()
-    named = os.path.isfile(flags.resume)
-    path = check_whole(flags.resume) if named else folder and newest_checkpoint(folder)
+    path = flags.resume if os.path.isfile(flags.resume) else folder and newest_checkpoint(folder)
     if not path:
         raise ValueError("no checkpoint in --out or runs/ yet; train one first: python train.py")
     saved = load_checkpoint(path)
@@ -649,16 +709,72 @@ def print_sample(flags):
 # ---------------------------------------------------------------------------------------------------------
 # Checkpoints: a file that is whole or not there
 
-def save_run(out, step, settings, tokenizer, model, optimizers, loader):
-    """All ranks together. A save that fails leaves the last good one and is tried again at the next."""
-    states, parts = gather_json(loader.state_dict()), [o.state_dict() for o in optimizers]
-    failed = is_first_rank() and save_checkpoint(out, step, {
-        "step": step, "model": model.state_dict(), "optimizers": parts,
-        "loader": json.dumps(merge_states(states)), "flags": settings, "tokenizer": tokenizer.fingerprint()})
-    if failed:
-        say(f"warning: step {step} could not be saved ({failed}); the last good checkpoint stays: "
-            f"{(list_checkpoints(out) or ['none yet'])[-1]}")
-    return not largest_of_ranks(int(bool(failed)))
+VERSION = 2    # of what a checkpoint holds
+
+
+class Checkpoints:
+    """Rank 0's, written by a thread from a copy in memory; the newest two that are whole are kept."""
+
+    def __init__(self, folder, resumed_from):
+        self.folder, self.thread, self.kept, self.saved_at = folder, None, [], None
+        if is_first_rank() and resumed_from in list_checkpoints(folder):
+            older = [path for path in list_checkpoints(folder) if path < resumed_from and is_ours(path)]
+            self.kept, self.saved_at = [*older, resumed_from], load_checkpoint(resumed_from)["step"]
+
+    def save(self, step, states, content):
+        """A save that fails leaves the last good one, and the next is tried as if nothing had been."""
+        self.wait()
+        if is_first_rank():
+            copy = copy_to_memory({"version": VERSION, "step": step, **content})
+            self.thread = threading.Thread(target=self._write, args=(step, states, copy))
+            self.thread.start()
+
+    def _write(self, step, states, content):
+        path = checkpoint_path(self.folder, step)
+        try:
+            write_checkpoint(path, {**content, "loader": json.dumps(merge_states(states))})
+        except (ValueError, OSError, RuntimeError) as error:    # torch makes a RuntimeError of a full disk
+            free = shutil.disk_usage(self.folder).free / 1e9
+            last = (self.kept or ["none yet"])[-1]
+            say(f"warning: step {step} could not be saved ({free:.3f} GB free in {self.folder}: "
+                f"{str(error).splitlines()[0]}); the last good checkpoint stays: {last}")
+            return
+        self.kept, self.saved_at = [*(other for other in self.kept if other != path), path], step
+        while len(self.kept) > 2:
+            os.remove(self.kept.pop(0))
+
+    def wait(self):
+        if self.thread:
+            self.thread.join()
+
+    def hold(self, step):
+        """Asked by all ranks together: whether this step is saved, behind what the thread still writes."""
+        self.wait()
+        return bool(largest_of_ranks(int(self.saved_at == step)))
+
+
+def copy_to_memory(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copy_to_memory(part) for key, part in value.items()}
+    return [copy_to_memory(part) for part in value] if isinstance(value, list) else value
+
+
+def write_checkpoint(path, content):
+    """Written beside, flushed, renamed."""
+    try:
+        with open(path + ".tmp", "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(path + ".tmp", path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+    handle = os.open(os.path.dirname(path), os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def restore(saved, path, settings, tokenizer, model, optimizers, loader):
@@ -678,58 +794,52 @@ def restore(saved, path, settings, tokenizer, model, optimizers, loader):
 
 
 def list_checkpoints(folder):
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "step_*.pt")))
+    paths = glob.glob(os.path.join(glob.escape(folder), "step_*.pt"))
+    return sorted(path for path in paths if re.fullmatch(r"step_\d{7}\.pt", os.path.basename(path)))
 
 
 def checkpoint_path(folder, step):
     return os.path.join(folder, f"step_{step:07d}.pt")
 
 
-def save_checkpoint(folder, step, content):
-    """Written beside, flushed, renamed; then all older ones but the newest go. -> what failed, or None"""
-    path = checkpoint_path(folder, step)
+def load_checkpoint(path):
     try:
-        with open(path + ".tmp", "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path + ".tmp", path)
-        handle = os.open(folder, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-        for older in [other for other in list_checkpoints(folder) if other < path][:-1]:
-            os.remove(older)
-    except (OSError, RuntimeError) as error:    # torch makes a RuntimeError of a full disk
-        with contextlib.suppress(OSError):
-            os.remove(path + ".tmp")
-        free = shutil.disk_usage(folder).free / 1e9
-        return f"{free:.3f} GB free in {folder}: {str(error).splitlines()[0]}"
-    return None
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:    # what is no file of torch's raises almost anything
+        raise ValueError(f"{path} is no checkpoint of this train.py ({type(error).__name__})") from None
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise ValueError(f"{path} is no checkpoint of this train.py (it has no version {VERSION} in it)")
+    return content
 
 
-def what_is_torn(path):
-    """Of a checkpoint, or None. torch.load would not look at the checksums of its records."""
-    try:
-        with zipfile.ZipFile(path) as file:
-            record = file.testzip()
-            return record and f"the checksum of {record} is wrong"
-    except Exception as error:    # a torn file can raise almost anything
-        return f"{type(error).__name__}: {error}"
+def is_ours(path):
+    with contextlib.suppress(ValueError):
+        return bool(load_checkpoint(path))
+    return False
 
 
 def check_whole(path):
-    if torn := what_is_torn(path):
+    """torch.load would not look at the checksums of its records."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            record = file.testzip()
+        torn = record and f"the checksum of {record} is wrong"
+    except Exception as error:    # a torn file can raise almost anything
+        torn = f"{type(error).__name__}: {error}"
+    if torn:
         raise ValueError(f"{path} is torn ({torn}); take the one before it")
+    load_checkpoint(path)
     return path
 
 
 def newest_checkpoint(folder):
-    """The newest whole one, or None where there is none at all; warns of each torn one that it passes."""
+    """The newest whole one, or None where there is none at all; warns of each that it passes over."""
     paths = list_checkpoints(folder)
     for path in reversed(paths):
-        if not (torn := what_is_torn(path)):
-            return path
-        print(f"warning: {path} is torn ({torn}); trying the one before it", flush=True)
+        try:
+            return check_whole(path)
+        except ValueError as error:
+            print(f"warning: {error}", flush=True)
     if paths:
         raise ValueError(f"no checkpoint in {folder} is whole; start anew with another --out")
     return None
@@ -741,13 +851,23 @@ def newest_run():
     return os.path.dirname(max(paths, key=os.path.getmtime)) if paths else None
 
 
+def make_run_folder():
+    """Of runs that start in one second each gets its own."""
+    name = time.strftime("runs/%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = name if number == 1 else f"{name}-{number}"
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(folder)
+            return folder
+
+
 def choose_run(flags):
     """-> the run's folder, made, and the checkpoint to go on from or None. Asked on rank 0 only."""
     auto, named = flags.resume == "auto", os.path.isfile(flags.resume)
     known = os.path.dirname(os.path.abspath(flags.resume)) if named else newest_run() if auto else None
-    out = flags.out or known or time.strftime("runs/%Y%m%d-%H%M%S")
+    out = flags.out or known or make_run_folder()
     os.makedirs(out, exist_ok=True)
-    for left_over in glob.glob(os.path.join(glob.escape(out), "*.tmp")):
+    for left_over in glob.glob(os.path.join(glob.escape(out), "step_" + 7 * "[0-9]" + ".pt.tmp")):
         os.remove(left_over)
     if named:
         newest = max(map(os.path.basename, list_checkpoints(out)), default="")
@@ -762,16 +882,12 @@ def choose_run(flags):
 
 def settle(flags, world, saved, path):
     """The flags, and where they left it open, what the checkpoint or the number of ranks says."""
-    before = saved["flags"] if saved else {"num_lanes": math.lcm(8, world), "tokenizer": None}
-    settings = {**vars(flags), "num_lanes": flags.num_lanes or before["num_lanes"],
-                "tokenizer": flags.tokenizer or before["tokenizer"]}
+    open_ones = {"num_lanes": math.lcm(8, world), "tokenizer": None, "vocab_size": VOCAB_SIZE[flags.device]}
+    before = saved["flags"] if saved else open_ones
+    settings = {**vars(flags), **{name: getattr(flags, name) or before[name] for name in open_ones}}
     if saved:
         refuse_other_flags(before, settings, path)
     return settings
-
-
-def load_checkpoint(path):
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
 
 def refuse_other_flags(saved, settings, path):
@@ -828,33 +944,53 @@ def start_profiler(spec, out, step):
     return profiler
 
 
+def read_log(path):
+    """Its records; lines that are torn are left out."""
+    with contextlib.suppress(OSError), open(path) as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
+
+
+def losses_in_log(path):
+    return [(record["step"], record["loss"]) for record in read_log(path) if "loss" in record]
+
+
 class Log:
     """Rank 0's: lines on the screen; JSON lines, TensorBoard and a plot, if installed, in its folder."""
 
     def __init__(self, folder, flags, mfu_of_one_token, first):
         self.folder, self.flags, self.mfu_of_one_token = folder, flags, mfu_of_one_token
-        self.losses, self.times, self.seconds, self.board, self.failed = [], [], 0.0, None, False
-        self.write(first)
+        self.times, self.seconds, self.board, self.failed = [], 0.0, None, False
         if is_first_rank():
+            self.path, step = os.path.join(folder, "log.jsonl"), first.get("from_step", 0)
+            self.cut(step)
             with contextlib.suppress(ImportError):
                 from torch.utils.tensorboard import SummaryWriter
-                self.board = SummaryWriter(folder)
+                self.board = SummaryWriter(folder, purge_step=step)
+        self.write(first)
         say("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB      left")
+
+    def cut(self, step):
+        """Take out what a run that is resumed at `step` does once more, and a line that a kill has torn."""
+        kept = [r for r in read_log(self.path) if r.get("step", -1) < step or
+                ("val_bpb" in r and r["step"] == step < self.flags.steps)]
+        if os.path.isfile(self.path):
+            write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
     def write(self, record):
         if not is_first_rank():
             return
         try:
-            with open(os.path.join(self.folder, "log.jsonl"), "a") as file:
+            with open(self.path, "a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:    # a full disk stops no training, and is reported once
             if not self.failed:
-                print(f"warning: {self.folder}/log.jsonl: {error}; lines will be missing in it", flush=True)
+                print(f"warning: {self.path}: {error}; lines will be missing in it", flush=True)
             self.failed = True
 
     def step(self, step, loss, lr, norm, seconds, waited, seconds_left):
         self.seconds += seconds
-        self.losses.append((step, loss))
         self.times = [*self.times[-49:], seconds]
         usual = sorted(self.times)[len(self.times) // 2]
         left = min((self.flags.steps - step - 1) * usual, seconds_left)
@@ -887,7 +1023,7 @@ class Log:
             from matplotlib.figure import Figure
             figure = Figure()
             axes = figure.subplots()
-            axes.plot(*zip(*self.losses, strict=True))
+            axes.plot(*zip(*losses_in_log(self.path), strict=True))
             axes.set(xlabel="step", ylabel="loss, nats a token")
             figure.savefig(os.path.join(self.folder, "loss.png"))
 
@@ -896,6 +1032,8 @@ class Log:
 # python train.py
 
 def main():
+    for stream in (sys.stdout, sys.stderr):    # an ASCII terminal, and a sample that is not ASCII
+        stream.reconfigure(errors="backslashreplace")
     flags = parse_flags()
     try:
         status = print_sample(flags) if flags.sample is not None else train(flags)
