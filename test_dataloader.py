@@ -25,6 +25,7 @@ import random
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -3103,6 +3104,23 @@ def train_run(base, *arguments, ranks=0, status=0):
     return output
 
 
+def train_by_hand(bases, flags, **env):
+    """Two ranks as torchrun starts them, each with a base folder and flags of its own. -> their outputs"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank, (base, own) in enumerate(zip(bases, flags, strict=True)):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NANOLOADER_BASE_DIR": base}
+        processes.append(subprocess.Popen(
+            train_command(base, "--data", "a", *own), cwd=base, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, env={**os.environ, **{k: str(v) for k, v in ranks.items()}}))
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert all(process.returncode == 1 for process in processes), outputs
+    return outputs
+
+
 def train_log(folder):
     with open(os.path.join(folder, "log.jsonl")) as file:
         return [json.loads(line) for line in file]
@@ -3227,7 +3245,7 @@ def test_train_error_of_one_rank_is_told_once(train_base, train_whole):
     """Not as a traceback of each rank that waits for it."""
     for wrong in (["--data", "nowhere"], ["--out", train_whole[0]]):
         output = train_process(train_base, *wrong, ranks=2).communicate(timeout=120)[0]
-        assert output.count("error: ") == 1 and "all_gather" not in output, output
+        assert output.count("error: ") == 1 and "gather" not in output, output
 
 
 def test_train_rate_is_that_of_the_flag_also_when_resumed(train_base, train_whole):
@@ -3257,7 +3275,7 @@ def test_train_not_finite_stops_and_names_the_batch(train_base):
     """The state before the batch is kept, and it is one that a loader takes; no checkpoint is written."""
     out = train_base / "boom"
     told = train_run(train_base, "--lr", "1e39", "--steps", 9, "--out", out, status=1)
-    assert "error: step 1: loss nan" in told and "row group" in told
+    assert "error: step 1: loss nan" in told and "The batch begins at row 8 of the run" in told
     with open(out / "not_finite_0000001.json") as file:
         assert json.load(file)["rows"] == 8
     assert not train.list_checkpoints(str(out))
@@ -3319,30 +3337,47 @@ def test_train_rates_rise_stay_and_fall():
         [1 / 30, 0.5, 1, 1, 1, 0.5, 0.0025])
 
 
-def test_train_full_disk_is_told_and_leaves_no_rest(tmp_path, monkeypatch):
-    train.save_checkpoint(str(tmp_path), 1, {"step": 1})
+def train_content(step, **more):
+    return {"version": train.VERSION, "step": step, **more}
+
+
+def train_save(folder, step, checkpoints=None, **more):
+    """-> whether it was saved"""
+    checkpoints = checkpoints or train.Checkpoints(str(folder), None)
+    checkpoints.save(step, [], more)
+    return checkpoints.hold(step)
+
+
+def test_train_full_disk_is_told_and_leaves_no_rest(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "merge_states", list)
+    checkpoints = train.Checkpoints(str(tmp_path), None)
+    assert train_save(tmp_path, 1, checkpoints)
     def full(content, file):
         file.write(b"half")
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", full)
-    assert "No space left" in train.save_checkpoint(str(tmp_path), 2, {"step": 2})
+    assert not train_save(tmp_path, 2, checkpoints) and checkpoints.hold(1)
+    told = capsys.readouterr().out
+    assert "warning: step 2 could not be saved" in told and "No space left" in told
+    assert f"the last good checkpoint stays: {tmp_path / 'step_0000001.pt'}" in told
     assert os.listdir(tmp_path) == ["step_0000001.pt"]
     assert train.newest_checkpoint(str(tmp_path)) == str(tmp_path / "step_0000001.pt")
 
 
 def test_train_goes_on_where_the_log_cannot_be_written_and_says_so_once(tmp_path, capsys):
     os.mkdir(tmp_path / "log.jsonl")    # an OSError, as a full disk is
-    log = train.Log(str(tmp_path), {})
+    log = train.Log(str(tmp_path), None, 0.0, {})
     for step in range(3):
         log.write({"step": step})
     assert capsys.readouterr().out.count("log.jsonl: ") == 1
 
 
-def test_train_last_two_checkpoints_are_kept_and_a_changed_one_is_passed_over(tmp_path, capsys):
+def test_train_last_two_checkpoints_are_kept_and_a_changed_one_is_passed_over(tmp_path, monkeypatch, capsys):
     """One bit of a weight: torch.load alone would take it."""
+    monkeypatch.setattr(train, "merge_states", list)
+    checkpoints = train.Checkpoints(str(tmp_path), None)
     for step in (1, 2, 3):
-        content = {"step": step, "weight": torch.arange(1000.0)}
-        assert train.save_checkpoint(str(tmp_path), step, content) is None
+        assert train_save(tmp_path, step, checkpoints, weight=torch.arange(1000.0))
     older, newest = train.list_checkpoints(str(tmp_path))
     assert newest.endswith("step_0000003.pt") and train.newest_checkpoint(str(tmp_path)) == newest
     with open(newest, "r+b") as file:
@@ -3359,7 +3394,7 @@ def choose(**flags):
 
 def test_train_no_checkpoint_is_taken_or_left_out_unseen(tmp_path):
     for step in (1, 2):
-        train.save_checkpoint(str(tmp_path), step, {"step": step})
+        train.write_checkpoint(train.checkpoint_path(tmp_path, step), train_content(step))
     older, newest = train.list_checkpoints(str(tmp_path))
     assert choose(out=str(tmp_path)) == (str(tmp_path), newest) == choose(resume=newest)
     assert choose(resume=older, out=str(tmp_path / "new")) == (str(tmp_path / "new"), older)
@@ -3372,6 +3407,153 @@ def test_train_no_checkpoint_is_taken_or_left_out_unseen(tmp_path):
         choose(out=str(tmp_path))
     with pytest.raises(ValueError, match=r"step_0000002.pt is torn \(BadZipFile: .*\); take the one"):
         choose(resume=newest)
+
+
+def test_train_deletes_no_file_that_it_did_not_write(tmp_path):
+    for name in ("thesis.tmp", "step_1.pt.tmp", "step_0000003.pt.tmp", "step_0000003.pt.tmp.tmp"):
+        (tmp_path / name).write_text("mine")
+    choose(out=str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["step_0000003.pt.tmp.tmp", "step_1.pt.tmp", "thesis.tmp"]
+
+
+def test_train_runs_of_one_second_have_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "runs/20260101-000000")
+    with ThreadPoolExecutor(5) as threads:
+        folders = list(threads.map(lambda _: choose(resume="none")[0], range(5)))
+    assert sorted(folders) == ["runs/20260101-000000", *(f"runs/20260101-000000-{n}" for n in (2, 3, 4, 5))]
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([["--lr", "0.01"], ["--lr", "0.02"]], "rank 1 differs from rank 0: --lr is 0.02, not 0.01"),
+    ([["--eval_every", "5"], []], "rank 1 differs from rank 0: --eval_every is 900, not 5"),
+])
+def test_train_ranks_of_other_flags_are_named(train_base, flags, words):
+    first, second = train_by_hand([train_base] * 2, flags)
+    assert f"error: {words}" in first and "Traceback" not in first + second and "error" not in second
+
+
+def test_train_rank_of_other_data_is_named(train_base, tmp_path):
+    shutil.copytree(train_base / "a", tmp_path / "a")
+    os.remove(tmp_path / "a" / "shard_1.parquet")
+    first, second = train_by_hand([train_base, tmp_path], [[], []])
+    assert re.search(r"error: rank 1 differs from rank 0: shard \S*shard_1.parquet is not there, not", first)
+    assert "Traceback" not in first + second and "error" not in second
+    shutil.rmtree(tmp_path / "a")
+    first, second = train_by_hand([train_base, tmp_path], [[], []])
+    assert "error: rank 1: no parquet files in a" in first and "Traceback" not in first + second
+
+
+def test_train_prints_on_a_terminal_of_ascii(train_base, train_whole, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert train_run(train_base, "--sample", "d\u00e9f ", "--out", train_whole[0]).startswith("d\\xe9f ")
+
+
+@pytest.mark.parametrize("content", [{"hello": 1}, [1, 2], "torn"])
+def test_train_what_is_no_checkpoint_of_ours_is_passed_over(tmp_path, capsys, content):
+    ours, other = tmp_path / "step_0000001.pt", tmp_path / "step_0000002.pt"
+    train.write_checkpoint(str(ours), train_content(1))
+    if content == "torn":
+        shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "step_0000001.pt")
+        os.rename(tmp_path / "archive.zip", other)
+    else:
+        torch.save(content, other)
+    assert choose(out=str(tmp_path)) == (str(tmp_path), str(ours))
+    assert f"warning: {other} is no checkpoint of this train.py" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"step_0000002.pt is no checkpoint of this train.py"):
+        choose(resume=str(other), out=str(tmp_path / "new"))
+
+
+def test_train_val_of_nulls_is_an_error_before_the_first_step(train_base, tmp_path):
+    shutil.copytree(train_base / "a", tmp_path / "a")
+    nulls = pa.table({"text": pa.array([None] * 20, pa.string())})
+    pq.write_table(nulls, tmp_path / "a" / "shard_2.parquet", row_group_size=10)
+    output = train_run(train_base, "--data", tmp_path / "a", "--steps", 1, status=1)
+    assert f"error: the val split of {tmp_path / 'a'} has no text" in output and "Traceback" not in output
+
+
+def test_train_data_is_the_folder_of_that_very_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("web:2")
+    assert train.parse_data(["web:2"]) == {"web:2": 1.0}
+    assert train.parse_data(["web:3"]) == {"web": 3.0}
+    assert train.parse_data(["web:2:0.5", "b:1"]) == {"web:2": 0.5, "b": 1.0}
+    with pytest.raises(ValueError, match="--data web:2: expected PATH, or several of PATH:WEIGHT"):
+        train.parse_data(["web:2", "b:1"])
+
+
+def test_train_vocab_size_is_not_ignored(train_base, train_whole, tmp_path):
+    """Where there is a tokenizer already, of another size."""
+    other = train.load_checkpoint(train_whole[0] / "step_0000020.pt")["tokenizer"]
+    folder = tmp_path / "tokenizer"
+    RustBPETokenizer.from_dict(other).save(folder)
+    n = RustBPETokenizer.from_dict(other).get_vocab_size()
+    output = train_run(train_base, "--tokenizer", folder, "--vocab_size", 4096, status=1)
+    assert f"--vocab_size 4096: {folder} has {n} tokens; leave --vocab_size out" in output
+    resume = ["--out", train_whole[0], "--resume", "auto"]
+    output = train_run(train_base, *resume, "--vocab_size", 4096, status=1)
+    assert "--vocab_size is 4096, in" in output and "resume with --vocab_size 512" in output
+
+
+def test_train_torn_checkpoint_is_none_of_the_two_that_are_kept(tmp_path, monkeypatch):
+    """Nor is anything deleted that is not ours."""
+    monkeypatch.setattr(train, "merge_states", list)
+    for step in (1, 2):
+        train.write_checkpoint(str(tmp_path / f"step_000000{step}.pt"), train_content(step))
+    (tmp_path / "step_0000003.pt").write_bytes(b"torn")
+    (tmp_path / "step_0000000.pt").write_bytes(b"somebody's")
+    checkpoints = train.Checkpoints(choose(out=str(tmp_path))[0], str(tmp_path / "step_0000002.pt"))
+    for step, kept in ((4, "0234"), (5, "0345")):
+        assert train_save(tmp_path, step, checkpoints)
+        assert sorted(os.listdir(tmp_path)) == [f"step_000000{k}.pt" for k in kept]
+
+
+def test_train_log_has_each_step_once_and_all_losses_after_a_resume(train_base, train_whole):
+    out = train_base / "killed"
+    shutil.copytree(train_whole[0], out)
+    os.remove(out / "step_0000020.pt")
+    with open(out / "log.jsonl", "a") as file:
+        file.write('{"step": 20, "lo')    # killed while it wrote
+    train_run(train_base, "--steps", 20, "--save_every", 10, "--out", out, "--resume", "auto")
+    log = train_log(out)
+    assert [r["step"] for r in log if "loss" in r] == list(range(20))
+    assert [r["step"] for r in log if "val_bpb" in r] == [20]
+    assert [r["from_step"] for r in log if "flags" in r] == [0, 10]
+    assert [step for step, _ in train.losses_in_log(out / "log.jsonl")] == list(range(20)), "for loss.png"
+
+
+def test_train_max_minutes_do_not_follow_the_wall_clock(monkeypatch):
+    stop = train.StopRequest(1)
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    assert not stop.agreed()
+    monkeypatch.setattr(time, "monotonic", lambda: 1e12)
+    assert stop.agreed() and stop.why == "--max_minutes"
+
+
+def test_train_threads_wait_passively_unless_the_user_says_otherwise():
+    """Set before torch is imported, which reads it once."""
+    code = "import sys; import train; import os; print(os.environ['OMP_WAIT_POLICY'])"
+    for policy, want in ((None, "passive"), ("active", "active")):
+        env = {**os.environ, "OMP_WAIT_POLICY": policy or ""}
+        if not policy:
+            del env["OMP_WAIT_POLICY"]
+        output = subprocess.check_output([sys.executable, "-c", code], env=env, cwd=HERE, text=True)
+        assert output.strip() == want
+    with open(train.__file__) as file:
+        code = file.read()
+    assert code.index("OMP_WAIT_POLICY") < code.index("import torch\n")
+
+
+def test_train_whole_run_is_in_the_checkpoint(train_base, tmp_path):
+    """Sampled and resumed where the folder of its tokenizer holds another one by now."""
+    base = tmp_path / "base"
+    shutil.copytree(train_base / "a", base / "a")
+    train_run(base, "--steps", 2, "--out", "run")
+    for folder in glob.glob(str(base / "tokenizer*")):
+        shutil.rmtree(folder)
+    assert train_run(base, "--sample", "def ", "--out", "run").startswith("def ")
+    assert "resumed from" in train_run(base, "--steps", 3, "--out", "run", "--resume", "auto")
+    assert not glob.glob(str(base / "tokenizer*")), "another one was trained"
 
 
 if __name__ == "__main__":
