@@ -221,9 +221,9 @@ class Encoder:
     """
     Turns documents into ids in threads of its own, one executor for the loader's life.
 
-    transform(ids, ref, place): what is to be delivered in place of a document's ids (BOS first), or None to
-    leave it out. It is called in these threads, once for every time that a document is encoded, and its
-    result must depend on its arguments alone. Its integers are delivered as they are, int64.
+    transform(ids, ref, place): what is to be delivered in place of a document's ids, int64 and BOS first; or
+    None to leave it out. It is called in these threads, every time that a document is encoded, and its result
+    must depend on its arguments alone. Its integers are delivered as they are.
     """
 
     def __init__(self, tokenizer, threads, transform=None):
@@ -346,7 +346,7 @@ class Encoder:
         return ids, bounds.tolist()
 
     def _transformed(self, ids, bounds, ref_of, places):
-        found = []
+        found, ids = [], ids.astype(self.dtype)
         for i, (a, b) in enumerate(itertools.pairwise(bounds)):
             result = self.transform(ids[a:b], ref_of(i), places[i]) if a < b else None
             found.append(() if result is None else result)
@@ -1214,7 +1214,7 @@ def config_of(loader):
     """T is not in it, nor are B, the world size or threads: references do not depend on them."""
     return {"split": loader.split, "packing": loader.packing, **loader._packer_options(),
             "num_lanes": loader.num_lanes, "shuffle_seed": loader.shuffle_seed,
-            "tokenizer": loader.fingerprint}
+            "tokenizer": loader.fingerprint, "transform": name_of(loader.transform)}
 
 
 def describe(loader, source):
@@ -1488,11 +1488,9 @@ def report_weights(loader, saved):
                   + ("" if was else "; it begins at its first document"))
 
 
+def name_of(function):
+    return function if function is None else getattr(function, "__name__", type(function).__name__)
+
+
 def divisors(n):
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def peak_memory():
-    """Bytes of this process so far. Linux's ru_maxrss would begin with the parent's."""
-    with open("/proc/self/status") as status:
-        return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))

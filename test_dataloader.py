@@ -14,6 +14,7 @@ import functools
 import gc
 import glob
 import gzip
+import hashlib
 import http.server
 import itertools
 import json
@@ -1863,9 +1864,10 @@ def test_exactfit_on_lognormal_lengths(tails, buffer_size, most_cut):
     delivered = rows * (T + 1) + held
     assert packer.counts["cut"] <= most_cut * fitting
     assert within <= delivered <= 1.001 * within, "each piece of a cut document has a BOS of its own"
-    print(f"\n{tails}, buffer {buffer_size}: of {n:,} documents {packer.counts['cut']} fit a row yet were cut; lost "
-          f"{max(0, 1 - delivered / bounds[-1]):.2%}, beyond a row {1 - within / bounds[-1]:.2%}; longest "
-          f"wait {longest_wait} rows; {1e6 * seconds / rows:.1f} us a row")
+    lost, beyond = max(0, 1 - delivered / bounds[-1]), 1 - within / bounds[-1]
+    print(f"\n{tails}, buffer {buffer_size}: of {n:,} documents {packer.counts['cut']} fit a row yet were "
+          f"cut; lost {lost:.2%}, beyond a row {beyond:.2%}; longest wait {longest_wait} rows; "
+          f"{1e6 * seconds / rows:.1f} us a row")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1883,6 +1885,31 @@ def test_rows_are_the_same_for_every_world_size(corpus, packing, tails, world, B
     rows, _ = run(corpus, steps=48 // (world * B), world=world, B=B, threads=threads, prefetch=prefetch,
                   **same)
     assert rows == want[:len(rows)] and rows
+
+
+FROZEN = {    # of rows; those of a version of the state never change
+    ("flat", "keep"): "a09c336609661d35", ("bestfit", "keep"): "86043ee300f391a6",
+    ("exactfit", "keep"): "c5f7a2a146940af0", ("exactfit", "drop"): "6ad203b016185328"}
+
+
+@pytest.fixture(scope="module")
+def frozen_corpus(tmp_path_factory):
+    """8,000 documents in row groups of several chunks; how large a chunk is does not hang on the compression."""
+    documents = numbered([(7 * i * i + 3) % 61 * (8 if i % 37 == 0 else 1) for i in range(8000)])
+    groups = grouped(documents, [2500, 1500, 2000])
+    return write_shards(tmp_path_factory.mktemp("frozen"), [groups[:2], groups[2:], [["val"]]])
+
+
+@pytest.mark.parametrize("packing, tails", FROZEN)
+def test_rows_of_a_version_never_change(frozen_corpus, packing, tails):
+    """Promise 1 over releases: where this fails, rows have changed, and the version of the state must too."""
+    digest = hashlib.sha256()
+    for seed in (None, 3):
+        rows, _ = run(frozen_corpus, steps=400, B=8, T=64, num_lanes=2, packing=packing, tails=tails,
+                      shuffle_seed=seed, buffer_size=40, tokenizer_batch_size=16)
+        digest.update(np.array(rows, "<i8").tobytes())
+    assert dataloader.VERSION == 2
+    assert digest.hexdigest()[:16] == FROZEN[packing, tails]
 
 
 @st.composite
@@ -2194,7 +2221,8 @@ def test_loading_on_an_object_that_was_iterated_and_going_on_after_a_state(corpu
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(corpus, tmp_path):
     _, state = run(corpus, steps=3, num_lanes=4, packing="exactfit")
     for change, options, words in [
-            ({"version": 99}, {}, "version"), ({}, {"packing": "flat"}, "packing"), ({}, {"tails": "drop"}, "tails"),
+            ({"version": 99}, {}, "version"), ({}, {"packing": "flat"}, "packing"),
+            ({}, {"tails": "drop"}, "tails"),
             ({}, {"buffer_size": 7}, "buffer_size"), ({}, {"shuffle_seed": 1}, "shuffle_seed"),
             ({}, {"tokenizer": ByteTokenizer("other")}, "tokenizer"), ({}, {"num_lanes": 8}, "num_lanes"),
             ({}, {"world_size": 3, "rank": 0}, r"world size in \[1, 2, 4\]"),
@@ -2216,7 +2244,7 @@ def test_a_setting_that_only_one_side_has_is_refused(corpus):
     for change in ({"config": {"augmented": True}}, {"config": {"tails": None}}):
         state = run(corpus, steps=3)[1]
         state["config"].update(change["config"])
-        with pytest.raises(ValueError, match=r"(augmented|tails) of the state is (True|None), of this loader"):
+        with pytest.raises(ValueError, match=r"(augmented|tails) of the state is (True|None), of this"):
             make(corpus).load_state_dict(state)
     state = run(corpus, steps=3)[1]
     del state["config"]["tails"]
@@ -2741,10 +2769,84 @@ def test_no_more_of_a_document_is_held_than_may_be_delivered(packer, longest):
     assert max(len(document.ids) for document in packer.held()) == longest
 
 
+def test_null_slots_of_a_token_shard_that_hold_bytes_are_null(tmp_path):
+    """As other programs may write them: Arrow leaves open what the slot of a null holds."""
+    text = write_shards(tmp_path / "text", [[["ab", None, "c"]], [["val"]]])
+    ids = np.array([BOS, 97, 98, BOS, 120, 121, BOS, 99], np.uint16)
+    offsets, valid = np.array([0, 6, 12, 16], np.int32), np.packbits([True, False, True], bitorder="little")
+    array = pa.Array.from_buffers(pa.binary(), 3, [pa.py_buffer(buffer) for buffer in (valid, offsets, ids)])
+    assert array.null_count == 1 and array.buffers()[2].size == 16
+    loader = make(tokenized_copy(text, tmp_path / "tokens"), B=1, T=8, packing="flat", epochs=1)
+    for source in loader.sources.values():
+        for shard in source.shards:
+            shard.read = lambda row_group: array
+    rows = [real(row) for batch in loader for row in rows_of(batch)]
+    assert rows == [[BOS, 97, 98, BOS, 99]]
+
+
 def test_token_shards_of_another_tokenizer_are_refused(corpus, tmp_path):
     tokens = tokenized_copy(corpus, tmp_path / "tokens", ByteTokenizer("another"))
     with pytest.raises(RuntimeError, match="another"):
         next(make(tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Transformations: what is delivered in place of a document
+
+def fill_in_the_middle(ids, ref, place):
+    """Another cut of each document in every epoch: BOS suffix middle, by a draw that its Ref alone decides."""
+    draw = np.random.default_rng(ref[:3])
+    a, b = sorted(draw.integers(1, len(ids) + 1, 2))
+    return np.concatenate([ids[:a], ids[b:], ids[a:b]])
+
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_a_transformation_that_depends_on_the_epoch_resumes_exactly(corpus, packing, tails):
+    same = {"packing": packing, "tails": tails, "num_lanes": 2, "transform": fill_in_the_middle}
+    want, state = run(corpus, steps=150, **same)
+    assert max(lane[corpus]["next"][0] for lane in state["lanes"].values()) > 1
+    for stop in (7, 130):
+        head, state = run(corpus, steps=stop, **same)
+        held = [Ref(*ref) for lane in state["lanes"].values() for ref in lane[corpus]["held"]]
+        assert stop == 7 or any(ref.epoch > 1 for ref in held)
+        assert head + run(corpus, steps=150 - stop, state=state, **same)[0] == want
+    plain = run(corpus, steps=150, **{**same, "transform": None})[0]
+    assert plain != want
+
+
+def test_a_state_with_a_transformation_needs_it_again(corpus):
+    state = run(corpus, steps=3, transform=fill_in_the_middle)[1]
+    with pytest.raises(ValueError, match="transform of the state is 'fill_in_the_middle', of this loader None"):
+        make(corpus).load_state_dict(state)
+
+
+def test_a_transformation_may_leave_documents_out(corpus):
+    """By what is in them or by where they stand; what is left out is delivered by no packer."""
+    def keep_even(ids, ref, place):
+        assert os.path.dirname(place.path) == corpus
+        return ids if pq.ParquetFile(place.path).read_row_group(place.row_group)["text"][place.row].as_py()[
+            :1] in "02468" else None
+
+    want = [text for text in corpus_texts(corpus) if text[:1] in "02468"]
+    for packing in ("flat", "exactfit"):
+        loader = make(corpus, packing=packing, epochs=1, transform=keep_even, shuffle_seed=1)
+        tokens = [token for batch in loader for row in rows_of(batch) for token in real(row)[1:]]
+        counts = collections.Counter(token for token in tokens if token != BOS)
+        assert counts == collections.Counter(itertools.chain(*(text.encode() for text in want)))
+
+
+def test_a_number_of_each_document_beside_each_of_its_tokens(corpus):
+    """Wide integers pass every packer: ids below, the document's number above."""
+    def numbered_ids(ids, ref, place):
+        return ids + (1 + place.row_group << 32)
+
+    for packing, tails in PACKINGS:
+        plain = make(corpus, packing=packing, tails=tails)
+        wide = make(corpus, packing=packing, tails=tails, transform=numbered_ids)
+        for _ in range(30):
+            (inputs, targets), (wide_inputs, wide_targets) = next(plain), next(wide)
+            assert torch.equal(wide_inputs & 0xFFFF, inputs) and torch.equal(wide_targets & 0xFFFF, targets)
+            assert ((wide_inputs >> 32 >= 1) & (wide_inputs >> 32 <= 4)).all()
 
 
 # ---------------------------------------------------------------------------------------------------------
