@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import math
+import mmap
 import os
 import queue
 import threading
@@ -125,9 +126,11 @@ class Source:
         """The Refs of a lane's row groups from `start` on, without end unless `epochs` is a number."""
         epoch, group = start.epoch, start.group
         while epochs is None or epoch <= epochs:
+            numbers = self.order(epoch).numbers
             first = group + (lane - group) % self.num_lanes
-            for group in range(first, len(self.order(epoch).numbers), self.num_lanes):
-                yield Ref(epoch, group)
+            for group in range(first, len(numbers), self.num_lanes):
+                if numbers[group] >= 0:
+                    yield Ref(epoch, group)
             epoch, group = epoch + 1, 0
 
     def documents(self, ref):
@@ -142,6 +145,18 @@ class Source:
     def place(self, ref):
         shard, row_group, rows, _ = self.documents(ref)
         return Place(shard.path, row_group, int(rows[ref.doc]))
+
+
+class NanochatSource(Source):
+    """Dealt as nanochat deals: lane k begins with row group k in every shard. -1 stands for no row group."""
+
+    def _order(self, epoch):
+        check_enough_row_groups(self)
+        shards = [np.arange(a, b) for a, b in itertools.pairwise(self.first_group)]
+        fill = [-len(numbers) % self.num_lanes for numbers in shards]
+        padded = [np.pad(numbers, (0, n), constant_values=-1) for numbers, n in zip(shards, fill, strict=True)]
+        numbers = np.concatenate(padded)
+        return Order(numbers, np.zeros_like(numbers), 1)
 
 
 def fingerprint_of(shards):
@@ -929,7 +944,7 @@ class Pipeline:
 # ---------------------------------------------------------------------------------------------------------
 # The loader
 
-class PackedLoader(IterableDataset):
+class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     """
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs one token on.
 
@@ -962,9 +977,9 @@ class PackedLoader(IterableDataset):
                  device: str | torch.device = "cpu", threads: int | None = None, prefetch: int = 2,
                  tokenizer_batch_size: int = 128, transform: Callable | None = None):
         self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
-        found = ranks_of_this_process()
-        self.rank = found[0] if rank is None else rank
-        self.world_size = found[1] if world_size is None else world_size
+        self.rank, self.world_size = rank, world_size
+        if rank is None and world_size is None:
+            self.rank, self.world_size = ranks_of_this_process()
         self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
         self.packing, self.tails, self.uneven, self.transform = packing, tails, uneven, transform
         self.shuffle_seed, self.tokenizer_batch_size = shuffle_seed, tokenizer_batch_size
@@ -974,20 +989,24 @@ class PackedLoader(IterableDataset):
         self.threads = cores_of_this_rank() if threads is None else threads
         self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
         check_arguments(self)
+        check_tokenizer(tokenizer)
         self.weights, self.epochs = sources_of(data_dir, epochs)
         shards = {name: list_shards(name, split) for name in self.weights}
         self.sources = {name: Source(name, shards[name], self.num_lanes, shuffle_seed)
                         for name in sorted(shards)}    # by name: then whose turn it is, too
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self._position = Position(0, {})    # where to go on
+        self._before = collections.deque(maxlen=64)    # positions of the batches before
         self._pipeline, self._in_step = None, self._join_ranks()
         self._finished = self._closed = False
         self._pid, self._lock = os.getpid(), threading.Lock()
+        self._worker = mmap.mmap(-1, 8)    # shared with forks: the process of the DataLoader worker, or 0
 
     # Going on from a position ----------------------------------------------------------------------------
 
     def _start(self):
         """Threads, lanes, packers; in the process that iterates, when it begins to."""
+        check_ranks(self)
         rows, standings = self._position
         encoder = Encoder(self.tokenizer, self.threads, self.transform)
         lanes = {number: self._make_lane(encoder, number, standings.get(number, {}))
@@ -1028,6 +1047,8 @@ class PackedLoader(IterableDataset):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         check_worker(self)
+        if get_worker_info() is not None:
+            self._worker[:] = os.getpid().to_bytes(8, "little")
         if self._finished:    # the same run again, as with any other iterable
             self._position, self._pipeline, self._finished = Position(0, {}), None, False
             self._in_step = self._join_ranks()
@@ -1061,8 +1082,20 @@ class PackedLoader(IterableDataset):
             stream.wait_event(batch.copied)
             batch.inputs.record_stream(stream)    # both are parts of one allocation
         tensors = batch.inputs, batch.targets
+        self._before.append(self._position)
         self._position = batch.position    # last: if what comes before it is interrupted, it is done again
         return tensors
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.close()
+
+    def __repr__(self):
+        return (f"PackedLoader({' + '.join(self.sources)}, {self.split}, {self.packing}, B={self.B}, "
+                f"T={self.T}, rank {self.rank} of {self.world_size}, {self.num_lanes} lanes, "
+                f"row {self._position.rows:,})")
 
     def close(self) -> None:
         """Stop the threads. In a finite run on several ranks the others get an error."""
@@ -1082,14 +1115,18 @@ class PackedLoader(IterableDataset):
 
     # State -----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict:
+    def state_dict(self, batches_ago: int = 0) -> dict:
         """
         Load this and the next batch is the one that would have come next. Plain JSON: references to
         documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
+        batches_ago: of an earlier batch, at most 64 back: 1 for those who fetch one batch ahead.
         """
+        check_iterated_here(self)
         if not self._position.lanes:
             self._start()
-        rows, lanes = self._position
+        if batches_ago > len(self._before):
+            raise ValueError(f"batches_ago={batches_ago}: of {len(self._before)} batches the state is known")
+        rows, lanes = [self._position, *reversed(self._before)][batches_ago]
         return {"version": VERSION, "rows": rows, "config": config_of(self),
                 "sources": {name: describe(self, source) for name, source in self.sources.items()},
                 "lanes": {str(number): {name: standing.as_json() for name, standing in lane.items()}
@@ -1104,6 +1141,9 @@ class PackedLoader(IterableDataset):
         if self._pipeline is not None and self._pid == os.getpid():
             self._pipeline.close()
         self.num_lanes, self.sources, self._position = num_lanes, sources, position
+        self._before.clear()
+        if get_worker_info() is not None:
+            self._worker[:] = os.getpid().to_bytes(8, "little")
         self._in_step = self._join_ranks() if self._finished else self._in_step
         self._pipeline, self._finished = None, False
 
@@ -1141,9 +1181,13 @@ def lanes_of_rank(rows, rank, world_size, num_lanes):
 
 
 def ranks_of_this_process():
-    """(rank, world size): torch.distributed's where it is initialised, else RANK and WORLD_SIZE."""
+    """(rank, world size): torch.distributed's where it is initialised, else those in the environment."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        there = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
+        raise ValueError(f"of RANK and WORLD_SIZE only {there}={os.environ[there]} is set; make the loader "
+                         "when torch.distributed is initialised, or pass rank=... and world_size=...")
     return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -1212,9 +1256,10 @@ VERSION = 2    # rows of a version never change
 
 def config_of(loader):
     """T is not in it, nor are B, the world size or threads: references do not depend on them."""
-    return {"split": loader.split, "packing": loader.packing, **loader._packer_options(),
-            "num_lanes": loader.num_lanes, "shuffle_seed": loader.shuffle_seed,
-            "tokenizer": loader.fingerprint, "transform": name_of(loader.transform)}
+    (dealing,) = {type(source).__name__ for source in loader.sources.values()}
+    return {"split": loader.split, "num_lanes": loader.num_lanes, "dealing": dealing,
+            "shuffle_seed": loader.shuffle_seed, "packing": loader.packing, **loader._packer_options(),
+            "tokenizer": loader.fingerprint, "transform": name_of(loader.arguments["transform"])}
 
 
 def describe(loader, source):
@@ -1235,7 +1280,7 @@ def read_state(loader, state):
         sources = {}
         for name, source in loader.sources.items():
             history = history_of(source, saved[name], lanes, num_lanes) if name in saved else ()
-            sources[name] = Source(name, source.shards, num_lanes, loader.shuffle_seed, history)
+            sources[name] = type(source)(name, source.shards, num_lanes, loader.shuffle_seed, history)
         mine = lanes_of_rank(rows, loader.rank, loader.world_size, num_lanes)
         standings = {number: {name: lanes[number][name] if name in saved else Standing() for name in sources}
                      for number in mine}
@@ -1281,6 +1326,22 @@ def history_of(source, saved, lanes, num_lanes):
     return [*history, [max(ref.epoch for ref in refs) + 1, len(shards)]]
 
 
+def gather_states(loader) -> dict | None:
+    """
+    merge_states of all ranks of torch.distributed, on rank 0; None on the others. Called by all together.
+    The states travel as bytes of JSON over gloo or whatever takes CPU tensors: nothing is unpickled.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return merge_states([loader.state_dict()])
+    data = json.dumps(loader.state_dict()).encode()
+    size = torch.tensor(len(data))
+    dist.all_reduce(size, dist.ReduceOp.MAX)
+    padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(padded, parts)
+    return parts and merge_states([json.loads(part.numpy().tobytes()) for part in parts])
+
+
 def merge_states(states: list) -> dict:
     """The states of all ranks, taken at one step, as one that every allowed world size loads."""
     if not states:
@@ -1297,6 +1358,76 @@ def merge_states(states: list) -> dict:
         raise ValueError(f"lanes {missing} of {num_lanes} are in none of the {len(states)} states; "
                          "merge the states of all ranks")
     return {**first, "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What a batch holds: the documents of its tokens, and where they begin
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a document in a row: start to stop - 1 of its ids, its BOS being token 0."""
+    place: Place
+    ref: Ref
+    start: int
+    stop: int
+
+
+def trace(loader, state: dict | None = None):
+    """
+    Yields, for each batch behind a state (default: where the loader stands), B lists of the row's Pieces.
+
+    It is the same loader over documents whose "ids" are places, so the answer cannot differ from what was
+    trained on, and costs as much as packing those batches again. A piece after the first of a document is
+    its BOS, then the rest: two Pieces.
+    """
+    found, numbers = {}, itertools.count(1)
+
+    def places(ids, ref, place):
+        if loader.transform is not None and (ids := loader.transform(ids, ref, place)) is None:
+            return None
+        number = next(numbers)
+        found[number] = place, ref
+        return np.arange(len(ids)) + (number << 32)
+
+    state = loader.state_dict() if state is None else state
+    same = {**loader.arguments, "rank": loader.rank, "world_size": loader.world_size, "uneven": "free"}
+    with PackedLoader(**{**same, "device": "cpu"}) as tracer:
+        tracer.transform = places
+        tracer.load_state_dict(state)
+        for inputs, targets in tracer:
+            rows = torch.cat([inputs[:, :1], targets], dim=1).numpy()
+            yield [pieces_of_row(row, found) for row in rows]
+
+
+def pieces_of_row(row, found):
+    cuts = [0, *(np.flatnonzero(np.diff(row) != 1) + 1).tolist(), len(row)]
+    pieces = []
+    for a, b in itertools.pairwise(cuts):
+        number, start = int(row[a]) >> 32, int(row[a]) & 0xFFFFFFFF
+        if number in found:    # else what completes the last rows of a finite run
+            pieces.append(Piece(*found[number], start, start + b - a))
+    return pieces
+
+
+def document_boundaries(inputs, bos, most=None):
+    """
+    -> positions: int64 (B, T), of each token within its document, counted from the row's beginning where it
+       begins without BOS; cu_seqlens: int32 (most + 1,), where the documents of the flattened batch begin,
+       as varlen attention takes it, filled up with B * T: its shape never changes, so nothing recompiles.
+    most: documents in a batch; default B * T. Example: inputs [[BOS, 5, BOS, 7]], most=3 ->
+    [[0, 1, 0, 1]], [0, 2, 4, 4]
+    """
+    B, T = inputs.shape
+    most = B * T if most is None else most
+    starts = inputs == bos
+    starts[:, 0] = True
+    at = torch.arange(T, device=inputs.device).expand(B, T)
+    positions = at - torch.where(starts, at, 0).cummax(1).values
+    order = starts.flatten().cumsum(0) - 1
+    cu_seqlens = torch.full((most + 1,), B * T, dtype=torch.int32, device=inputs.device)
+    where = torch.where(starts.flatten(), order, most)    # tokens inside documents: to the last one, B * T
+    flat = torch.arange(B * T, dtype=torch.int32, device=inputs.device)
+    cu_seqlens.scatter_reduce_(0, where.clamp(max=most), torch.where(starts.flatten(), flat, B * T), "amin")
+    return positions, cu_seqlens
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1335,6 +1466,8 @@ def batches_with_state(resume, *args, **kwargs):
     """One lane a rank, as in nanochat; the state also says epoch, shard and row group, which it prints."""
     _, world_size = ranks_of_this_process()
     loader = PackedLoader(*args, data_dir=default_data_dir(), num_lanes=world_size, **kwargs)
+    loader.sources = {name: NanochatSource(name, source.shards, world_size)
+                      for name, source in loader.sources.items()}
     if resume is not None:
         loader.load_state_dict(resume)
     (source,) = loader.sources.values()
@@ -1356,12 +1489,14 @@ def check_arguments(loader):
     for name, allowed in choices.items():
         if getattr(loader, name) not in allowed:
             raise ValueError(f"{name}={getattr(loader, name)!r}; choose one of {', '.join(allowed)}")
-    least = {"B": 1, "T": 1, "world_size": 1, "num_lanes": 1, "buffer_size": 1, "tokenizer_batch_size": 1,
-             "threads": 1, "prefetch": 0, "shuffle_seed": 0}
+    least = {"B": 1, "T": 1, "world_size": 1, "rank": 0, "num_lanes": 1, "buffer_size": 1,
+             "tokenizer_batch_size": 1, "threads": 1, "prefetch": 0, "shuffle_seed": 0}
     for name, low in least.items():
         n = getattr(loader, name)
         if (name, n) != ("shuffle_seed", None) and (type(n) is not int or n < low):
             raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
+    if (loader.arguments["rank"] is None) != (loader.arguments["world_size"] is None):
+        raise ValueError("pass both rank and world_size, or neither")
     if not 0 <= loader.rank < loader.world_size:
         raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks count from 0")
     if loader.num_lanes % loader.world_size:
@@ -1372,7 +1507,10 @@ def check_arguments(loader):
 
 def sources_of(data_dir, epochs):
     """data_dir and epochs as {source: weight} and {source: epochs}."""
-    given = data_dir if isinstance(data_dir, dict) else {find_data(data_dir): 1}
+    if isinstance(data_dir, list | tuple | set):
+        raise ValueError(f"data_dir={data_dir!r}; several folders take weights: "
+                         f"{dict.fromkeys(map(str, data_dir), 1)}")
+    given = data_dir if isinstance(data_dir, dict) else {find_data(data_dir and os.fspath(data_dir)): 1}
     weights = {source_name(path): weight for path, weight in given.items()}
     if not weights:
         raise ValueError("data_dir is an empty dict; name at least one source: {folder: weight}")
@@ -1398,6 +1536,31 @@ def source_name(path):
     return str(path).rstrip("/") if "://" in str(path) else os.path.normpath(path)
 
 
+WRAPPER = """a tokenizer needs get_bos_token_id() and an encode that prepends, as in
+    class Wrapped:
+        def get_bos_token_id(self):
+            return BOS
+        def encode(self, texts, prepend, num_threads):
+            return [[prepend, *ids] for ids in YOURS.encode_batch(texts)]    # lists of ints"""
+
+
+def check_tokenizer(tokenizer):
+    """That it has one of the faces, and puts BOS in front."""
+    try:
+        bos = tokenizer.get_bos_token_id()
+        if hasattr(tokenizer, "encode_documents"):
+            ids = tokenizer.encode_documents(["a", None])[0].tolist()
+        else:
+            (ids,) = tokenizer.encode(["a"], prepend=bos, num_threads=1)
+        first, *rest = ids
+    except Exception as error:
+        raise ValueError(f"{type(tokenizer).__name__} cannot be used ({type(error).__name__}: {error}); "
+                         f"{WRAPPER}") from error
+    if first != bos or not rest:
+        raise ValueError(f"{type(tokenizer).__name__} makes {ids} of 'a', without BOS ({bos}) in front; "
+                         f"{WRAPPER}")
+
+
 def tokenizer_fingerprint(tokenizer):
     """A tokenizer without a fingerprint of its own is known by what it makes of a line of text."""
     if hasattr(tokenizer, "fingerprint"):
@@ -1414,8 +1577,35 @@ def check_enough_documents(source, n):
                          f"most {n}, or add data")
 
 
+def check_ranks(loader):
+    """A group that came into being since the loader was made would give every rank the same rows."""
+    asked = loader.arguments["rank"] is not None
+    if not asked and (loader.rank, loader.world_size) != (found := ranks_of_this_process()):
+        raise RuntimeError(f"this loader was made for rank {loader.rank} of {loader.world_size}, but here is "
+                           f"rank {found[0]} of {found[1]}; make it when torch.distributed is initialised, "
+                           f"or pass rank={found[0]}, world_size={found[1]}")
+
+
+def check_iterated_here(loader):
+    worker = int.from_bytes(loader._worker[:], "little")
+    if worker not in (0, os.getpid()):
+        raise RuntimeError("a DataLoader worker iterates over this loader, and its state is known only there; "
+                           "use torchdata's StatefulDataLoader and its state_dict(), or num_workers=0")
+
+
+def check_enough_row_groups(source):
+    most = max(len(shard.rows) for shard in source.shards)
+    if most < source.num_lanes:
+        raise ValueError(f"no shard of {source.name} has more than {most} row groups, so that of "
+                         f"{source.num_lanes} ranks the last get none; PackedLoader deals row groups in parts")
+
+
 def check_worker(loader):
     info = get_worker_info()
+    worker = int.from_bytes(loader._worker[:], "little")
+    if info is not None and worker not in (0, os.getpid()) and not loader._is_finite():
+        raise ValueError("another DataLoader worker has iterated over this loader, and this one would begin "
+                         "where it began; go on with one iterator, or use torchdata's StatefulDataLoader")
     if info is not None and info.num_workers > 1:
         raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
                          "would each deliver the same rows: pass num_workers=0 (fastest) or 1")

@@ -1894,7 +1894,7 @@ FROZEN = {    # of rows; those of a version of the state never change
 
 @pytest.fixture(scope="module")
 def frozen_corpus(tmp_path_factory):
-    """8,000 documents in row groups of several chunks; how large a chunk is does not hang on the compression."""
+    """8,000 documents in row groups of several chunks, of as many documents whatever the compression makes."""
     documents = numbered([(7 * i * i + 3) % 61 * (8 if i % 37 == 0 else 1) for i in range(8000)])
     groups = grouped(documents, [2500, 1500, 2000])
     return write_shards(tmp_path_factory.mktemp("frozen"), [groups[:2], groups[2:], [["val"]]])
@@ -2847,6 +2847,60 @@ def test_a_number_of_each_document_beside_each_of_its_tokens(corpus):
             (inputs, targets), (wide_inputs, wide_targets) = next(plain), next(wide)
             assert torch.equal(wide_inputs & 0xFFFF, inputs) and torch.equal(wide_targets & 0xFFFF, targets)
             assert ((wide_inputs >> 32 >= 1) & (wide_inputs >> 32 <= 4)).all()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Promise 8: every token can be traced
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_every_token_is_the_one_that_the_trace_names(sources, tmp_path, packing, tails):
+    """In mixtures of text and tokens, shuffled, past epochs, with a transformation, after elastic resumes."""
+    a, b, _ = sources.values()
+    data = {a: 1, tokenized_copy(b, tmp_path / "tokens"): 0.4}
+    same = {"packing": packing, "tails": tails, "num_lanes": 4, "shuffle_seed": 2, "T": 30,
+            "transform": fill_in_the_middle}
+    _, state = run(data, steps=30, world=4, B=1, **same)
+    _, state = run(data, steps=40, world=2, B=2, state=state, **same)
+    assert min(part["next"][0] for lane in state["lanes"].values() for part in lane.values()) > 1
+    checked = 0
+    for rank in range(2):
+        loader = make(data, rank=rank, world_size=2, B=3, **same)
+        loader.load_state_dict(state)
+        for pieces_of_rows, batch in zip(dataloader.trace(loader, state), loader, strict=False):
+            for pieces, row in zip(pieces_of_rows, rows_of(batch), strict=True):
+                assert [id for piece in pieces for id in encode_again(piece, same["transform"])] == list(row)
+                checked += len(row)
+            if checked > 4000 * (rank + 1):
+                break
+    assert checked > 8000
+
+
+def encode_again(piece, transform):
+    column = pq.ParquetFile(piece.place.path).read_row_group(piece.place.row_group).column(0)
+    document = column[piece.place.row].as_py()
+    ids = (np.array([BOS, *document.encode()]) if isinstance(document, str)
+           else np.frombuffer(document, np.uint16).astype(np.int64))
+    return transform(ids, piece.ref, piece.place).tolist()[piece.start:piece.stop]
+
+
+def test_the_trace_of_a_finite_run_leaves_out_what_fills_its_last_rows(corpus):
+    loader = make(corpus, epochs=1, T=40, num_lanes=4)
+    lengths = [sum(piece.stop - piece.start for piece in row) for batch in dataloader.trace(loader)
+               for row in batch]
+    assert lengths == [len(real(row)) for batch in loader for row in rows_of(batch)] and 0 in lengths
+
+
+def test_document_boundaries_as_varlen_attention_takes_them():
+    """Against a scan; the shape is the same whatever the rows hold."""
+    assert [x.tolist() for x in dataloader.document_boundaries(torch.tensor([[9, 5, 9, 7]]), 9, 3)] == [
+        [[0, 1, 0, 1]], [0, 2, 4, 4]]
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        rows = draw.integers(0, 4, (3, 7))
+        positions, cu_seqlens = dataloader.document_boundaries(torch.from_numpy(rows), 0, 21)
+        starts = [i for i, id in enumerate(rows.flatten()) if id == 0 or i % 7 == 0]
+        assert cu_seqlens.tolist() == starts + [21] * (22 - len(starts)) and cu_seqlens.dtype == torch.int32
+        assert positions.flatten().tolist() == [i - max(s for s in starts if s <= i) for i in range(21)]
 
 
 # ---------------------------------------------------------------------------------------------------------
