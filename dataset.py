@@ -515,7 +515,7 @@ def local_files(folder, below):
     root, files = os.path.join(folder, below), {}
     for name in os.listdir(root) if os.path.isdir(root) else ():
         if is_shard(name) or name == INDEX:
-            seen = os.stat(os.path.join(root, name))    # an error for a link to nothing, which pyarrow leaves out
+            seen = os.stat(os.path.join(root, name))    # pyarrow's listing leaves out links to nothing
             if stat.S_ISREG(seen.st_mode):
                 files[below + name] = File(seen.st_size, seen.st_mtime_ns)
     return files
