@@ -15,9 +15,7 @@ checksums 39 did.
 """
 
 import argparse
-import base64
 import contextlib
-import email.utils
 import functools
 import hashlib
 import io
@@ -515,7 +513,7 @@ def local_files(folder, below):
     root, files = os.path.join(folder, below), {}
     for name in os.listdir(root) if os.path.isdir(root) else ():
         if is_shard(name) or name == INDEX:
-            seen = os.stat(os.path.join(root, name))    # an error for a link to nothing, which pyarrow leaves out
+            seen = os.stat(os.path.join(root, name))    # pyarrow's listing leaves out links to nothing
             if stat.S_ISREG(seen.st_mode):
                 files[below + name] = File(seen.st_size, seen.st_mtime_ns)
     return files
@@ -607,22 +605,23 @@ class HttpFile(io.RawIOBase):
         return len(response.content)
 
 
-class Busy(OSError):
-    """An answer that asks to wait, and for how many seconds at least."""
+class HttpError(OSError):
+    """An answer other than the bytes that were asked for."""
 
-    def __init__(self, answer, seconds):
-        super().__init__(answer)
-        self.seconds = seconds
+    def __init__(self, response):
+        status, after = response.status_code, response.headers.get("Retry-After", "")
+        super().__init__(f"the server answered {status} {response.reason}")
+        self.status, self.busy = status, status in (429, 503)
+        # The next answer would be the same; but 416 means that the part of a file here is not of that file.
+        self.final = 400 <= status < 500 and status not in (408, 416, 425, 429)
+        self.seconds = int(after) if after.isdigit() else 0
 
 
-def http_get(url, headers=None):
-    response = requests.get(url, headers={"Accept-Encoding": "identity"} | (headers or {}), timeout=TIMEOUT)
-    answer = f"the server answered {response.status_code} {response.reason}"
-    if response.status_code in (429, 503):
-        after = response.headers.get("Retry-After", "")
-        raise Busy(answer, int(after) if after.isdigit() else 0)
+def http_get(url, headers=None, stream=False):
+    headers = {"Accept-Encoding": "identity"} | (headers or {})
+    response = requests.get(url, headers=headers, timeout=TIMEOUT, stream=stream)
     if response.status_code not in (200, 206):
-        raise OSError(answer)
+        raise HttpError(response)
     return response
 
 
@@ -635,20 +634,19 @@ def patiently(work, folder):
         try:
             with requests_in_flight:
                 return work()
-        except Busy as busy:
-            if time.monotonic() - began > BUSY_SECONDS:
+        except Exception as error:
+            if not getattr(error, "busy", False):
+                failures += 1
+            hopeless = getattr(error, "final", False) or failures == READ_ATTEMPTS
+            if hopeless or time.monotonic() - began > BUSY_SECONDS:
                 raise
-            wait = max(busy.seconds * random.uniform(1, 1.5), retry_wait(attempt))
-        except Exception:
-            failures += 1
-            if failures == READ_ATTEMPTS:
-                raise
-            wait = retry_wait(attempt)
-        time.sleep(wait)
+            time.sleep(wait_after(error, attempt))
 
 
-def retry_wait(attempt):
-    return random.uniform(0.5, 1) * RETRY_SECONDS * 2 ** min(attempt, 5)
+def wait_after(error, attempt):
+    """Seconds: what the server asks for, or twice as long each time; never all clients at once."""
+    growing = RETRY_SECONDS * 2 ** min(attempt, 5)
+    return max(getattr(error, "seconds", 0) * random.uniform(1, 1.5), growing * random.uniform(0.5, 1))
 
 
 def count_requests_anew():
@@ -663,26 +661,22 @@ if hasattr(os, "register_at_fork"):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Download: parallel, resumed by byte range, verified, renamed when whole
+# Download: parallel, resumed by byte range, checked, renamed when whole
 
 BASE_URL = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
-MAX_SHARD = 6542    # the last public shard: val
-FETCH_ATTEMPTS = 6    # in a row that bring not a byte
-FETCH_COPIES = 3    # whole files that were not what the server stated
-PIECE = 1 << 16    # a connection that drops loses less than this
-
-
-class Refused(OSError):
-    """An answer that trying again will not change, such as 404."""
+MAX_SHARD = 6542      # the last public shard: val
+FETCH_ATTEMPTS = 6    # at one file, that bring not a byte
+PIECE = 1 << 16       # a connection that drops loses less than this
+IDLE_SECONDS = 5      # without a byte, before the screen says why
 
 
 class Damaged(OSError):
-    """A whole file that is not what the server stated."""
+    """What came is not what the server stated: begin the file anew."""
 
 
 def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: int = 4) -> dict[str, str]:
     """
-    Fetch the named shards into a folder; returns {name: why not} of those that could not be had.
+    Fetch the named shards into a folder, index it; returns {name: why not} of those that could not be had.
 
     Any number of downloaders may share the folder. Stopped at any point, the same call goes on from there.
     """
@@ -697,7 +691,8 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
                 name = queue.popleft()
                 try:
                     if not fetch_locked(f"{base_url}/{name}", os.path.join(folder, name), progress, stop):
-                        queue.append(name)    # another downloader is at it: look again later
+                        progress.waits = f"{name}: another download is at it"
+                        queue.append(name)    # look again later
                         stop.wait(0.2)
                 except Exception as error:
                     failed[name] = one_line(error)
@@ -708,6 +703,7 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
             thread.start()
         while any(thread.is_alive() for thread in threads):
             time.sleep(0.05)    # not join(): Ctrl-C must come through
+            progress.say_what_it_waits_for(IDLE_SECONDS)
     finally:
         stop.set()
         progress.close()
@@ -716,7 +712,7 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
 
 
 def index_what_is_there(folder):
-    """The index of the folder as it is when this returns, also where several downloaders end at once."""
+    """The index of the folder as it is when this returns, also where several downloads end at once."""
     while files := list_files(folder)[0]:
         index = read_json(os.path.join(folder, INDEX))
         if index and not difference(index["shards"], files):
@@ -725,7 +721,7 @@ def index_what_is_there(folder):
 
 
 def fetch_locked(url, path, progress, stop):
-    """Fetch a file unless it is there; False where another downloader holds its lock."""
+    """Fetch a file unless it is there; False where another download holds its lock."""
     with lock_file(path + ".lock", wait=False) as mine:
         if mine and not is_whole(path):
             fetch(url, path, progress, stop)
@@ -738,79 +734,58 @@ def fetch_locked(url, path, progress, stop):
 
 def fetch(url, path, progress, stop):
     """Download one file: whole, checked, under its own name, or an error. Waits between its attempts."""
-    part, attempts, copies = path + ".part", 0, 0
-    while not stop.is_set():
+    part, failures, began = path + ".part", 0, time.monotonic()
+    for attempt in itertools.count():
         before = size_of(part)
         try:
-            if fetch_rest(url, part, progress, stop):
+            fetch_rest(url, part, progress, stop)
+            if not stop.is_set():
                 rename_whole(part, path)
             return
-        except Refused:
-            raise
-        except Damaged as error:
-            remove(part, part + ".json")
-            copies, reason = copies + 1, error
         except (OSError, ValueError) as error:    # whatever requests raises is an OSError
-            attempts, reason = attempts + 1 if size_of(part) <= before else 0, error
-        if attempts >= FETCH_ATTEMPTS or copies >= FETCH_COPIES:
-            raise OSError(f"{url}: gave up: {one_line(reason)}") from reason
-        stop.wait(getattr(reason, "retry_after", retry_wait(attempts)))
+            if isinstance(error, Damaged) or getattr(error, "status", 0) == 416:
+                remove(part, part + ".json")
+            busy, wait = getattr(error, "busy", False), wait_after(error, attempt)
+            if size_of(part) > before:
+                began = time.monotonic()
+            elif not busy:
+                failures += 1
+            hopeless = getattr(error, "final", False) or failures == FETCH_ATTEMPTS
+            if hopeless or time.monotonic() - began > BUSY_SECONDS:
+                raise OSError(f"{url}: gave up: {one_line(error)}") from error
+            progress.waits = f"{os.path.basename(path)}: {one_line(error)}; next attempt in {wait:.0f} s"
+        if stop.wait(wait):
+            return
 
 
 def fetch_rest(url, part, progress, stop):
-    """Append what is missing to the part file; True when all that the server states is there."""
+    """Append what is missing to the part file; beside it stands what the server states of the whole."""
     stated = read_json(part + ".json")
     have = size_of(part) if stated.get("tag") else 0    # without a tag the file may be another by now
-    headers = {"Accept-Encoding": "identity"}
-    if have:
-        headers |= {"Range": f"bytes={have}-", "If-Range": stated["tag"]}
-    with requests.get(url, headers=headers, stream=True, timeout=TIMEOUT) as response:
-        if response.status_code == 416 and have == stated["size"]:
-            return True    # stopped between the last byte and the rename
-        check_status(response)
-        start, size = stated_range(response, have)
-        if not start:
+    if have and have == stated["size"]:
+        return    # stopped between the last byte and the rename
+    progress.waits = f"{os.path.basename(url)}: no byte of it comes"
+    headers = {"Range": f"bytes={have}-", "If-Range": stated["tag"]} if have else {}
+    with http_get(url, headers, stream=True) as response:
+        if response.status_code == 206:
+            seen = re.fullmatch(rf"bytes {have}-\d+/(\d+)", response.headers.get("Content-Range", ""))
+            if not seen:
+                raise Damaged(f"asked for the bytes from {have:,} on, got others")
+            size = int(seen[1])
+        else:
             remove(part)    # before the new tag is there
-        with open(part + ".json", "w") as file:
-            json.dump({"tag": tag_of(response), "size": size, "sha256": stated_sha256(response)}, file)
+            have, size = 0, int(response.headers.get("Content-Length", 0)) or None
+        stated = {"tag": tag_of(response), "size": size, "sha256": stated_sha256(response)}
+        write_whole(part + ".json", json.dumps(stated).encode())
         progress.piece_bytes = size or 0
-        with open(part, "r+b" if start else "wb", buffering=0) as file:
-            file.seek(start)
+        with open(part, "ab", buffering=0) as file:
             for piece in response.iter_content(PIECE):
                 file.write(piece)
                 progress.add(len(piece))
                 if stop.is_set():
-                    return False
-    if size is not None and size_of(part) < size:
+                    return
+    if size_of(part) < (size or 0):
         raise OSError(f"the connection ended after {size_of(part):,} of {size:,} bytes")
-    return True
-
-
-def check_status(response):
-    status, after = response.status_code, response.headers.get("Retry-After", "")
-    if status in (200, 206):
-        return
-    answer = f"the server answered {status} {response.reason}"
-    if status == 416:
-        raise Damaged(answer)
-    if 400 <= status < 500 and status not in (408, 425, 429):
-        raise Refused(f"{response.url}: {answer}")
-    error = OSError(answer)
-    with contextlib.suppress(ValueError, TypeError):
-        date = None if after.isdigit() else email.utils.parsedate_to_datetime(after)
-        error.retry_after = min(600, float(after) if date is None else max(0, date.timestamp() - time.time()))
-    raise error
-
-
-def stated_range(response, have):
-    """(first byte that comes, bytes of the whole file or None)"""
-    if response.status_code == 200:
-        length = response.headers.get("Content-Length")
-        return 0, int(length) if length else None
-    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", ""))
-    if not match or int(match[1]) != have:
-        raise Damaged(f"asked for the bytes from {have:,} on, got {response.headers.get('Content-Range')!r}")
-    return have, int(match[2])
 
 
 def tag_of(response):
@@ -820,17 +795,10 @@ def tag_of(response):
 
 
 def stated_sha256(response):
-    """
-    The SHA-256 of the file in hex where the server states one, else None: Hugging Face in X-Linked-ETag of
-    its redirect, others in Repr-Digest (RFC 9530), Digest (RFC 3230) or x-amz-checksum-sha256.
-    """
+    """The file's SHA-256 in hex, which Hugging Face gives in X-Linked-ETag of its redirect; else None."""
     for answer in (*response.history, response):
-        if re.fullmatch('"?[0-9a-f]{64}"?', answer.headers.get("X-Linked-ETag", "")):
-            return answer.headers["X-Linked-ETag"].strip('"')
-    for name in ("Repr-Digest", "Digest", "x-amz-checksum-sha256"):
-        match = re.search(r"(?i)(?:^|sha-256=:?)([a-z0-9+/]{43}=)", response.headers.get(name, ""))
-        if match:
-            return base64.b64decode(match[1]).hex()
+        if seen := re.fullmatch('"?([0-9a-f]{64})"?', answer.headers.get("X-Linked-ETag", "")):
+            return seen[1]
     return None
 
 
@@ -843,9 +811,10 @@ def rename_whole(part, path):
     if not is_whole(part):
         raise Damaged(f"{size_of(part):,} bytes came, but they are no whole parquet file")
     sync(part)
-    with open(os.path.join(os.path.dirname(path), "SHA256SUMS"), "a") as file:
-        file.write(f"{seen}  {os.path.basename(path)}\n")    # for verify, or sha256sum -c
-    remove(os.path.join(os.path.dirname(path), INDEX))    # it is made anew when all are there
+    folder, name = os.path.split(path)
+    with open(os.path.join(folder, "SHA256SUMS"), "a") as file:
+        file.write(f"{seen}  {name}\n")    # for verify, or sha256sum -c
+    remove(os.path.join(folder, INDEX))    # it is made anew when all are there
     os.replace(part, path)
     remove(part + ".json")
 
@@ -1001,12 +970,12 @@ class Progress:
     def __init__(self, total, unit, piece_bytes=0):
         self.total, self.unit, self.piece_bytes = total, unit, piece_bytes    # piece_bytes: of one, about
         self.done = self.bytes = 0
-        self.began = self.shown = time.time()
-        self.lock = threading.Lock()
+        self.began = self.shown = self.moved = time.time()
+        self.waits, self.lock = "", threading.Lock()    # waits: for what, in words
 
     def add(self, n_bytes=0, done=0):
         with self.lock:
-            self.bytes, self.done = self.bytes + n_bytes, self.done + done
+            self.bytes, self.done, self.moved = self.bytes + n_bytes, self.done + done, time.time()
             if time.time() - self.shown > (0.2 if sys.stderr.isatty() else 10):
                 self.show()
 
@@ -1021,6 +990,12 @@ class Progress:
                 f"{rate / 1e6:7.1f} MB/s  {when}")
         print(f"\r{line:<78}" if sys.stderr.isatty() else line, end=end if sys.stderr.isatty() else "\n",
               file=sys.stderr, flush=True)
+
+    def say_what_it_waits_for(self, idle_seconds):
+        """A line every so many seconds in which nothing moves."""
+        if time.time() - self.moved > idle_seconds and self.waits:
+            print(f"waiting: {self.waits}", file=sys.stderr, flush=True)
+            self.moved = time.time()
 
     def close(self):
         """Of what took less than a second, nothing is shown."""
@@ -1065,6 +1040,8 @@ def make_parser():
 def run_download(flags):
     if flags.num_files == 0 or flags.num_files < -1:
         raise ValueError(f"-n {flags.num_files}: expected how many train shards, or -1 for all {MAX_SHARD:,}")
+    if flags.num_workers < 1:
+        raise ValueError(f"-w {flags.num_workers}: expected how many downloads at once, at least 1")
     folder = flags.out or default_data_dir()
     count = MAX_SHARD if flags.num_files == -1 else min(flags.num_files, MAX_SHARD)
     # Val first: were it the last to come, another shard would be val meanwhile.
