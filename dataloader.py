@@ -152,9 +152,9 @@ class NanochatSource(Source):
 
     def _order(self, epoch):
         check_enough_row_groups(self)
-        shards = [np.arange(a, b) for a, b in itertools.pairwise(self.first_group)]
-        fill = [-len(numbers) % self.num_lanes for numbers in shards]
-        padded = [np.pad(numbers, (0, n), constant_values=-1) for numbers, n in zip(shards, fill, strict=True)]
+        padded = []
+        for first, behind in itertools.pairwise(self.first_group):
+            padded += [np.arange(first, behind), np.full((first - behind) % self.num_lanes, -1)]
         numbers = np.concatenate(padded)
         return Order(numbers, np.zeros_like(numbers), 1)
 
@@ -245,6 +245,7 @@ class Encoder:
         self.tokenizer, self.threads, self.transform = tokenizer, threads, transform
         self.bos, self.fingerprint = tokenizer.get_bos_token_id(), tokenizer_fingerprint(tokenizer)
         self.dtype = np.dtype(np.int64 if transform else getattr(tokenizer, "dtype", np.uint32))
+        self.has_engines = hasattr(tokenizer, "engine")
         self.whole_face = hasattr(tokenizer, "encode_documents")    # else nanochat's, called from one thread
         self.executor = ThreadPoolExecutor(threads if self.whole_face else 1, "encode")
         self.row_groups = RowGroups()
@@ -336,6 +337,12 @@ class Encoder:
         data, offsets, valid = column_views(array)
         texts = [data[a:b] if ok else None
                  for a, b, ok in zip(offsets.tolist(), offsets[1:].tolist(), valid.tolist(), strict=False)]
+        if self.has_engines:
+            first = ref_of(0)
+            start = -(first.doc + 613 * first.group + 7919 * first.epoch) % CHECKED_SHARE
+            check = range(start, len(texts), CHECKED_SHARE)
+            ids, bounds = self.tokenizer.encode_documents(texts, check=check, executor=self.executor)
+            return ids, bounds.tolist()
         if self.whole_face:
             ids, bounds = self.tokenizer.encode_documents(texts)
             return ids, bounds.tolist()
@@ -1161,6 +1168,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         total = count_packed(streams, self.T)
         seconds, waited = time.perf_counter() - pipeline.began, sum(stream.waited for stream in streams)
         return {**total, "rows_per_second": total["rows"] / seconds, "waited_s": pipeline.waited,
+                "engine_failures": getattr(self.tokenizer, "engine_failures", 0),
                 "tokens_encoded": encoder.counts["tokens"], "null_documents": encoder.counts["nulls"],
                 "reading_s": encoder.row_groups.seconds, "encoding_s": encoder.counts["seconds"],
                 "packing_s": pipeline.packing_seconds - waited,
@@ -1589,15 +1597,15 @@ def check_ranks(loader):
 def check_iterated_here(loader):
     worker = int.from_bytes(loader._worker[:], "little")
     if worker not in (0, os.getpid()):
-        raise RuntimeError("a DataLoader worker iterates over this loader, and its state is known only there; "
-                           "use torchdata's StatefulDataLoader and its state_dict(), or num_workers=0")
+        raise RuntimeError("a DataLoader worker iterates over this loader, and knows its state; "
+                           "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0")
 
 
 def check_enough_row_groups(source):
     most = max(len(shard.rows) for shard in source.shards)
     if most < source.num_lanes:
         raise ValueError(f"no shard of {source.name} has more than {most} row groups, so that of "
-                         f"{source.num_lanes} ranks the last get none; PackedLoader deals row groups in parts")
+                         f"{source.num_lanes} ranks the last get none; use PackedLoader, which deals parts")
 
 
 def check_worker(loader):

@@ -1560,7 +1560,8 @@ def assert_same_ids(pattern, texts):
     pieces = [text.encode() for text in texts]
     (ids, bounds), (want, want_bounds) = fast.encode(pieces), exact.encode(pieces)
     for i, piece in enumerate(pieces):
-        assert ids[bounds[i]:bounds[i + 1]].tolist() == want[want_bounds[i]:want_bounds[i + 1]].tolist(), piece
+        mine, theirs = ids[bounds[i]:bounds[i + 1]], want[want_bounds[i]:want_bounds[i + 1]]
+        assert mine.tolist() == theirs.tolist(), piece
     assert bounds.tolist() == want_bounds.tolist() and not fast.failures
 
 
@@ -2126,7 +2127,7 @@ FROZEN = {    # of rows; those of a version of the state never change
 
 @pytest.fixture(scope="module")
 def frozen_corpus(tmp_path_factory):
-    """8,000 documents in row groups of several chunks, of as many documents whatever the compression makes."""
+    """8,000 documents in row groups of several chunks; how large these are does not hang on compression."""
     documents = numbered([(7 * i * i + 3) % 61 * (8 if i % 37 == 0 else 1) for i in range(8000)])
     groups = grouped(documents, [2500, 1500, 2000])
     return write_shards(tmp_path_factory.mktemp("frozen"), [groups[:2], groups[2:], [["val"]]])
@@ -3026,7 +3027,7 @@ def test_token_shards_of_another_tokenizer_are_refused(corpus, tmp_path):
 # Transformations: what is delivered in place of a document
 
 def fill_in_the_middle(ids, ref, place):
-    """Another cut of each document in every epoch: BOS suffix middle, by a draw that its Ref alone decides."""
+    """Another cut of each document in every epoch: its middle goes last, by a draw that its Ref decides."""
     draw = np.random.default_rng(ref[:3])
     a, b = sorted(draw.integers(1, len(ids) + 1, 2))
     return np.concatenate([ids[:a], ids[b:], ids[a:b]])
@@ -3048,7 +3049,7 @@ def test_a_transformation_that_depends_on_the_epoch_resumes_exactly(corpus, pack
 
 def test_a_state_with_a_transformation_needs_it_again(corpus):
     state = run(corpus, steps=3, transform=fill_in_the_middle)[1]
-    with pytest.raises(ValueError, match="transform of the state is 'fill_in_the_middle', of this loader None"):
+    with pytest.raises(ValueError, match="transform of the state is 'fill_in_the_middle', of this loader"):
         make(corpus).load_state_dict(state)
 
 
