@@ -2617,7 +2617,7 @@ def test_bad_arguments_say_what_to_choose(corpus, bad, words):
 
 RANK_PROGRAM = """
 import sys; sys.path.insert(0, {here!r})
-import itertools, json, os, time, torch.distributed as dist
+import itertools, json, os, time, torch.distributed as dist, dataloader
 from test_dataloader import made, make, rows_of
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -2628,6 +2628,13 @@ for n in range({before}):
     files = len(os.listdir("/dev/fd"))
     first = files if n < 2 else first
     assert files <= first + 2, (n, files, first)
+if {gather}:
+    loader = make({data!r}, num_lanes=4)
+    for _ in range(3):
+        next(loader)
+    print("RESULT", json.dumps([rank, json.dumps(dataloader.gather_states(loader)).replace("null", "None")
+                                if rank else json.dumps(dataloader.gather_states(loader)), []]), flush=True)
+    os._exit(0)
 loader, rows = make({data!r}, num_lanes=4, epochs=1, **{options!r}), []
 made.clear()
 try:
@@ -2648,13 +2655,14 @@ os._exit(0)
 """
 
 
-def on_two_ranks(data, leave=None, after=2, before=0, **options):
+def on_two_ranks(data, leave=None, after=2, before=0, gather=False, **options):
     """
     [(how it ended, rows per batch)] of two real processes over gloo; fails where one hangs. leave: how rank
-    1 does, `after` so many batches. before: so many runs have ended in these processes.
+    1 does, `after` so many batches. before: so many runs have ended in these processes. gather: only gather
+    the states after 3 batches of an endless run.
     """
     program = RANK_PROGRAM.format(here=HERE, data=data, options=options, leave=leave, after=after,
-                                  before=before)
+                                  before=before, gather=gather)
     # The store is ours, as it is torchrun's: no rank has to find a port that is still free.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
@@ -2893,6 +2901,95 @@ def test_a_document_that_may_stay_long_does_not_keep_its_chunk_in_memory(packer)
 # ---------------------------------------------------------------------------------------------------------
 # The faces: torch's DataLoader, nanochat's generators, other tokenizers, tokens on disk
 
+@pytest.mark.parametrize("alone", ["RANK", "WORLD_SIZE"])
+def test_one_variable_of_a_launcher_without_the_other_is_an_error(corpus, alone, monkeypatch):
+    """As Lightning's and Fabric's own launchers leave them: every rank would get the same rows."""
+    monkeypatch.setenv(alone, "1")
+    with pytest.raises(ValueError, match=f"of RANK and WORLD_SIZE only {alone}=1 is set"):
+        make(corpus)
+    assert make(corpus, rank=1, world_size=2).rank == 1
+    for half in ({"rank": 0}, {"world_size": 2}):
+        with pytest.raises(ValueError, match="pass both, or neither"):
+            make(corpus, **half)
+
+
+def test_a_group_that_came_into_being_behind_the_loader_is_an_error(corpus, monkeypatch):
+    loader, asked = make(corpus, num_lanes=2), make(corpus, rank=0, world_size=1)
+    monkeypatch.setattr(dataloader, "ranks_of_this_process", lambda: (1, 2))
+    with pytest.raises(RuntimeError, match=r"rank 0 of 1, but here is rank 1 of 2; .* rank=1, world_size=2"):
+        next(loader)
+    assert next(asked)
+
+
+def test_a_workers_loader_is_not_the_main_process_s(corpus):
+    """Its state would say row 0; and a second worker would begin the run again."""
+    loader = make(corpus)
+    batches = torch.utils.data.DataLoader(loader, batch_size=None, num_workers=1)
+    assert len(list(itertools.islice(batches, 3))) == 3
+    with pytest.raises(RuntimeError, match="StatefulDataLoader"):
+        loader.state_dict()
+    with pytest.raises(ValueError, match="another DataLoader worker"):
+        next(iter(batches))
+    finite = torch.utils.data.DataLoader(make(corpus, epochs=1), batch_size=None, num_workers=1)
+    first, second = ([rows_of(batch) for batch in finite] for _ in range(2))
+    assert first == second and first
+
+
+def test_a_finite_loader_begins_again_with_a_new_iter(corpus):
+    loader = make(corpus, epochs=1)
+    first = [rows_of(batch) for batch in loader]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(loader)
+    assert [rows_of(batch) for batch in loader] == first and len(first) > 10
+
+
+def test_states_of_the_batches_before(corpus):
+    """For those who fetch one batch ahead and save the state when they have trained on the one before."""
+    loader, states = make(corpus, packing="exactfit"), []
+    for _ in range(5):
+        states.append(loader.state_dict())
+        next(loader)
+    assert [loader.state_dict(batches_ago) for batches_ago in (5, 4, 3, 2, 1)] == states
+    with pytest.raises(ValueError, match="batches_ago=6: of 5 batches"):
+        loader.state_dict(6)
+
+
+def test_threads_that_share_a_loader_share_its_batches(corpus):
+    loader, want = make(corpus), make(corpus)
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda _: rows_of(next(loader)), range(60)))
+    assert sorted(got) == sorted(rows_of(next(want)) for _ in range(60))
+
+
+def test_a_loader_closes_itself_and_says_what_it_is(corpus):
+    with make(corpus, num_lanes=2) as loader:
+        next(loader)
+        what = "data, train, exactfit, B=2, T=16, rank 0 of 1, 2 lanes, row 2)"
+        assert repr(loader).startswith("PackedLoader(") and repr(loader).endswith(what)
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(loader)
+
+
+class Forgetful(PlainTokenizer):
+    def encode(self, texts, prepend=None, num_threads=8):
+        return super().encode(texts)
+
+
+@pytest.mark.parametrize("tokenizer", [Forgetful(), object(), SimpleNamespace(get_bos_token_id=lambda: 1)])
+def test_a_tokenizer_that_puts_no_bos_in_front_is_refused_with_a_wrapper(corpus, tokenizer):
+    with pytest.raises(ValueError, match=r"without BOS|cannot be used") as error:
+        make(corpus, tokenizer=tokenizer)
+    assert "def encode(self, texts, prepend, num_threads):" in str(error.value)
+
+
+def test_states_of_all_ranks_are_gathered_on_rank_0(corpus):
+    ranks = on_two_ranks(corpus, gather=True)
+    (state, _), (nothing, _) = ranks
+    assert nothing == "None"
+    assert json.loads(state) == json.loads(json.dumps(run(corpus, steps=3, world=2, num_lanes=4)[1]))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_torch_dataloader_takes_it_as_it_is(corpus, workers):
     want = [rows_of(batch) for batch in itertools.islice(make(corpus), 5)]
@@ -2915,15 +3012,15 @@ def test_a_fork_of_a_loader_that_runs_goes_on_from_its_place(corpus):
     assert [rows_of(next(loader)) for _ in range(4)] == [rows_of(next(want)) for _ in range(4)]
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_nanochats_generators_give_nanochats_rows(tmp_path, lanes, monkeypatch):
-    """Row groups are a multiple of the ranks: the order is nanochat's. Its rule, over its order, by scans."""
+    """Its rule, over its order, by scans; with 3 ranks the row groups of a shard are no multiple of them."""
     lengths = [(7 * i * i + 3) % 90 for i in range(96)]
     groups = grouped(numbered(lengths), [12] * 7)
     data = write_shards(tmp_path, [groups[:4], groups[4:], [["val"]]])
     monkeypatch.setattr(dataloader, "default_data_dir", lambda: data)
     for rank in range(lanes):
-        batches = [group[i:i + 5] for _ in range(400) for shard in (groups[:4], groups[4:])
+        batches = [group[i:i + 5] for _ in range(900) for shard in (groups[:4], groups[4:])
                    for group in shard[rank::lanes] for i in range(0, len(group), 5)]
         want = nanochat_rows(batches, T=40, buffer_size=20)
         monkeypatch.setenv("RANK", str(rank)), monkeypatch.setenv("WORLD_SIZE", str(lanes))
