@@ -1296,7 +1296,8 @@ def assert_same_ids(pattern, texts):
     pieces = [text.encode() for text in texts]
     (ids, bounds), (want, want_bounds) = fast.encode(pieces), exact.encode(pieces)
     for i, piece in enumerate(pieces):
-        assert ids[bounds[i]:bounds[i + 1]].tolist() == want[want_bounds[i]:want_bounds[i + 1]].tolist(), piece
+        got = ids[bounds[i]:bounds[i + 1]].tolist()
+        assert got == want[want_bounds[i]:want_bounds[i + 1]].tolist(), piece
     assert bounds.tolist() == want_bounds.tolist() and not fast.failures
 
 
