@@ -100,8 +100,10 @@ def cut_safely(data: bytes, size: int) -> Iterator[bytes]:
         start = end
 
 
-def to_bytes(text: str) -> bytes:
-    """UTF-8, each lone surrogate as U+FFFD, which is what tiktoken's encode_ordinary makes of it."""
+def to_bytes(text) -> bytes:
+    """UTF-8; of a str each lone surrogate as U+FFFD, which is what tiktoken's encode_ordinary makes of it."""
+    if not isinstance(text, str):
+        return bytes(text)
     try:
         return text.encode()
     except UnicodeEncodeError:
@@ -186,17 +188,16 @@ class GigatokenEngine:
         self.local.n_bytes = 0
 
     def encode(self, pieces: Sequence) -> tuple[np.ndarray, np.ndarray]:
-        pieces = list(map(bytes, pieces))    # copies none that is bytes
         others = [i for i, piece in enumerate(pieces) if not piece.isascii()]
         for i in others:
             str(pieces[i], "utf-8")    # raises where it is not UTF-8
         odd = [i for i in others if self.is_odd(pieces[i])]
+        if not odd:
+            return self.encode_joined(pieces)
         plain = pieces.copy()
         for i in odd:
             plain[i] = b""
         ids, bounds = self.encode_joined(plain)
-        if not odd:
-            return ids, bounds
         arrays, lengths, done = [], np.diff(bounds), 0
         for i in odd:
             arrays += [ids[done:bounds[i]], self.encode_odd(pieces[i])]
@@ -571,17 +572,15 @@ class RustBPETokenizer:
         executor: its idle threads help with a chunk of more than BYTES_PER_TASK; this may be one of them.
         ids: 1-D, self.dtype. bounds: int64, len(texts) + 1.
         """
-        documents = [to_bytes(text) if isinstance(text, str) else text for text in texts if text is not None]
-        pieces, begins = documents, None
-        if max(map(len, documents), default=0) > LONGEST_PIECE:
-            parts = [to_pieces(document) for document in documents]
-            pieces, begins = [piece for part in parts for piece in part], np.cumsum([0, *map(len, parts)])
+        documents = [text if type(text) is bytes else to_bytes(text) for text in texts if text is not None]
+        sizes = [0, *map(len, documents)]
         try:
-            ids, bounds = self._encode_pieces(pieces, executor)
+            if max(sizes) <= LONGEST_PIECE and sum(sizes) <= BYTES_PER_TASK:
+                ids, bounds = self._engine[0].encode(documents)
+            else:
+                ids, bounds = self._encode_pieces(documents, executor)
         except UnicodeDecodeError:
             raise ValueError(find_what_is_no_text(texts)) from None
-        if begins is not None:
-            ids, bounds = drop_inner_bos(ids, bounds, begins)
         if len(documents) < len(texts):
             lengths = np.zeros(len(texts), np.int64)
             lengths[[text is not None for text in texts]] = np.diff(bounds)
@@ -591,22 +590,24 @@ class RustBPETokenizer:
             self._check(i, texts, ids[bounds[i]:bounds[i + 1]])
         return ids, bounds
 
-    def _encode_pieces(self, pieces, executor):
-        """Tasks of about BYTES_PER_TASK bytes of pieces, by this thread and those that help it."""
-        sizes = np.cumsum([0, *map(len, pieces)])
-        if sizes[-1] <= BYTES_PER_TASK:
-            return self._engine[0].encode(pieces)
-        cuts = np.flatnonzero(np.diff(sizes[:-1] // BYTES_PER_TASK)) + 1
-        tasks = [pieces[a:b] for a, b in zip([0, *cuts], [*cuts, len(pieces)], strict=True)]
+    def _encode_pieces(self, documents, executor):
+        """Long documents as several pieces; tasks of about BYTES_PER_TASK, for this thread and its helpers."""
+        parts = [to_pieces(document) for document in documents]
+        pieces = [piece for part in parts for piece in part]
+        place = np.cumsum([0, *map(len, pieces)]) // BYTES_PER_TASK
+        cuts = [0, *(np.flatnonzero(np.diff(place[:-1])) + 1), len(pieces)]
+        tasks = [pieces[a:b] for a, b in itertools.pairwise(cuts)]
         results = share(self._engine[0].encode, tasks, executor, cores() - 1)
         lengths = np.concatenate([np.diff(bounds) for _, bounds in results])
-        return np.concatenate([ids for ids, _ in results]), np.concatenate([[0], np.cumsum(lengths)])
+        bounds = np.concatenate([[0], np.cumsum(lengths)])
+        first_pieces = np.cumsum([0, *map(len, parts)])
+        return drop_inner_bos(np.concatenate([ids for ids, _ in results]), bounds, first_pieces)
 
     def _check(self, i, texts, ids):
         engine, text = self._engine[0], texts[i]
         if isinstance(engine, TiktokenEngine) or text is None:
             return
-        pieces = to_pieces(to_bytes(text) if isinstance(text, str) else text)
+        pieces = to_pieces(to_bytes(text))
         want, _ = drop_inner_bos(*engine.exact.encode(pieces), np.array([0, len(pieces)]))
         if (at := first_difference(ids, want)) is not None:
             raise ValueError(f"document {i} of {len(texts)} in this chunk, token {at}: {self.engine}, gives "
@@ -655,7 +656,7 @@ def drop_inner_bos(ids, bounds, begins):
 def find_what_is_no_text(texts) -> str:
     for i, text in enumerate(texts):
         try:
-            str(b"" if text is None or isinstance(text, str) else text, "utf-8")
+            str(b"" if text is None else to_bytes(text), "utf-8")
         except UnicodeDecodeError as error:
             return (f"document {i} of {len(texts)} in this chunk is not UTF-8: {error.reason}, "
                     f"byte 0x{error.object[error.start]:02x}; re-encode it or take it out")
