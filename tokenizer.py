@@ -211,6 +211,16 @@ class RustBPETokenizer:
         """One of tiktoken's own, such as "gpt2", which it may download; <|endoftext|> serves as BOS."""
         return cls(tiktoken.get_encoding(tiktoken_name), "<|endoftext|>")
 
+    @classmethod
+    def from_dict(cls, saved: dict) -> "RustBPETokenizer":
+        lines = (line.split() for line in saved["ranks"].encode().splitlines())
+        ranks = {base64.b64decode(token): int(rank) for token, rank in lines}
+        return cls(build_encoding(saved["pattern"], ranks, saved["special_tokens"]), saved["bos_token"])
+
+    def as_dict(self) -> dict:
+        ranks = format_ranks(self.enc._mergeable_ranks).decode()
+        return {**self.description, "ranks": ranks, "fingerprint": self.fingerprint()}
+
     def save(self, tokenizer_dir: str) -> None:
         os.makedirs(tokenizer_dir, exist_ok=True)
         saved = {"format": FORMAT, **self.description, "fingerprint": self.fingerprint()}
