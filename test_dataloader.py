@@ -10,16 +10,19 @@ are the bytes of the text, and shards of a few short documents, so that epochs e
 
 import base64
 import collections
+import copy as copy_module
 import functools
 import gc
 import glob
 import gzip
 import http.server
+import importlib.util
 import itertools
 import json
 import logging
 import math
 import os
+import pickle
 import pickletools
 import random
 import re
@@ -68,15 +71,20 @@ from dataloader import (
     whole_numbers,
 )
 from tokenizer import (
-    FIRST_CUT,
-    LONGEST_RUN,
+    BYTES_PER_TASK,
+    HARD,
+    LONGEST_PIECE,
+    NEXT_CUT,
+    ODD,
     SPECIAL_TOKENS,
     SPLIT_PATTERN,
+    GigatokenEngine,
     RustBPETokenizer,
+    TiktokenEngine,
     build_encoding,
+    cut_safely,
     get_token_bytes,
     get_tokenizer,
-    to_bytes,
 )
 
 BOS = 256
@@ -1084,8 +1092,8 @@ def plain_ids(tok, text):
     return [tok.get_bos_token_id(), *tok.enc.encode_ordinary(text)]
 
 
-def one_document(tok, text, limit=None):
-    return tok.encode_documents([text], limit)[0].tolist()
+def one_document(tok, text):
+    return tok.encode_documents([text])[0].tolist()
 
 
 def test_ids_are_rustbpe_s_own():
@@ -1128,9 +1136,9 @@ def test_documents_of_every_kind_in_one_chunk():
     n = len(whole)
     assert bounds.tolist() == [0, n, n, n + 1, 2 * n + 1, 2 * n + 2, 3 * n + 2, 3 * n + 2]
     assert ids.dtype == tok.dtype == np.uint16 and bounds.dtype == np.int64
-    ids, bounds = tok.encode_documents([None, text, ""], 1)
-    assert ids.tolist() == [1015, 1015] and bounds.tolist() == [0, 0, 1, 2]
-    assert tok.encode_documents([])[1].tolist() == [0]
+    for nothing in [], [None], [None, None]:
+        ids, bounds = tok.encode_documents(nothing)
+        assert ids.tolist() == [] and bounds.tolist() == [0] * (len(nothing) + 1) and ids.dtype == tok.dtype
 
 
 def test_big_vocabularies_are_uint32():
@@ -1141,70 +1149,60 @@ def test_big_vocabularies_are_uint32():
 
 
 @pytest.mark.parametrize("pattern", [SPLIT_PATTERN, R50K, CL100K, O200K, OTHER])
-def test_limit_is_a_prefix_of_the_whole(pattern):
-    """On real text, with every split pattern: also with the one that our cuts would break."""
+def test_ids_are_tiktoken_s_on_real_text(pattern):
     tok = small_tokenizer(pattern)
-    assert tok.cuts_are_safe == (pattern != OTHER)
-    for text in random.Random(0).sample(standard_library(), 25):
-        whole = plain_ids(tok, text)
-        for limit in (1, 2, 60, 600, 2049):
-            assert one_document(tok, text, limit) == one_document(tok, text.encode(), limit) == whole[:limit]
+    texts = [text for text in standard_library() if len(text.encode()) <= LONGEST_PIECE]
+    ids, bounds = tok.encode_documents(texts)
+    assert len(texts) > 100
+    for i, text in enumerate(texts):
+        assert ids[bounds[i]:bounds[i + 1]].tolist() == plain_ids(tok, text)
+
+
+def safe_pieces(data):
+    """Cut at every place that CUT allows."""
+    cuts = sorted({found.end() for i in range(len(data)) if (found := NEXT_CUT.match(data, i))})
+    return [data[a:b].decode() for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
 
 
 @pytest.mark.parametrize("pattern", [SPLIT_PATTERN, R50K, CL100K, O200K])
 def test_cuts_are_where_tokens_end(pattern):
     """Cut at every place that CUT allows, tricky random text gives the tokens of the whole."""
-    enc, choose, n_cuts = pair_tokenizer(pattern).enc, random.Random(0), 0
+    enc, choose, n_pieces = pair_tokenizer(pattern).enc, random.Random(0), 0
     for _ in range(300):
         text = "".join(choose.choices(TRICKY + "    aas\u6f22\u3001", k=400))
-        data = text.encode()
-        cuts = sorted({found.end() for i in range(len(data)) if (found := FIRST_CUT.match(data, i))})
-        pieces = [data[a:b].decode() for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
-        n_cuts += len(cuts)
+        pieces = safe_pieces(text.encode())
+        n_pieces += len(pieces)
         assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
-    assert n_cuts > 10_000, "hardly a cut: this tested nothing"
+        for size in (0, 1, 30):
+            parts = [part.decode() for part in cut_safely(text.encode(), size)]
+            assert [i for part in parts for i in enc.encode_ordinary(part)] == enc.encode_ordinary(text)
+    assert n_pieces > 10_000, "hardly a cut: this tested nothing"
 
 
 @pytest.mark.parametrize("pattern", [SPLIT_PATTERN, R50K])
-def test_no_character_breaks_a_cut(pattern, monkeypatch):
+def test_no_character_breaks_a_cut(pattern):
     """Every character, on either side of every kind of cut: no space missed, no mark taken for a letter."""
+    enc = pair_tokenizer(pattern).enc
     characters = [chr(i) for i in range(0x10000) if not 0xD800 <= i < 0xE000]
-    monkeypatch.setattr(tokenizer_module, "PART", 8)
     for chunk in (characters[i::3] for i in range(3)):
         text = "".join(f"{c}  {c}b{c}1{c}\u6f22{c}\u3001\u6f22{c}\u3002" for c in chunk)
-        parts = pair_tokenizer(pattern)._encode_parts(text)
-        assert len(parts) > 0.5 * len(chunk), "hardly a cut: this tested nothing"
-        assert np.concatenate(parts).tolist() == pair_tokenizer(pattern).enc.encode_ordinary(text)
+        pieces = safe_pieces(text.encode())
+        assert len(pieces) > 0.5 * len(chunk), "hardly a cut: this tested nothing"
+        assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.lists(tricky_text, max_size=4), st.integers(1, 80))
-def test_parts_give_the_whole(texts, limit):
-    """The same with parts so small that every text has many: whole and prefix, str and bytes alike."""
+@settings(max_examples=100, deadline=None)
+@given(st.lists(tricky_text, max_size=4))
+def test_pieces_give_the_whole(texts):
+    """With pieces so small that every text has many, also where no cut is safe: str and bytes alike."""
     tok, text = pair_tokenizer(), " ".join(texts) * 5
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizer_module, "PART", 40)
-        patch.setattr(tokenizer_module, "SMALLEST_PIECE", 3)
-        want = plain_ids(tok, text)
-        assert one_document(tok, text, limit) == one_document(tok, text.encode(), limit) == want[:limit]
-        patch.setattr(tokenizer_module, "LONGEST_RUN", 50)  # now cuts are forced, too
+        patch.setattr(tokenizer_module, "LONGEST_PIECE", 50)
         whole = one_document(tok, text)
         assert tok.decode(whole[1:]) == text
         assert one_document(tok, text.encode()) == whole
-        assert one_document(tok, text, limit) == one_document(tok, text.encode(), limit) == whole[:limit]
-
-
-def test_limit_saves_what_it_can():
-    """What a limit of 2,049 leaves unused is a few percent of what is encoded."""
-    tok, long = small_tokenizer(), [text for text in standard_library() if len(text) > 30_000]
-    encoded = sum(sum(map(len, tok._encode_parts(text, 2049))) for text in long)
-    assert len(long) > 20 and 2048 <= encoded / len(long) < 1.05 * 2048
-
-
-def test_prefix_reads_no_more_than_it_needs():
-    """Behind the prefix there may be anything: it is not even decoded."""
-    tok, text = small_tokenizer(), standard_library()[5][:20_000]
-    assert one_document(tok, text.encode() + b"\xff" * 10_000_000, 500) == plain_ids(tok, text)[:500]
+        patch.setattr(tok, "_engine", (TiktokenEngine(tok.enc, tok.bos_token_id), ""))
+        assert one_document(tok, text) == whole
 
 
 HOSTILE = ["a", "A", "1", "!", "=", "\n", " ", "\t", "\0", "'", "/", "é", "漢", "😀", "\u0301", "\u00a0",
@@ -1222,15 +1220,14 @@ def test_hostile_documents(unit):
     assert ids[0] == 1015 and 1015 not in ids[1:]
     assert tok.decode(ids[1:]) == (unit * n).replace("\ud800", "\ufffd")
     assert took < 5, "quadratic time would be minutes"
-    assert one_document(tok, to_bytes(unit * n), 2049) == ids[:2049]
 
 
 def test_up_to_the_threshold_tokens_are_tiktoken_s():
     """A run of 256 KiB is not cut; tiktoken itself fails on a million spaces."""
     tok = small_tokenizer()
-    assert LONGEST_RUN == 256 << 10
+    assert LONGEST_PIECE == 256 << 10
     for unit in " ", "a", "\n", "é":
-        text = unit * (LONGEST_RUN // len(unit.encode()))
+        text = unit * (LONGEST_PIECE // len(unit.encode()))
         assert one_document(tok, text) == plain_ids(tok, text)
     with pytest.raises(BaseException, match=r"StackOverflow|stack size"):
         tok.enc.encode_ordinary(" " * 1_000_000 + "a")
@@ -1259,15 +1256,17 @@ def test_bytes_that_are_no_text_are_an_error(bad):
         small_tokenizer().encode_documents(["a", None, bad, b"b"])
 
 
-def test_each_thread_has_its_own_encoding():
+def test_each_thread_has_its_own_encoding(monkeypatch):
     """Shared by nobody, built once, and the ids do not depend on the thread."""
+    monkeypatch.setenv("NANOLOADER_ENGINE", "tiktoken")
     tok, seen, together = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), [], threading.Barrier(3)
+    local = tok._engine[0].local
 
     def work():
         first = one_document(tok, standard_library()[0])
-        mine = tok.local.enc
+        mine = local.enc
         together.wait()
-        assert one_document(tok, standard_library()[0]) == first and tok.local.enc is mine
+        assert one_document(tok, standard_library()[0]) == first and local.enc is mine
         seen.append((mine, first))
 
     threads = [threading.Thread(target=work) for _ in range(2)]
@@ -1278,6 +1277,204 @@ def test_each_thread_has_its_own_encoding():
         thread.join()
     assert len({id(enc) for enc, _ in seen} | {id(tok.enc)}) == 4
     assert all(ids == plain_ids(tok, standard_library()[0]) for _, ids in seen)
+
+
+needs_gigatoken = pytest.mark.skipif(
+    importlib.util.find_spec("gigatoken") is None or os.environ.get("NANOLOADER_ENGINE") == "tiktoken",
+    reason="gigatoken is not installed, or left out")
+SCHEMED = [SPLIT_PATTERN, R50K, CL100K, O200K]
+
+
+@cache
+def engines(pattern):
+    tok = small_tokenizer(pattern)
+    return GigatokenEngine(tok.enc, 1015), TiktokenEngine(tok.enc, 1015)
+
+
+def assert_same_ids(pattern, texts):
+    """By both engines, and as tiktoken encodes the text as it is."""
+    fast, exact = engines(pattern)
+    pieces = [text.encode() for text in texts]
+    (ids, bounds), (want, want_bounds) = fast.encode(pieces), exact.encode(pieces)
+    for i, piece in enumerate(pieces):
+        got = ids[bounds[i]:bounds[i + 1]].tolist()
+        assert got == want[want_bounds[i]:want_bounds[i + 1]].tolist(), piece
+    assert bounds.tolist() == want_bounds.tolist() and not fast.failures
+
+
+@needs_gigatoken
+@pytest.mark.parametrize("pattern", SCHEMED)
+def test_both_engines_give_the_same_ids_of_hard_texts(pattern):
+    draw = random.Random(1)
+    for characters in HARD, HARD + ODD, ["1", "2", "0", "a", " "], ["1", "\u0664", "\xb2", "."]:
+        texts = ["".join(draw.choices(characters, k=draw.randint(0, 40))) for _ in range(1000)]
+        assert_same_ids(pattern, texts)
+
+
+@needs_gigatoken
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(SCHEMED), st.lists(tricky_text, max_size=10))
+def test_both_engines_give_the_same_ids_of_drawn_texts(pattern, texts):
+    assert_same_ids(pattern, texts)
+
+
+@needs_gigatoken
+@pytest.mark.parametrize("pattern", SCHEMED)
+def test_both_engines_agree_on_every_character(pattern):
+    """Also on those that only one of them knows; of the many of China and Korea on every 50th."""
+    many = [range(0x3400, 0x9FFF), range(0xAC00, 0xD7A3), range(0xE000, 0xF900), range(0x17000, 0x18B00),
+            range(0x20000, 0x110000)]
+    codes = (code for code in range(0x110000) if code % 50 == 0 or not any(code in block for block in many))
+    texts = []
+    for c in (chr(code) for code in codes if not 0xD800 <= code < 0xE000):
+        texts.append(f"a{c}a {c} 1{c}1 {c}{c}'s{c}. .{c}\n{c}  {c}A{c}b")
+    for i in range(0, len(texts), 10_000):
+        assert_same_ids(pattern, texts[i:i + 10_000])
+
+
+@needs_gigatoken
+def test_the_engine_is_told(monkeypatch):
+    enc = small_tokenizer().enc
+
+    def told():
+        return RustBPETokenizer(enc, "<|bos|>").engine
+
+    assert re.fullmatch(r"gigatoken [\d.]+, checked against tiktoken", told())
+    other = small_tokenizer(OTHER)
+    assert re.fullmatch(r"tiktoken [\d.]+ \(gigatoken does not know this split pattern\)", other.engine)
+    monkeypatch.setattr(GigatokenEngine, "call", lambda self, data: 1 / 0)
+    assert re.search(r"^tiktoken .*gigatoken .* is not used: ZeroDivisionError", told())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install gigatoken" in told()
+    monkeypatch.setenv("NANOLOADER_ENGINE", "tiktoken")
+    assert re.fullmatch(r"tiktoken [\d.]+, as NANOLOADER_ENGINE says", told())
+    monkeypatch.setenv("NANOLOADER_ENGINE", "rust")
+    with pytest.raises(ValueError, match="expected tiktoken or gigatoken"):
+        told()
+
+
+@needs_gigatoken
+def test_an_engine_with_other_ids_is_refused(monkeypatch):
+    call = GigatokenEngine.call
+
+    def wrong(self, data):
+        ids = call(self, data)
+        ids[ids == 300] = 301
+        return ids
+
+    monkeypatch.setattr(GigatokenEngine, "call", wrong)
+    tok = RustBPETokenizer(small_tokenizer().enc, "<|bos|>")
+    assert "is not used: it encodes" in tok.engine and tok.engine.startswith("tiktoken")
+    assert one_document(tok, standard_library()[0]) == plain_ids(tok, standard_library()[0])
+
+
+@needs_gigatoken
+def test_one_wrong_id_in_10_000_documents_is_found(monkeypatch):
+    """Where both engines encode the document that has it."""
+    tok = RustBPETokenizer(small_tokenizer().enc, "<|bos|>")
+    texts = [None, *(f"document {i} has text" for i in range(10_000))]
+    want, bounds = tok.encode_documents(texts, check=range(0, 10_000, 100))
+    call = GigatokenEngine.call
+
+    def wrong(self, data):
+        ids = call(self, data)
+        ids[np.flatnonzero(ids == tok.enc.n_vocab)[1234:1235] + 2] += 1    # of the document at 1,235
+        return ids
+
+    monkeypatch.setattr(GigatokenEngine, "call", wrong)
+    ids, _ = tok.encode_documents(texts, check=range(0, 10_000, 100))
+    at = bounds[1235] + 2
+    assert np.flatnonzero(ids != want).tolist() == [at], "no stub"
+    told = rf"document 1235 of 10001 .*, token 2: gigatoken .* \[{want[at] + 1}\], tiktoken \[{want[at]}\]"
+    with pytest.raises(ValueError, match=told):
+        tok.encode_documents(texts, check=[0, 1235])
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, which is no Exception either."""
+
+
+@needs_gigatoken
+def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(monkeypatch):
+    tok, call = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), GigatokenEngine.call
+    assert tok.engine_failures == 0
+
+    def fail(self, data):
+        if b"poison" in data:
+            raise Panic("index out of bounds")
+        return call(self, data)
+
+    monkeypatch.setattr(GigatokenEngine, "call", fail)
+    texts = ["a b", "poison 12", "c \u0664", "", tokenizer_module.BETWEEN, "poison \u0664"]
+    ids, bounds = tok.encode_documents(texts, check=range(6))
+    assert ids.tolist() == [i for text in texts for i in plain_ids(tok, text)] and len(bounds) == 7
+    assert tok.engine_failures == 2 and "Panic: index out of bounds" in tok._engine[0].failures
+
+    def interrupt(self, data):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GigatokenEngine, "call", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        tok.encode_documents(texts)
+
+
+@needs_gigatoken
+def test_words_are_forgotten(monkeypatch):
+    """gigatoken's memory of words has no bound of its own."""
+    tok, made = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), []
+    assert tok.engine.startswith("gigatoken")
+    make = GigatokenEngine.make_model
+    monkeypatch.setattr(tokenizer_module, "FORGET_AFTER", 10_000)
+    monkeypatch.setattr(GigatokenEngine, "make_model", lambda self: (made.append(1), make(self)))
+    for _ in range(10):
+        assert one_document(tok, "a b c " * 1000) == plain_ids(tok, "a b c " * 1000)
+    assert 4 <= len(made) <= 6
+
+
+def test_pair_digits_as_its_docstring_says():
+    pairs = np.arange(100) + 1000
+    pairs[45] = -1
+    ids = np.array([7, 1, 2, 3, 9, 4, 5, 7, 6, 7, 8, 9, 3], np.uint32)    # digits are the ids 1 to 6
+    ids, gone = tokenizer_module.pair_digits(np.array([51, 52, 53, 9, 51, 52, 53, 54], np.uint32), 50, pairs)
+    assert ids.tolist() == [1012, 53, 9, 1012, 1034] and gone.tolist() == [1, 5, 7]
+    ids, gone = tokenizer_module.pair_digits(np.array([54, 55, 51, 52, 53], np.uint32), 50, pairs)
+    assert ids.tolist() == [54, 55, 1012, 53] and gone.tolist() == [3]
+    for few in [], [51], [9], [51, 9, 51]:
+        ids, gone = tokenizer_module.pair_digits(np.array(few, np.uint32), 50, pairs)
+        assert ids.tolist() == few and gone.tolist() == []
+
+
+def test_a_huge_document_is_shared_by_the_threads_of_an_executor():
+    """Also where all of them do the same: nobody waits for one that has not begun."""
+    tok = small_tokenizer()
+    huge = "\n".join(standard_library())[:6 * BYTES_PER_TASK]
+    texts = ["a", huge, None, "b c", " " * (3 * LONGEST_PIECE)]
+    want, want_bounds = tok.encode_documents(texts)
+    threads, encode = set(), type(tok._engine[0]).encode
+
+    with ThreadPoolExecutor(3) as executor, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokenizer_module, "cores", lambda: 4)
+        patch.setattr(type(tok._engine[0]), "encode",
+                      lambda self, pieces: (threads.add(threading.get_ident()), encode(self, pieces))[1])
+        ids, bounds = tok.encode_documents(texts, executor=executor)
+        assert ids.tolist() == want.tolist() and bounds.tolist() == want_bounds.tolist() and len(threads) > 1
+        jobs = [executor.submit(tok.encode_documents, texts, executor=executor) for _ in range(3)]
+        assert all(job.result(60)[0].tolist() == want.tolist() for job in jobs), "a deadlock"
+        bad = [executor.submit(tok.encode_documents, [huge, b"\xff"], executor=executor) for _ in range(3)]
+        for job in bad:
+            with pytest.raises(ValueError, match="document 1 of 2"):
+                job.result(60)
+
+
+def test_a_tokenizer_is_copied_without_its_threads():
+    tok = small_tokenizer()
+    tok.encode(["a", "b"] * 20, num_threads=2)
+    same = RustBPETokenizer.from_dict(tok.as_dict())
+    for copy in copy_module.deepcopy(tok), pickle.loads(pickle.dumps(tok)), same:
+        assert copy.fingerprint() == tok.fingerprint() and copy.encode("a b 12") == tok.encode("a b 12")
+    assert json.loads(json.dumps(tok.as_dict())) == tok.as_dict()
+    with pytest.raises(ValueError, match="was changed"):
+        RustBPETokenizer.from_dict({**tok.as_dict(), "bos_token": "<|user_end|>"})
 
 
 def test_executor_lives_on_and_starts_no_more_threads_than_asked_for():
@@ -1308,7 +1505,7 @@ def test_save_and_load(tmp_path, monkeypatch):
     """Two text files, nothing temporary left; loaded, they give the same ids and fingerprint."""
     tok, folder = small_tokenizer(), tmp_path / "tokenizer"
     tok.save(str(folder))
-    assert sorted(os.listdir(folder)) == ["tokenizer.json", "tokenizer.tiktoken"]
+    assert sorted(os.listdir(folder)) == ["nanoloader.json", "tokenizer.tiktoken"]
     assert tiktoken.load.load_tiktoken_bpe(str(folder / "tokenizer.tiktoken")) == tok.enc._mergeable_ranks
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
     for loaded in RustBPETokenizer.from_directory(str(folder)), get_tokenizer():
@@ -1341,15 +1538,15 @@ DAMAGE = {
     "ranks torn": ("tokenizer.tiktoken", lambda data: data[: len(data) // 2]),
     "ranks empty": ("tokenizer.tiktoken", lambda data: b""),
     "one rank changed": ("tokenizer.tiktoken", lambda data: data.replace(b" 300\n", b" 301\n")),
-    "json missing": ("tokenizer.json", lambda data: None),
-    "json torn": ("tokenizer.json", lambda data: data[:-20]),
-    "json empty": ("tokenizer.json", lambda data: b""),
-    "json is a list": ("tokenizer.json", lambda data: b"[]"),
-    "json of something else": ("tokenizer.json", lambda data: b"{}"),
-    "json is no text": ("tokenizer.json", lambda data: b"\xff\xfe"),
-    "a later format": ("tokenizer.json", lambda data: data.replace(b"tokenizer 1", b"tokenizer 2")),
-    "pattern changed": ("tokenizer.json", lambda data: data.replace(b"{1,2}", b"{1,3}")),
-    "special tokens changed": ("tokenizer.json", lambda data: data.replace(b"1016", b"1017")),
+    "json missing": ("nanoloader.json", lambda data: None),
+    "json torn": ("nanoloader.json", lambda data: data[:-20]),
+    "json empty": ("nanoloader.json", lambda data: b""),
+    "json is a list": ("nanoloader.json", lambda data: b"[]"),
+    "json of something else": ("nanoloader.json", lambda data: b"{}"),
+    "json is no text": ("nanoloader.json", lambda data: b"\xff\xfe"),
+    "a later format": ("nanoloader.json", lambda data: data.replace(b"tokenizer 1", b"tokenizer 2")),
+    "pattern changed": ("nanoloader.json", lambda data: data.replace(b"{1,2}", b"{1,3}")),
+    "special tokens changed": ("nanoloader.json", lambda data: data.replace(b"1016", b"1017")),
 }
 
 
@@ -1378,7 +1575,7 @@ def test_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
 
 def test_vocabulary_sizes(recwarn):
     """Too small is an error; too large for the text is a smaller vocabulary, and a warning with its size."""
-    with pytest.raises(ValueError, match=r"take 265; ask for more"):
+    with pytest.raises(ValueError, match=r"264 tokens: expected 265 .* such as --vocab_size"):
         RustBPETokenizer.train_from_iterator(iter(["abc"]), 264)
     assert RustBPETokenizer.train_from_iterator(iter(["abc"]), 265).get_vocab_size() == 265
     assert not recwarn
@@ -1413,7 +1610,7 @@ def test_command_trains_and_says_so(tmp_path, monkeypatch, capsys):
     batches = {"train": [texts[:40], texts[40:80]], "val": [texts[80:90]]}
     monkeypatch.setattr(tokenizer_module, "find_data", lambda data_dir: "somewhere")
     monkeypatch.setattr(tokenizer_module, "parquets_iter_batched", lambda split, data_dir: batches[split])
-    monkeypatch.setattr(sys, "argv", ["tokenizer.py", "--vocab-size", "700", "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "argv", ["tokenizer.py", "--vocab_size", "700", "--out", str(tmp_path)])
     tokenizer_module.main()
     said = capsys.readouterr().out
     tok = RustBPETokenizer.from_directory(str(tmp_path))
