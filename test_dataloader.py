@@ -8,13 +8,13 @@ Fast code is compared with a slow and obvious reference in this file. Most tests
 are the bytes of the text, and shards of a few short documents, so that epochs end every few rows.
 """
 
-import base64
 import collections
 import copy as copy_module
 import functools
 import gc
 import glob
 import gzip
+import hashlib
 import http.server
 import importlib.util
 import itertools
@@ -63,13 +63,14 @@ from dataloader import (
     FlatPacker,
     Lane,
     PackedLoader,
-    Slice,
+    Ref,
     choose_best_fit,
     fill_gap,
     merge_states,
     turns,
     whole_numbers,
 )
+from dev import bench, prepare
 from tokenizer import (
     BYTES_PER_TASK,
     HARD,
@@ -107,9 +108,9 @@ class ByteTokenizer:
     def fingerprint(self):
         return self.name
 
-    def encode_documents(self, texts, limit=None):
+    def encode_documents(self, texts):
         self.encoded.append(len(texts))
-        ids = [[] if text is None else [BOS, *as_bytes(text)][:limit] for text in texts]
+        ids = [[] if text is None else [BOS, *as_bytes(text)] for text in texts]
         arrays = [np.array(document, np.uint16) for document in ids]
         return np.concatenate(arrays), np.cumsum([0, *map(len, arrays)])
 
@@ -169,7 +170,8 @@ def close_what_was_made():
 
 
 def make(data, *, B=2, T=16, split="train", tokenizer=None, **options):
-    options = {"threads": 2, "buffer_size": 6, **options}
+    """A loader of one lane a rank, unless it is told otherwise."""
+    options = {"threads": 2, "buffer_size": 6, "num_lanes": options.get("world_size", 1), **options}
     made.append(PackedLoader(tokenizer or ByteTokenizer(), B, T, split, data_dir=data, **options))
     return made[-1]
 
@@ -205,8 +207,6 @@ def run(data, *, steps, world=1, state=None, state_at=None, **options):
 # ---------------------------------------------------------------------------------------------------------
 # Data: the built-in corpus, shards, reading
 
-DATASET_PY = dataset.__file__
-
 
 def make_texts(n, seed=0):
     """Documents of all lengths and scripts, every one different."""
@@ -234,10 +234,27 @@ def read_all(folder):
     return [text for s in shards for i in range(len(s.rows)) for text in s.read(i).to_pylist()]
 
 
-def run_dataset(*args, **env):
-    """`python dataset.py ARGS` as a user types it."""
-    return subprocess.run([sys.executable, DATASET_PY, *map(str, args)], capture_output=True, text=True,
+DATASET, PREPARE = [sys.executable, "dataset.py"], [sys.executable, "-m", "dev.prepare"]
+
+
+def run_command(command, *args, **env):
+    """`python dataset.py ARGS` or `python -m dev.prepare ARGS` as a user types it."""
+    return subprocess.run([*command, *map(str, args)], capture_output=True, text=True, cwd=HERE,
                           env={**os.environ, **env}, timeout=60)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def base_of_the_tests(tmp_path_factory):
+    """Indexes of the tests' folders do not go where the user's go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOLOADER_BASE_DIR", str(tmp_path_factory.mktemp("nanoloader")))
+        yield
+
+
+def open_shard(folder, name):
+    """From its own footer, without an index."""
+    path = os.path.join(folder, name)
+    return dataset.open_shard(str(folder), name, dataset.File(os.path.getsize(path), None))
 
 
 @pytest.fixture
@@ -251,7 +268,7 @@ def quick(monkeypatch):
 @pytest.fixture
 def threads_for_processes(monkeypatch):
     """convert() without the second that it takes to start processes."""
-    monkeypatch.setattr(dataset, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+    monkeypatch.setattr(prepare, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
 
 
 @pytest.fixture(scope="module")
@@ -259,7 +276,7 @@ def builtin(tmp_path_factory):
     """The built-in corpus, made by three processes that start at once."""
     base = str(tmp_path_factory.mktemp("base"))
     code = "import sys; sys.path.insert(0, sys.argv[1]); import dataset; print(dataset.find_data())"
-    processes = [subprocess.Popen([sys.executable, "-c", code, os.path.dirname(DATASET_PY)], text=True,
+    processes = [subprocess.Popen([sys.executable, "-c", code, HERE], text=True,
                                   env={**os.environ, "NANOLOADER_BASE_DIR": base}, stdout=subprocess.PIPE)
                  for _ in range(3)]
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
@@ -300,6 +317,7 @@ def test_find_data_prefers_given_then_downloaded_then_builtin(tmp_path, monkeypa
 
 def test_last_shard_is_val_and_listing_opens_no_file(tmp_path, monkeypatch):
     texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     monkeypatch.setattr(dataset, "read_metadata", None)
     train, val = dataset.list_shards(str(tmp_path), "train"), dataset.list_shards(str(tmp_path), "val")
     assert [s.name for s in train + val] == [f"shard_{i:05d}.parquet" for i in range(3)]
@@ -316,12 +334,12 @@ def test_each_unusable_folder_has_its_own_error(tmp_path):
     make_shards(tmp_path, counts=(8,))
     with pytest.raises(ValueError, match="only one parquet file"):
         dataset.list_shards(str(tmp_path), "val")
-    pq.write_table(pa.table({"raw": ["a"], "n": [1]}), tmp_path / "shard_00001.parquet")
-    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'raw', 'n'.*--text-key raw"):
-        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+    pq.write_table(pa.table({"n": [1], "raw": ["a"]}), tmp_path / "shard_00001.parquet")
+    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'n', 'raw'.*--text_key raw"):
+        dataset.list_shards(str(tmp_path), "val")
     pq.write_table(pa.table({"text": [1]}), tmp_path / "shard_00001.parquet")
     with pytest.raises(OSError, match="holds int64, not strings"):
-        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+        dataset.list_shards(str(tmp_path), "val")
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(),
@@ -330,14 +348,14 @@ def test_foreign_parquet_of_any_string_type_reads_the_same(tmp_path, kind):
     texts = [*make_texts(50), None, ""]
     pq.write_table(pa.table({"id": range(52), "text": pa.array(texts).cast(kind)}), tmp_path / "a.parquet",
                    row_group_size=20)
-    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    shard = open_shard(tmp_path, "a.parquet")
     assert shard.rows == [20, 20, 12] and shard.kind == "text" and shard.dtype is None
     assert [text for i in range(3) for text in shard.read(i).to_pylist()] == texts
 
 
 def test_text_is_read_beside_a_column_of_another_kind_of_tokens(tmp_path):
     pq.write_table(pa.table({"text": ["a b"], "tokens": [2]}), tmp_path / "a.parquet")
-    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    shard = open_shard(tmp_path, "a.parquet")
     assert shard.kind == "text" and shard.read(0).to_pylist() == ["a b"]
 
 
@@ -345,8 +363,8 @@ def test_invalid_utf8_in_a_shard_is_an_error(tmp_path):
     buffers = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
     broken = pa.Array.from_buffers(pa.string(), 1, buffers)
     pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
-    with pytest.raises(OSError, match=r"a.parquet, row group 0.*dataset.py verify"):
-        dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet")).read(0)
+    with pytest.raises(OSError, match=r"a.parquet, row group 0.*dev.prepare verify"):
+        open_shard(tmp_path, "a.parquet").read(0)
 
 
 def test_shard_that_changed_is_an_error(tmp_path):
@@ -358,7 +376,7 @@ def test_shard_that_changed_is_an_error(tmp_path):
         shard = dataset.list_shards(str(tmp_path), "train")[0]
         assert shard.read(1)
         path.unlink() if now is None else path.write_bytes(now)
-        with pytest.raises(OSError, match=r"00000.parquet, row group 1: .*python dataset.py verify --data"):
+        with pytest.raises(OSError, match=r"00000.parquet, row group 1: .*-m dev.prepare verify --data"):
             shard.read(1)
         path.write_bytes(whole)
 
@@ -404,8 +422,8 @@ def check_corruptions(folder, n, seed):
         with open(path, "wb") as file:
             file.write(damaged)
         dataset.read_metadata.cache_clear()
-        shard = dataset.Shard(str(folder), "shard_00000.parquet", len(damaged))
         try:
+            shard = open_shard(folder, "shard_00000.parquet")
             seen = [text for i in range(len(shard.rows)) for text in shard.read(i).to_pylist()]
             outcome = "harmless" if seen == want else "OTHER TEXT"
         except dataset.ShardError as error:
@@ -423,6 +441,167 @@ def test_corrupted_shard_never_yields_other_text(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The index: what is in a folder, known before the first read
+
+def count_footers(monkeypatch):
+    """The names of the shards whose footers are read from now on."""
+    names, read = [], dataset.read_entry
+    counted = lambda folder, item: names.append(item[0]) or read(folder, item)    # noqa: E731
+    monkeypatch.setattr(dataset, "read_entry", counted)
+    return names
+
+
+def test_index_says_what_the_footers_say(tmp_path):
+    make_shards(tmp_path)
+    before = dataset.list_shards(str(tmp_path), "train") + dataset.list_shards(str(tmp_path), "val")
+    ended = run_command(DATASET, "index", tmp_path)
+    assert "3 shards, 12 row groups, 92 documents" in ended.stdout, ended.stderr
+    after = dataset.list_shards(str(tmp_path), "train") + dataset.list_shards(str(tmp_path), "val")
+    assert [vars(shard) for shard in before] == [vars(shard) for shard in after]
+    assert [shard.rows for shard in after] == [[8] * 5, [8] * 5, [8, 4]]
+    index = json.loads((tmp_path / "index.json").read_bytes())
+    assert index.pop("shards")["shard_00002.parquet"] == {
+        "bytes": after[2].size, "text_bytes": after[2].size, "rows": [8, 4]}
+    assert index == {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+
+
+def test_footers_of_a_folder_without_an_index_are_read_once(tmp_path, monkeypatch):
+    """... until the folder changes, even to a shard of the same size; nothing is written into it."""
+    make_shards(tmp_path)
+    before, names = sorted(os.listdir(tmp_path)), count_footers(monkeypatch)
+    for split in ("train", "val"):
+        assert dataset.list_shards(str(tmp_path), split)
+    assert sorted(names) == sorted(os.listdir(tmp_path)) == before
+    os.utime(tmp_path / "shard_00001.parquet", ns=(0, 0))
+    dataset.list_shards(str(tmp_path), "train")
+    assert len(names) == 6
+    for path in glob.glob(os.environ["NANOLOADER_BASE_DIR"] + "/index/*.json"):
+        with open(path, "w") as file:
+            file.write('{"modified": ')    # torn
+    dataset.list_shards(str(tmp_path), "train")
+    assert len(names) == 9
+
+
+def test_one_process_of_a_node_reads_the_footers(tmp_path):
+    """Four start at once: one says what it found, and every one knows."""
+    make_shards(tmp_path / "data")
+    code = f"import dataset; print(len(dataset.list_shards({str(tmp_path / 'data')!r}, 'train')))"
+    processes = [subprocess.Popen([sys.executable, "-c", code], text=True, cwd=HERE, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE,
+                                  env={**os.environ, "NANOLOADER_BASE_DIR": str(tmp_path / "base")})
+                 for _ in range(4)]
+    out, err = zip(*(process.communicate(timeout=60) for process in processes), strict=True)
+    assert out == ("2\n",) * 4
+    said = f"{tmp_path}/data: 92 documents; 2 train shards, 1 val (the last file, shard_00002.parquet)\n"
+    assert sorted(err) == ["", "", "", said]
+
+
+def test_folder_that_does_not_fit_its_index_is_an_error(tmp_path):
+    make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
+    path = tmp_path / "shard_00001.parquet"
+    whole, again = path.read_bytes(), f"python dataset.py index {tmp_path}"
+    for now, problem in ((None, "shard_00001.parquet is in the index only"),
+                         (whole + b"x", f"00001.parquet has {len(whole) + 1:,} bytes, {len(whole):,} in")):
+        path.unlink() if now is None else path.write_bytes(now)
+        with pytest.raises(ValueError, match=f"{problem}.*{again}"):
+            dataset.list_shards(str(tmp_path), "train")
+    path.write_bytes(whole)
+    (tmp_path / "shard_00009.parquet").write_bytes(whole)
+    with pytest.raises(ValueError, match=f"shard_00009.parquet is not in the index; .*{again}"):
+        dataset.list_shards(str(tmp_path), "train")
+    assert run_command(DATASET, "index", tmp_path).returncode == 0
+    assert dataset.list_shards(str(tmp_path), "val")[0].name == "shard_00009.parquet"
+    with pytest.raises(ValueError, match="cannot write to s3://b"):
+        dataset.write_index("s3://b/x")
+
+
+@pytest.mark.parametrize("change", [
+    b"", b"{", b"[]", b"3", {"format": 2}, {"kind": "images"}, {"dtype": "object"}, {"shards": []},
+    {"shards": {"a.parquet": {"bytes": 1}}},
+    {"shards": {"a.parquet": {"bytes": 1, "text_bytes": 1, "rows": [-1]}}},
+    {"shards": {"a.parquet": {"bytes": 1, "text_bytes": 1, "rows": ["8"]}}}], ids=repr)
+def test_damaged_index_is_an_error(tmp_path, change):
+    make_shards(tmp_path)
+    data = change if isinstance(change, bytes) else json.dumps(dataset.write_index(str(tmp_path)) | change)
+    (tmp_path / "index.json").write_bytes(data if isinstance(data, bytes) else data.encode())
+    with pytest.raises(ValueError, match=r"index.json is no index of shards .*python dataset.py index"):
+        dataset.list_shards(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize("name", [
+    "../x.parquet", "/x.parquet", "a/../../x.parquet", "http://127.0.0.1:9/x.parquet",
+    "//127.0.0.1/x.parquet", "..\\x.parquet", "", "x.json", "./x.parquet"])
+def test_names_in_an_index_stay_below_its_folder(tmp_path, quick, name, byte_tokenizer):
+    """Checked where the index is read: nothing is asked of another host, tokenize writes nowhere else."""
+    make_shards(tmp_path / "in")
+    index = dataset.write_index(str(tmp_path / "in"))
+    index["shards"][name] = index["shards"]["shard_00000.parquet"]
+    with UnrulyServer({"/in/index.json": json.dumps(index).encode()}) as server:
+        url = f"{server.url}/in/index.json"
+        for call in (lambda: dataset.list_shards(url, "train"),
+                     lambda: prepare.tokenize(url, str(tmp_path / "out" / "deep"))):
+            with pytest.raises(ValueError, match="is no name for a shard"):
+                call()
+        assert {path for path, _ in server.requests} == {"/in/index.json"}
+    assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("names, train, val, words", [
+    (["train-0-of-2", "train-1-of-2", "test-0-of-1", "validation-0-of-1"], [0, 1], [3],
+     "2 train shards, 1 val (by their names), 1 test (left out)"),
+    (["data/train-0-of-2", "data/train-1-of-2", "data/test-0-of-1"], [0], [1],
+     "1 train shards, 1 val (the last file, data/train-1-of-2.parquet), 1 test (left out)"),
+    (["training", "valid"], [0], [1], "(by their names)"),
+    (["val_1", "a", "b"], [1, 2], [0], "(by their names)"),
+    (["tester", "trainer", "value"], [0, 1], [2], "(the last file, value.parquet)"),
+    (["part-00000-5f.snappy", "part-00001-5f.snappy", "part-00002-5f.snappy"], [0, 1], [2], "the last file"),
+])
+def test_splits_are_taken_from_names_that_say_them(tmp_path, capsys, names, train, val, words):
+    """Hugging Face's layouts, also in data/; what others put beside their shards is no shard."""
+    texts = [f"{name} {i}" for i, name in enumerate(names)]
+    for name, text in zip(names, texts, strict=True):
+        os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
+        pq.write_table(pa.table({"text": [text]}), tmp_path / f"{name}.parquet")
+    for name in ("_SUCCESS", "_metadata.parquet", "._train-0.parquet", ".part-0.parquet.crc", "README.md"):
+        (tmp_path / name).write_text("no shard")
+    empty = pa.table({"text": pa.array([], pa.string())})
+    pq.write_table(empty, tmp_path / os.path.dirname(names[-1]) / "z.parquet")
+    for split, places in (("train", train), ("val", val)):
+        shards = dataset.list_shards(str(tmp_path), split)
+        assert [shard.read(0).to_pylist() for shard in shards] == [[texts[i]] for i in places]
+    assert capsys.readouterr().err.count(words) == 1
+
+
+def test_link_to_nothing_is_an_error(tmp_path):
+    make_shards(tmp_path)
+    os.symlink("/nowhere", tmp_path / "shard_00001a.parquet")
+    with pytest.raises(OSError, match=r"shard_00001a\.parquet"):
+        dataset.list_shards(str(tmp_path), "train")
+
+
+def test_a_folder_of_two_kinds_is_an_error(tmp_path, byte_tokenizer):
+    make_shards(tmp_path / "text")
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    os.rename(tmp_path / "tokens" / "shard_00001.parquet", tmp_path / "text" / "shard_00003.parquet")
+    with pytest.raises(ValueError, match=r"two kinds, .*shard_00003.parquet"):
+        dataset.list_shards(str(tmp_path / "text"), "train")
+
+
+def test_ten_thousand_shards_are_listed_in_a_moment(tmp_path):
+    """With an index: no footer is opened, and a Shard costs microseconds."""
+    for i in range(10_000):
+        (tmp_path / f"shard_{i:05d}.parquet").touch()
+    entry = {"bytes": 0, "text_bytes": 100_000_000, "rows": [1024] * 50}
+    index = {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+    index["shards"] = {f"shard_{i:05d}.parquet": entry for i in range(10_000)}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    began = time.process_time()
+    assert len(dataset.list_shards(str(tmp_path), "train")) == 9_999
+    assert time.process_time() - began < 2, "0.5 s on a quiet machine"
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Download: from servers that misbehave
 
 
@@ -434,7 +613,7 @@ class UnrulyServer(http.server.ThreadingHTTPServer):
     def __init__(self, files, faults=(), forever=None, sha256=False):
         super().__init__(("127.0.0.1", 0), UnrulyHandler)
         self.files, self.faults, self.forever, self.sha256 = files, list(faults), forever, sha256
-        self.requests, self.pace = [], 0
+        self.requests, self.pace, self.retry_after = [], 0, "1"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -461,7 +640,7 @@ class UnrulyHandler(http.server.BaseHTTPRequestHandler):
         if data is None or isinstance(fault, int):
             self.send_response(404 if data is None else fault)
             if fault in (429, 503):
-                self.send_header("Retry-After", "1")
+                self.send_header("Retry-After", server.retry_after)
             self.end_headers()
             return
         tag = f'"{hash(data)}"'
@@ -521,8 +700,9 @@ def test_download_from_bad_server_ends_intact(tmp_path, public, quick, seed):
         assert dataset.download([name[1:] for name in public], str(tmp_path), server.url, workers=3) == {}
         assert not server.faults
     assert intact(tmp_path, public) == set(public)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".parquet") == ["SHA256SUMS"]
-    assert dataset.verify(str(tmp_path))
+    others = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".parquet")
+    assert others == ["SHA256SUMS", "index.json"]
+    assert prepare.verify(str(tmp_path))
 
 
 @pytest.mark.parametrize("fault", [500, 404, "stall", "wrong bytes", "too short"])
@@ -568,18 +748,15 @@ def test_download_that_is_stopped_keeps_its_part(tmp_path, public, quick):
     stop.set()
     with UnrulyServer(public) as server:
         part = str(tmp_path / "part")
-        assert not dataset.fetch_rest(server.url + name, part, dataset.Progress(1, "shards"), stop)
+        dataset.fetch_rest(server.url + name, part, dataset.Progress(1, "shards"), stop)
     assert 0 < os.path.getsize(part) < len(public[name])
 
 
 @pytest.mark.parametrize("headers", [
     {"X-Linked-ETag": f'"{"ab" * 32}"'},
-    {"Repr-Digest": f"md5=:AAAA:, sha-256=:{base64.b64encode(bytes.fromhex('ab' * 32)).decode()}:"},
-    {"Digest": f"SHA-256={base64.b64encode(bytes.fromhex('ab' * 32)).decode()}"},
-    {"x-amz-checksum-sha256": base64.b64encode(bytes.fromhex("ab" * 32)).decode()},
     {"ETag": f'"{"ef" * 32}"', "Digest": "md5=AAAA"},
 ], ids=lambda headers: next(iter(headers)))
-def test_sha256_is_taken_from_what_servers_state(headers):
+def test_sha256_is_taken_from_what_hugging_face_states(headers):
     want = None if "md5=AAAA" in headers.values() else "ab" * 32
     empty = SimpleNamespace(headers={}, history=[])
     assert dataset.stated_sha256(SimpleNamespace(headers=headers, history=[empty])) == want
@@ -594,6 +771,45 @@ def test_download_honours_retry_after(tmp_path, public, quick):
         assert time.time() - start >= 1
 
 
+@pytest.mark.parametrize("forever, words", [
+    (429, "the server answered 429 Too Many Requests; next attempt in"), ("stall", "no byte of it comes"),
+    ("nobody", "refused; next attempt in"), ("lock", "another download is at it")])
+def test_download_says_what_it_waits_for(tmp_path, public, monkeypatch, capsys, forever, words):
+    monkeypatch.setattr(dataset, "IDLE_SECONDS", 0.1)
+    stopping = []
+
+    def stop_soon(seconds):
+        stopping.append(seconds)
+        if len(stopping) > 20:
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    sleep = time.sleep
+    monkeypatch.setattr(dataset.time, "sleep", stop_soon)
+    with UnrulyServer(public, forever=forever) as server, dataset.lock_file(f"{tmp_path}/held.lock"):
+        url = "http://127.0.0.1:9" if forever == "nobody" else server.url
+        name = "held" if forever == "lock" else "shard_00001.parquet"
+        with pytest.raises(KeyboardInterrupt):
+            dataset.download([name], str(tmp_path), url)
+    assert f"waiting: {name}" in (said := capsys.readouterr().err) and words in said
+
+
+def test_download_indexes_what_it_brought(tmp_path, public, quick):
+    """... and extends that index; a stop in between leaves a folder without one, not with a wrong one."""
+    names = [name[1:] for name in public]
+    with UnrulyServer(public) as server:
+        for some in (names[:2], names[:3], names[2:]):
+            assert dataset.download(some, str(tmp_path), server.url) == {}
+            index = json.loads((tmp_path / "index.json").read_bytes())
+            assert list(index["shards"]) == sorted(os.listdir(tmp_path))[2:]
+        os.remove(tmp_path / names[0])
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr(dataset, "index_what_is_there", lambda folder: None)
+        assert dataset.download(names, str(tmp_path), server.url) == {}
+        monkeypatch.undo()
+    assert not (tmp_path / "index.json").exists()
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
     """Two downloaders in one folder; one is stopped midway: the other ends with all files intact."""
@@ -601,8 +817,8 @@ def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
     files = {**public, val: public["/shard_00004.parquet"]}
     with UnrulyServer(files) as server:
         server.pace = 0.06
-        command = [sys.executable, DATASET_PY, "-n", "5", "-w", "2", "--base-url", server.url]
-        start = functools.partial(subprocess.Popen, [*command, "--out", tmp_path], text=True,
+        command = [*DATASET, "-n", "5", "-w", "2", "--base_url", server.url]
+        start = functools.partial(subprocess.Popen, [*command, "--out", tmp_path], text=True, cwd=HERE,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         first = start()
         while not list(tmp_path.glob("*.part")):
@@ -623,7 +839,7 @@ def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
 def test_download_command_lists_what_is_missing(tmp_path, public):
     """`python dataset.py -n 2`: val is fetched too; what is missing is listed; the exit status says so."""
     with UnrulyServer(public) as server:
-        ended = run_dataset("-n", 2, "-w", 4, "--base-url", server.url + "/", "--out", tmp_path)
+        ended = run_command(DATASET, "-n", 2, "-w", 4, "--base_url", server.url + "/", "--out", tmp_path)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert "2 of 3 shards are in" in ended.stdout
     assert "missing: shard_06542.parquet" in ended.stdout and "404" in ended.stdout
@@ -661,7 +877,7 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
     """All formats in, runs far smaller than the corpus: all documents come back, shuffled, val at the end."""
     texts = make_texts(1000)
     make_inputs(tmp_path / "in", texts)
-    report = dataset.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content", workers=2,
+    report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content", workers=2,
                              shard_bytes=sum(len(t.encode()) for t in texts) // 6)
     seen = read_all(tmp_path / "out")
     assert sorted(seen) == sorted(texts) and seen != texts
@@ -669,7 +885,9 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
     assert report["bytes"] == sum(len(t.encode()) for t in texts)
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
     assert 64 <= sum(val.rows) < 100, "lanes enough, of little text"
-    assert report["shards"] == 6 == len(os.listdir(tmp_path / "out"))
+    assert report["shards"] == 6
+    names = [f"shard_{number:05d}.parquet" for number in range(6)]
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.json", *names]
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
@@ -677,7 +895,7 @@ def test_convert_tells_what_it_left_out_of_a_folder(tmp_path):
     (tmp_path / "in" / ".hidden").mkdir(parents=True)
     for name in ("a.jsonl", "b.jsonl.bz2", ".hidden/c.jsonl"):
         (tmp_path / "in" / name).write_bytes(json_lines(make_texts(30), "text"))
-    ended = run_dataset("convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
+    ended = run_command(PREPARE, "convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
     assert "1 files -> 30 documents" in ended.stdout, ended.stderr
     assert f"2 other files in these folders were left out: {tmp_path}/in/.hidden/c.jsonl " in ended.stdout
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
@@ -688,7 +906,7 @@ def test_convert_gives_the_same_shards_for_any_number_of_workers(tmp_path):
     make_inputs(tmp_path / "in", make_texts(300))
     for workers in (1, 3):
         out = f"{tmp_path}/out{workers}"
-        dataset.convert([f"{tmp_path}/in/*.json*"], out, "raw_content", workers=workers)
+        prepare.convert([f"{tmp_path}/in/*.json*"], out, "raw_content", workers=workers)
     assert read_all(tmp_path / "out1") == read_all(tmp_path / "out3") != []
 
 
@@ -696,17 +914,17 @@ def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
     """Runs of 2 kB and many of them give the order that one big run gives."""
     make_inputs(tmp_path / "in", make_texts(300))
     (tmp_path / "build" / "runs").mkdir(parents=True)
-    files, _ = dataset.find_inputs([str(tmp_path / "in")])
+    files, _ = prepare.find_inputs([str(tmp_path / "in")])
     orders = []
     for run_bytes in (1 << 30, 2000):
-        monkeypatch.setattr(dataset, "RUN_BYTES", run_bytes)
+        monkeypatch.setattr(prepare, "RUN_BYTES", run_bytes)
         for old in (tmp_path / "build" / "runs").iterdir():
             old.unlink()
-        for task in dataset.group_files(files, 1 << 40):
-            dataset.scatter_task(task, str(tmp_path / "build"), "raw_content", False, 0)
-        runs = dataset.list_runs(str(tmp_path / "build"))
-        _, text = dataset.histogram(runs)
-        pieces = [dataset.gather_piece(runs, *p) for p in dataset.pieces_of(text, 0, dataset.SLOTS)]
+        for task in prepare.group_files(files, 1 << 40):
+            prepare.scatter_task(task, str(tmp_path / "build"), "raw_content", False, 0)
+        runs = prepare.list_runs(str(tmp_path / "build"))
+        _, text = prepare.histogram(runs)
+        pieces = [prepare.gather_piece(runs, *p) for p in prepare.pieces_of(text, 0, prepare.SLOTS)]
         orders.append((len(runs), len(pieces), [t for piece in pieces for t in piece.to_pylist()]))
     assert orders[0][0] == orders[0][1] == 1 and min(orders[1][:2]) > 5
     assert orders[0][2] == orders[1][2]
@@ -734,11 +952,11 @@ def test_bad_document_is_an_error_with_file_and_line(tmp_path, threads_for_proce
     (tmp_path / name).write_bytes(data)
     with open(tmp_path / "good.jsonl", "wb") as file:
         file.write(json_lines(["one", "two"], "text"))
-    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip-bad") as error:
-        dataset.convert([str(tmp_path)], str(tmp_path / "out"), workers=1)
+    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip_bad") as error:
+        prepare.convert([str(tmp_path)], str(tmp_path / "out"), workers=1)
     assert "\n" not in str(error.value)
     assert sorted(os.listdir(tmp_path)) == sorted([name, "good.jsonl"]), "an error leaves nothing behind"
-    report = dataset.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
+    report = prepare.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
     assert report["bad"] == 1 and re.search(message, report["shown"][0])
     assert {"one", "two"} <= set(read_all(tmp_path / "out"))
 
@@ -747,28 +965,28 @@ def test_killed_convert_leaves_no_shards_and_the_same_command_starts_over(tmp_pa
     """SIGKILL midway: nothing under the output folder; run again, everything is there."""
     texts = make_texts(400)
     make_inputs(tmp_path / "in", texts)
-    command = [sys.executable, DATASET_PY, "convert", f"{tmp_path}/in/**", "--text-key", "raw_content",
-               "--out", f"{tmp_path}/out", "-w", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    arguments = ["convert", f"{tmp_path}/in/**", "--text_key", "raw_content", "--out", f"{tmp_path}/out",
+                 "-w", "1"]
+    process = subprocess.Popen([*PREPARE, *arguments], cwd=HERE, stderr=subprocess.DEVNULL)
     while not list(tmp_path.glob("out.convert.tmp/runs/*")):
         assert process.poll() is None
         time.sleep(0.001)
     process.kill()
     process.wait(timeout=10)
     assert not (tmp_path / "out").exists()
-    ended = run_dataset(*command[2:])
+    ended = run_command(PREPARE, *arguments)
     assert ended.returncode == 0 and "400 documents" in ended.stdout, ended.stderr
     assert sorted(read_all(tmp_path / "out")) == sorted(texts)
-    ended = run_dataset(*command[2:])
+    ended = run_command(PREPARE, *arguments)
     assert ended.returncode == 1 and "is not empty" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_convert_splits_long_documents_into_small_row_groups(tmp_path, threads_for_processes, monkeypatch):
     """A row group ends at 1,024 documents or at ROW_GROUP_BYTES; one longer document has one of its own."""
-    monkeypatch.setattr(dataset, "ROW_GROUP_BYTES", 1000)
+    monkeypatch.setattr(prepare, "ROW_GROUP_BYTES", 1000)
     lengths = [600, 600, 5000], [1] * 30, [], [9]
     arrays = [pa.array(["x" * n for n in some], pa.large_string()) for some in lengths]
-    groups = list(dataset.cut_row_groups(arrays, rows=20))
+    groups = list(prepare.cut_row_groups(arrays, rows=20))
     assert [len(group) for group in groups] == [1, 1, 1, 20, 11]
     assert [t for g in groups for t in g.to_pylist()] == [t for a in arrays for t in a.to_pylist()]
 
@@ -782,7 +1000,7 @@ def test_convert_says_what_it_cannot_take(tmp_path, monkeypatch, threads_for_pro
     for name in ("a.csv", "one.txt"):
         (tmp_path / name).write_text("a,b")
     with pytest.raises(ValueError, match=message):
-        dataset.convert(inputs, "out", workers=1)
+        prepare.convert(inputs, "out", workers=1)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -874,43 +1092,85 @@ def test_s3_inputs_convert(tmp_path, s3, threads_for_processes):
             out.write((tmp_path / "in" / name).read_bytes())
     want = sorted(texts[0::8] + texts[1::8] + texts[2::8])
     for number, pattern in enumerate(["bucket/raw", "bucket/raw/*.json*", "bucket/ra*"]):
-        dataset.convert([f"s3://{pattern}{s3.query}"], f"{tmp_path}/{number}", "raw_content", workers=1)
+        prepare.convert([f"s3://{pattern}{s3.query}"], f"{tmp_path}/{number}", "raw_content", workers=1)
         assert sorted(read_all(tmp_path / str(number))) == want
 
 
-def list_of(folder):
-    return "".join(f"{path.name} {path.stat().st_size}\n" for path in folder.iterdir()).encode()
-
-
-def test_http_list_of_shards_gives_the_same_documents(tmp_path, quick):
-    """data_dir may be the URL of a list `name bytes`; dropped connections, stalls and 503 are tried again."""
+def test_http_index_gives_the_same_documents(tmp_path, quick):
+    """data_dir may be the URL of an index.json; dropped connections, stalls and 503 are tried again."""
     texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     files = {f"/d/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
-    files["/d/shards.txt"] = list_of(tmp_path)
     faults = [None, None, "cut", 500, None, "stall", None, "cut"]
     with UnrulyServer(files, faults) as server:
-        assert read_all(f"{server.url}/d/shards.txt") == texts
+        assert read_all(f"{server.url}/d/index.json") == texts
         assert not server.faults
         ranges = [asked for path, asked in server.requests if path.endswith(".parquet")]
         assert len(ranges) > 5 and all(ranges), "a whole shard was fetched"
-        server.files["/d/shards.txt"] = b"shard_00000.parquet\n"
-        with pytest.raises(ValueError, match="line 1: expected `name bytes`"):
-            dataset.list_shards(f"{server.url}/d/shards.txt", "train")
+        server.files["/d/index.json"] = b"shard_00000.parquet 1925\n"
+        with pytest.raises(ValueError, match=r"d/index.json is no index of shards .*python dataset.py index"):
+            dataset.list_shards(f"{server.url}/d/index.json", "train")
 
 
 def test_remote_shard_that_stays_away_is_an_error(tmp_path, quick, monkeypatch):
     """After READ_ATTEMPTS the error names shard, row group and command."""
     monkeypatch.setattr(dataset, "READ_ATTEMPTS", 3)
     make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
-    files["/list"] = list_of(tmp_path)
     with UnrulyServer(files) as server:
-        shard = dataset.list_shards(f"{server.url}/list", "train")[0]
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
         assert shard.rows
         server.forever, server.requests[:] = 500, []
         with pytest.raises(dataset.ShardError, match=r"00000.parquet, row group 1: .*500.*--data http"):
             shard.read(1)
         assert len(server.requests) == 3
+
+
+def test_busy_server_is_waited_for_longer_than_a_broken_one(tmp_path, quick, monkeypatch):
+    """More answers of 429 and 503 than READ_ATTEMPTS; Retry-After is honoured; in the end it is an error."""
+    texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
+    files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    with UnrulyServer(files, [429]) as server:
+        began = time.monotonic()
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
+        assert time.monotonic() - began >= 1, "its Retry-After"
+        server.retry_after, server.faults = "", [429, 503] * dataset.READ_ATTEMPTS
+        assert shard.read(0).to_pylist() == texts[:8] and not server.faults
+        monkeypatch.setattr(dataset, "BUSY_SECONDS", 0.1)
+        server.forever = 429
+        with pytest.raises(dataset.ShardError, match="answered 429"):
+            shard.read(1)
+
+
+def test_no_more_requests_than_the_cap_are_in_flight(tmp_path, quick, monkeypatch):
+    """32 threads, a cap of 3; every third answer is 429 or 503, some are cut: the documents are the same."""
+    texts = make_shards(tmp_path, counts=(120, 12))
+    dataset.write_index(str(tmp_path))
+    files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    get, under_way, most = dataset.http_get, [], []
+
+    def counted_get(*arguments):
+        under_way.append(1)
+        most.append(len(under_way))
+        try:
+            return get(*arguments)
+        finally:
+            under_way.pop()
+
+    monkeypatch.setattr(dataset, "http_get", counted_get)
+    monkeypatch.setattr(dataset, "REQUESTS_AT_ONCE", 3)
+    dataset.count_requests_anew()
+    with UnrulyServer(files) as server, ThreadPoolExecutor(32) as pool:
+        server.retry_after, server.pace = "", 0.005
+        server.faults = [{0: 429, 5: 503}.get(i % 6, "cut" if i % 10 == 7 else None) for i in range(60)]
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
+        seen = pool.map(shard.read, range(15))
+        assert [text for array in seen for text in array.to_pylist()] == texts[:120]
+        assert max(most) == 3
+    monkeypatch.undo()
+    dataset.count_requests_anew()
 
 
 def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
@@ -929,9 +1189,9 @@ def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
 
 @pytest.fixture
 def byte_tokenizer(monkeypatch):
-    """`from tokenizer import get_tokenizer` gives the ByteTokenizer."""
+    """get_tokenizer() gives the ByteTokenizer."""
     made = ByteTokenizer()
-    monkeypatch.setitem(sys.modules, "tokenizer", SimpleNamespace(get_tokenizer=lambda folder=None: made))
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda folder=None: made)
     return made
 
 
@@ -942,7 +1202,7 @@ def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
     texts[-1], texts[-2] = None, ""
     last = [pa.array(texts[80:86]), pa.array(texts[86:])]
     dataset.write_shard(f"{tmp_path}/text/shard_00002.parquet", last)
-    n = dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
+    n = prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
     assert n == sum(1 + len(text.encode()) for text in texts if text is not None)
     for split in ("train", "val"):
         both = [dataset.list_shards(f"{tmp_path}/{kind}", split) for kind in ("text", "tokens")]
@@ -958,40 +1218,39 @@ def test_tokenize_goes_on_where_it_was_stopped(tmp_path, byte_tokenizer, monkeyp
     """Stopped midway, the folder is refused; the same call keeps what is done; another tokenizer: refused."""
     make_shards(tmp_path / "text")
     text, out = str(tmp_path / "text"), str(tmp_path / "out")
-    total = dataset.tokenize(text, str(tmp_path / "whole"))
+    total = prepare.tokenize(text, str(tmp_path / "whole"))
     real, calls = byte_tokenizer.encode_documents, []
     monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, texts: calls.append(1) or real(texts))
     monkeypatch.setattr(dataset, "sync", lambda path: 1 / 0 if "00002" in path else None)
     with pytest.raises(ZeroDivisionError):
-        dataset.tokenize(text, out, threads=1)
+        prepare.tokenize(text, out, threads=1)
     assert sorted(os.listdir(out)) == ["shard_00000.parquet", "shard_00001.parquet"]
-    with pytest.raises(OSError, match=r"no source\.json stands beside it"):
-        _ = dataset.list_shards(out, "val")[0].kind
+    with pytest.raises(ValueError, match=r"no index\.json stands beside .*let `.* tokenize` end"):
+        dataset.list_shards(out, "val")
     monkeypatch.undo()
-    tokenizer = SimpleNamespace(get_tokenizer=lambda folder=None: byte_tokenizer)
-    monkeypatch.setitem(sys.modules, "tokenizer", tokenizer)
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda folder=None: byte_tokenizer)
     before = os.stat(f"{out}/shard_00000.parquet").st_mtime_ns
-    assert dataset.tokenize(text, out) == total
+    assert prepare.tokenize(text, out) == total
     assert os.stat(f"{out}/shard_00000.parquet").st_mtime_ns == before
     monkeypatch.setattr(ByteTokenizer, "fingerprint", lambda self: "another")
     with pytest.raises(ValueError, match="made of other text or by another tokenizer"):
-        dataset.tokenize(text, out)
+        prepare.tokenize(text, out)
     with pytest.raises(ValueError, match="holds tokens already"):
-        dataset.tokenize(out, str(tmp_path / "twice"))
+        prepare.tokenize(out, str(tmp_path / "twice"))
     with pytest.raises(ValueError, match="is the folder of the text"):
-        dataset.tokenize(text, f"{tmp_path}/out/../text")
+        prepare.tokenize(text, f"{tmp_path}/out/../text")
 
 
 def test_verify_finds_damage_and_exits_non_zero(tmp_path):
     """A table with nulls counted; a flipped byte: DAMAGED, what to type next, exit status 1."""
     make_shards(tmp_path)
     dataset.write_shard(f"{tmp_path}/shard_00003.parquet", [pa.array(["a", None, None], pa.string())])
-    ended = run_dataset("verify", "--data", tmp_path)
+    ended = run_command(PREPARE, "verify", "--data", tmp_path)
     assert ended.returncode == 0 and "4 of 4 shards intact, 95 documents, 2 null" in ended.stdout
     data = bytearray((tmp_path / "shard_00001.parquet").read_bytes())
     data[len(data) // 3] ^= 4
     (tmp_path / "shard_00001.parquet").write_bytes(data)
-    ended = run_dataset("verify", "--data", tmp_path)
+    ended = run_command(PREPARE, "verify", "--data", tmp_path)
     assert ended.returncode == 1 and ended.stderr == ""
     assert re.search(r"shard_00001.parquet +DAMAGED .*row group", ended.stdout)
     assert "3 of 4 shards intact" in ended.stdout
@@ -1003,35 +1262,39 @@ def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 2]}), path)
     (tmp_path / "SHA256SUMS").write_text(f"{dataset.sha256_of(path)}  a.parquet\n")
-    assert dataset.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
+    assert prepare.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 3]}), path)
-    assert not dataset.verify(str(tmp_path))
+    assert not prepare.verify(str(tmp_path))
     (tmp_path / "SHA256SUMS").write_text("0123  a.parquet\n")
     with pytest.raises(ValueError, match=r"SHA256SUMS, line 1: expected `SHA-256  name`, saw '0123"):
-        dataset.verify(str(tmp_path))
+        prepare.verify(str(tmp_path))
 
 
 def test_stats_counts_documents_bytes_tokens_and_lanes(tmp_path, byte_tokenizer, capsys):
     texts = make_shards(tmp_path / "text")
-    dataset.stats(str(tmp_path / "text"))
+    prepare.stats(str(tmp_path / "text"))
     size = sum(len(text.encode()) for text in texts[:80])
     words = capsys.readouterr().out
     assert re.search(rf"train +2 +10 +80 +0 +{size / 1e6:.1f}  about", words)
     assert re.search(r"val +2 to 2 row groups a shard; at most 12 lanes, and up to 2 that share no", words)
-    dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
-    dataset.stats(str(tmp_path / "tokens"))
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    prepare.stats(str(tmp_path / "tokens"))
     assert f"  {size + 80:,}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, status, message", [
-    ((), 0, "python dataset.py -n 8"), (("--help",), 0, "COMMAND"), (("foo",), 2, "invalid choice: 'foo'"),
-    (("-n", "0"), 1, "error: -n 0: expected how many train shards"), (("-n", "many"), 2, "invalid int value"),
-    (("verify", "--data", "/does/not/exist"), 1, "error: no parquet files in /does/not/exist; get some with"),
-    (("convert", "nothing.jsonl"), 1, "error: nothing.jsonl: no such files"),
-    (("convert", "x", "--out", "s3://b/x"), 1, "error: cannot write to s3://b/x"),
+@pytest.mark.parametrize("command, arguments, status, message", [
+    (DATASET, "", 0, "python dataset.py -n 8"), (DATASET, "--help", 0, "COMMAND"),
+    (DATASET, "foo", 2, "invalid choice: 'foo'"), (PREPARE, "foo", 2, "invalid choice: 'foo'"),
+    (DATASET, "-n 0", 1, "error: -n 0: expected how many train shards"),
+    (DATASET, "-n 2 -w 0", 1, "error: -w 0: expected how many downloads at once"),
+    (DATASET, "-n many", 2, "invalid int value"), (PREPARE, "--help", 0, "python -m dev.prepare convert"),
+    (PREPARE, "verify --data /does/not/exist", 1,
+     "error: no parquet files in /does/not/exist; get some with"),
+    (PREPARE, "convert nothing.jsonl", 1, "error: nothing.jsonl: no such files"),
+    (PREPARE, "convert x --out s3://b/x", 1, "error: cannot write to s3://b/x"),
 ])
-def test_command_line_errors_are_one_glad_line(tmp_path, arguments, status, message):
-    ended = run_dataset(*arguments, NANOLOADER_BASE_DIR=str(tmp_path))
+def test_command_line_errors_are_one_glad_line(tmp_path, command, arguments, status, message):
+    ended = run_command(command, *arguments.split(), NANOLOADER_BASE_DIR=str(tmp_path))
     assert ended.returncode == status and message in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     assert status != 1 or ended.stderr.count("\n") == 1
@@ -1297,8 +1560,8 @@ def assert_same_ids(pattern, texts):
     pieces = [text.encode() for text in texts]
     (ids, bounds), (want, want_bounds) = fast.encode(pieces), exact.encode(pieces)
     for i, piece in enumerate(pieces):
-        got = ids[bounds[i]:bounds[i + 1]].tolist()
-        assert got == want[want_bounds[i]:want_bounds[i + 1]].tolist(), piece
+        mine, theirs = ids[bounds[i]:bounds[i + 1]], want[want_bounds[i]:want_bounds[i + 1]]
+        assert mine.tolist() == theirs.tolist(), piece
     assert bounds.tolist() == want_bounds.tolist() and not fast.failures
 
 
@@ -1629,26 +1892,21 @@ def chunk_of(lengths, first=0):
     for i, n in enumerate(lengths):
         ids += [BOS, *(1000 * (first + i) + k for k in range(1, n))][:n]
         bounds.append(len(ids))
-    rows = range(first + len(lengths))
-    return Chunk(np.array(ids, np.int64), bounds, Slice(1, 0, 0, rows, 0, 0), first)
+    return Chunk(np.array(ids, np.int64), bounds, Ref(doc=first))
 
 
-def pack(packer, lengths, batch=None):
+def puller(lengths, batch=3):
+    """What packers pull: chunks of so many documents."""
+    chunks = (chunk_of(lengths[i:i + batch], i) for i in range(0, len(lengths), batch))
+    return lambda: next(chunks, None)
+
+
+def pack(packer, lengths, batch=3):
     """All rows of a finite run of a packer over documents of these lengths."""
-    chunk, i, rows = chunk_of(lengths), 0, []
-    while True:
-        ended = i == len(lengths)
-        row = packer.row(ended)
-        if row is None:
-            if batch:
-                packer.take(chunk_of(lengths[i:i + batch], i), 0)
-                i = min(len(lengths), i + batch)
-            else:
-                i = packer.take(chunk, i)
-        elif row:
-            rows.append(np.concatenate(row).tolist())
-        else:
-            return rows
+    pull, rows = puller(lengths, batch), []
+    while row := packer.row(pull):
+        rows.append(np.concatenate(row).tolist())
+    return rows
 
 
 def documents_of(lengths):
@@ -1691,14 +1949,14 @@ def test_flat_packer_is_the_stream_cut_every_T_tokens(lengths, T):
 
 @given(sizes, st.integers(1, 20), st.integers(1, 12), st.integers(1, 5))
 def test_bestfit_packer_is_nanochats_rule(lengths, T, buffer_size, batch):
-    assert pack(BestFitPacker(T, buffer_size), lengths, batch) == bestfit_reference(
+    assert pack(BestFitPacker(T, buffer_size, batch), lengths, batch) == bestfit_reference(
         lengths, T, buffer_size, batch)
 
 
 def test_bestfit_packer_is_nanochats_rule_over_10_000_rows():
     lengths = np.random.default_rng(0).lognormal(3.5, 1.1, 30_000).astype(int) + 1
     want = bestfit_reference(lengths.tolist(), 100, 50, 16)
-    assert pack(BestFitPacker(100, 50), lengths.tolist(), 16) == want
+    assert pack(BestFitPacker(100, 50, 16), lengths.tolist(), 16) == want
     assert len(want) > 10_000
 
 
@@ -1724,7 +1982,7 @@ def test_gap_is_filled_exactly_wherever_any_subset_does(gap, lengths):
 @given(sizes, st.integers(2, 24), st.integers(1, 10), st.booleans())
 def test_exactfit_rows_hold_every_token_once_and_whole_documents(lengths, T, buffer_size, keep):
     """Every piece begins with BOS; without the BOS of the pieces, the rows are the documents."""
-    rows = pack(ExactFitPacker(T, np.array([BOS]), buffer_size, "keep" if keep else "drop"), lengths)
+    rows = pack(ExactFitPacker(T, buffer_size, "keep" if keep else "drop"), lengths)
     assert all(len(row) == T + 1 for row in rows[:-1])
     pieces = [piece for row in rows for piece in split_at_bos(row)]
     got = collections.Counter(token for piece in pieces for token in piece if token != BOS)
@@ -1745,50 +2003,55 @@ def split_at_bos(row):
 @given(st.lists(st.integers(2, 30), max_size=40), st.integers(4, 24), st.integers(1, 8), st.booleans())
 def test_exactfit_opens_with_the_oldest_and_cuts_only_where_no_subset_fits(lengths, T, buffer_size, keep):
     """The buffer is read before every row, which must be what the rule makes of it; all subsets are tried."""
-    packer, cropped = ExactFitPacker(T, np.array([BOS]), buffer_size, "keep" if keep else "drop"), []
+    packer, cropped = ExactFitPacker(T, buffer_size, "keep" if keep else "drop"), []
     cut_to_fit = packer._cut_to_fit
     packer._cut_to_fit = lambda left: cropped.append(left) or cut_to_fit(left)
-    chunk, i = chunk_of(lengths), 0
-    while True:
-        before = [(len(document.ids), document.ref[4]) for document in packer.buffer.values()]
-        row = packer.row(i == len(lengths))
-        if row is None:
-            i = packer.take(chunk, i)
-        elif row:
-            opener = min(before[0][0], T + 1)
-            gap, reachable = T + 1 - opener, {0}
-            for n, offset in before[1:]:
-                reachable |= {s + n for s in reachable if offset == 0 and s + n <= gap}
-            assert len(split_at_bos(np.concatenate(row).tolist())[0]) == opener
-            assert gap - sum(cropped) == max(reachable)
-            cropped.clear()
-        else:
-            break
+    pull, buffers = puller(lengths), note_buffers(packer)
+    while row := packer.row(pull):
+        before = buffers[-1]
+        opener = min(before[0][0], T + 1)
+        gap, reachable = T + 1 - opener, {0}
+        for n, token in before[1:]:
+            reachable |= {s + n for s in reachable if token == 0 and s + n <= gap}
+        assert len(split_at_bos(np.concatenate(row).tolist())[0]) == opener
+        assert gap - sum(cropped) == max(reachable)
+        cropped.clear()
+
+
+def note_buffers(packer):
+    """A list that gets, for every row, the buffer that it is chosen from: (tokens left, token) of each."""
+    buffers, pop = [], packer._pop
+
+    def note(arrival):
+        if len(buffers) <= packer.rows - first:
+            buffers.append([(dataloader.tokens_left(d), d.ref.token) for d in packer.buffer.values()])
+        return pop(arrival)
+
+    first, packer._pop = packer.rows, note
+    return buffers
 
 
 def test_exactfit_buffer_grows_with_the_rows():
     """So that the first batch of many lanes comes soon."""
-    packer, chunk, i, held = ExactFitPacker(99, np.array([BOS]), 200, "keep"), chunk_of([20] * 1000), 0, []
+    packer, pull = ExactFitPacker(99, 200, "keep"), puller([20] * 1000, 1)
+    buffers = note_buffers(packer)
     for _ in range(100):
-        i = packer.take(chunk, i)
-        held.append(len(packer.held()))
-        packer.row(False)
-    assert held == [min(200, 32 + 4 * row) for row in range(100)]
+        packer.row(pull)
+    assert [len(buffer) for buffer in buffers] == [min(200, 32 + 4 * row) for row in range(100)]
 
 
 def test_exactfit_drop_counts_what_it_drops():
-    packer = ExactFitPacker(8, np.array([BOS]), 4, "drop")
-    assert len(pack(packer, [100] * 50)) == 50 and packer.dropped == 50 * (100 - 9)
+    packer = ExactFitPacker(8, 4, "drop")
+    assert len(pack(packer, [100] * 50)) == 50 and packer.counts["dropped"] == 50 * (100 - 9)
 
 
 @pytest.mark.parametrize("rows_long", [3, 50])
 def test_exactfit_rows_of_one_document_stand_far_apart(rows_long):
     """Where all documents are long, however long: by a quarter of the buffer at least."""
     T, seen, nearest = 8, {}, math.inf
-    packer, chunk, i = ExactFitPacker(T, np.array([BOS]), 128, "keep"), chunk_of([rows_long * T] * 800), 0
+    packer, pull = ExactFitPacker(T, 128, "keep"), puller([rows_long * T] * 800)
     for row in range(1500):
-        i = packer.take(chunk, i)
-        number = np.concatenate(packer.row(False))[1] // 1000    # of the document that opens it
+        number = np.concatenate(packer.row(pull))[1] // 1000    # of the document that opens it
         if row > 100:
             nearest = min(nearest, row - seen.get(number, -math.inf))
         seen[number] = row
@@ -1805,33 +2068,39 @@ def test_exactfit_on_lognormal_lengths(tails, buffer_size, most_cut):
     T, n = 2048, int(os.environ.get("NANOLOADER_DOCUMENTS", 20_000))
     lengths = np.maximum(1, np.random.default_rng(1).lognormal(6.15, 1.13, n)).astype(int).tolist()
     bounds = [0, *itertools.accumulate(lengths)]
-    packer, i, rows, seconds = ExactFitPacker(T, np.array([BOS]), buffer_size, tails), 0, 0, 0.0
-    came, longest_wait = {}, 0    # of whole documents in the buffer: (rows, documents before it)
-    chunk = Chunk(np.broadcast_to(np.int64(0), bounds[-1]), bounds, Slice(1, 0, 0, range(n), 0, 0), 0)
+    packer, i, rows, seconds = ExactFitPacker(T, buffer_size, tails), 0, 0, 0.0
+    waiting, longest_wait = {}, 0    # whole documents in the buffer: {number: (row, documents before it)}
+    zeros = np.zeros(2 * max(lengths) + 32 * 10_000, np.uint16)
+
+    def pull():
+        nonlocal i
+        cuts = bounds[i:i + 32 + 1]
+        chunk = Chunk(zeros[:cuts[-1] - cuts[0]], [cut - cuts[0] for cut in cuts], Ref(doc=i))
+        waiting.update({i + k: (rows, len(packer.buffer) + k) for k in range(len(cuts) - 1)})
+        i += len(cuts) - 1
+        return chunk
+
     while i < n:
-        began, before = time.perf_counter(), i
-        i = packer.take(chunk, i)
-        seconds += time.perf_counter() - began
-        came.update({k: (rows, len(packer.buffer) - (i - k)) for k in range(before, i)})
         began = time.perf_counter()
-        packer.row(False)
+        packer.row(pull)
         seconds += time.perf_counter() - began
-        left = {document.ref[3] for document in packer.buffer.values() if document.ref[4] == 0}
-        for k in came.keys() - left:
-            row, ahead = came.pop(k)
+        left = {document.ref.doc for document in packer.buffer.values() if document.ref.token == 0}
+        for k in waiting.keys() - left:
+            row, ahead = waiting.pop(k)
             longest_wait = max(longest_wait, rows - row)
             assert rows - row <= ahead, "it waited for more rows than there were documents before it"
         rows += 1
     fitting = sum(length <= T + 1 for length in lengths)
     reach = T + 1 if tails == "drop" else max(lengths)
     within = sum(min(length, reach) for length in lengths)
-    held = sum(min(len(document.ids), reach) for document in packer.buffer.values())
+    held = sum(min(dataloader.tokens_left(document), reach) for document in packer.buffer.values())
     delivered = rows * (T + 1) + held
-    assert packer.cut <= most_cut * fitting
+    assert packer.counts["cut"] <= most_cut * fitting
     assert within <= delivered <= 1.001 * within, "each piece of a cut document has a BOS of its own"
-    print(f"\n{tails}, buffer {buffer_size}: of {n:,} documents {packer.cut} fit a row yet were cut; lost "
-          f"{max(0, 1 - delivered / bounds[-1]):.2%}, beyond a row {1 - within / bounds[-1]:.2%}; longest "
-          f"wait {longest_wait} rows; {1e6 * seconds / rows:.1f} us a row")
+    lost, beyond = max(0, 1 - delivered / bounds[-1]), 1 - within / bounds[-1]
+    print(f"\n{tails}, buffer {buffer_size}: of {n:,} documents {packer.counts['cut']} fit a row yet were "
+          f"cut; lost {lost:.2%}, beyond a row {beyond:.2%}; longest wait {longest_wait} rows; "
+          f"{1e6 * seconds / rows:.1f} us a row")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1849,6 +2118,31 @@ def test_rows_are_the_same_for_every_world_size(corpus, packing, tails, world, B
     rows, _ = run(corpus, steps=48 // (world * B), world=world, B=B, threads=threads, prefetch=prefetch,
                   **same)
     assert rows == want[:len(rows)] and rows
+
+
+FROZEN = {    # of rows; those of a version of the state never change
+    ("flat", "keep"): "a09c336609661d35", ("bestfit", "keep"): "86043ee300f391a6",
+    ("exactfit", "keep"): "c5f7a2a146940af0", ("exactfit", "drop"): "6ad203b016185328"}
+
+
+@pytest.fixture(scope="module")
+def frozen_corpus(tmp_path_factory):
+    """8,000 documents in row groups of several chunks; how large these are does not hang on compression."""
+    documents = numbered([(7 * i * i + 3) % 61 * (8 if i % 37 == 0 else 1) for i in range(8000)])
+    groups = grouped(documents, [2500, 1500, 2000])
+    return write_shards(tmp_path_factory.mktemp("frozen"), [groups[:2], groups[2:], [["val"]]])
+
+
+@pytest.mark.parametrize("packing, tails", FROZEN)
+def test_rows_of_a_version_never_change(frozen_corpus, packing, tails):
+    """Promise 1 over releases: where this fails, rows have changed, and the version of the state must too."""
+    digest = hashlib.sha256()
+    for seed in (None, 3):
+        rows, _ = run(frozen_corpus, steps=400, B=8, T=64, num_lanes=2, packing=packing, tails=tails,
+                      shuffle_seed=seed, buffer_size=40, tokenizer_batch_size=16)
+        digest.update(np.array(rows, "<i8").tobytes())
+    assert dataloader.VERSION == 2
+    assert digest.hexdigest()[:16] == FROZEN[packing, tails]
 
 
 @st.composite
@@ -1901,10 +2195,10 @@ def test_resume_gives_the_rows_of_an_uninterrupted_run(data, tmp_path_factory):
 def note_what_was_crossed(state, leg):
     parts = [part for lane in state["lanes"].values() for part in lane.values()]
     crossed["resumed twice"] += leg == 2
-    crossed["behind an epoch's end"] += any(part["cursor"][0] > 1 for part in parts)
-    crossed["half a document held"] += any(ref[4] > 0 for part in parts for ref in part["buffer"])
+    crossed["behind an epoch's end"] += any(part["next"][0] > 1 for part in parts)
+    crossed["half a document held"] += any(ref[3] > 0 for part in parts for ref in part["held"])
     crossed["half a document of an epoch that ended"] += any(
-        ref[4] > 0 and ref[0] < part["cursor"][0] for part in parts for ref in part["buffer"])
+        ref[3] > 0 and ref[0] < part["next"][0] for part in parts for ref in part["held"])
     crossed["several sources"] += any(len(lane) > 1 for lane in state["lanes"].values())
 
 
@@ -1914,22 +2208,21 @@ def test_the_draws_above_were_not_vacuous():
 
 
 def tokenized_copy(folder, out, tokenizer=None):
-    """The token shards of text shards, as `dataset.py tokenize` writes them, but here in a few lines."""
+    """The token shards of text shards, as `dev.prepare tokenize` writes them, but here in a few lines."""
     tokenizer = tokenizer or ByteTokenizer()
     out.mkdir(parents=True)
-    sizes = {}
     for name in sorted(os.listdir(folder)):
         file = pq.ParquetFile(os.path.join(folder, name))
-        sizes[name] = os.path.getsize(os.path.join(folder, name))
         schema = pa.schema([("tokens", pa.binary())], {
-            "nanoloader.dtype": "uint16", "nanoloader.tokenizer": tokenizer.fingerprint()})
+            "nanoloader.dtype": "uint16", "nanoloader.tokenizer": tokenizer.fingerprint(),
+            "nanoloader.text_size": str(os.path.getsize(os.path.join(folder, name)))})
         with pq.ParquetWriter(out / name, schema) as writer:
             for g in range(file.num_row_groups):
                 texts = file.read_row_group(g).column("text").to_pylist()
                 tokens = [text if text is None else np.array([BOS, *text.encode()], np.uint16).tobytes()
                           for text in texts]
                 writer.write_table(pa.table({"tokens": pa.array(tokens, pa.binary())}, schema))
-    (out / "source.json").write_text(json.dumps(sizes))
+    dataset.write_index(str(out))
     return str(out)
 
 
@@ -2030,7 +2323,7 @@ def test_null_documents_are_counted_and_a_lane_of_nothing_else_is_an_error(tmp_p
     data = write_shards(tmp_path / "none", [[["a"], [None]], [["val"]]])
     loaders = [make(data, B=1, T=4, rank=rank, world_size=2) for rank in range(2)]
     next(loaders[0])
-    with pytest.raises(ValueError, match=r"none: lane 1 got nothing but null"):
+    with pytest.raises(ValueError, match=r"none got no token for a whole epoch"):
         next(loaders[1])
 
 
@@ -2058,14 +2351,19 @@ def test_shuffle_is_another_order_every_epoch_and_the_same_for_every_world_size(
                       shuffle_seed=seed)
         documents[world] = rows
     assert documents[1] == documents[4]
-    reader = make(corpus, shuffle_seed=seed, num_lanes=5).readers[corpus]
-    slices = [list(reader.slices(lane, [1, -1, -1, 0, 0], epochs=2)) for lane in range(5)]
-    epochs = [[[(s.shard, s.row_group, *s.rows) for s in lane if s.epoch == epoch] for lane in slices]
+    source = make(corpus, shuffle_seed=seed, num_lanes=5).sources[corpus]
+    refs = [list(source.deal(lane, Ref(), epochs=2)) for lane in range(5)]
+    epochs = [[[describe(source, ref) for ref in lane if ref.epoch == epoch] for lane in refs]
               for epoch in (1, 2)]
     assert (epochs[0] == epochs[1]) == (seed is None)
     for epoch in epochs:
-        dealt = [s[:2] for lane in epoch for s in lane]
-        assert len(set(dealt)) == len(dealt) == 12 and {len(lane) for lane in epoch} == {2, 3}
+        row_groups = [documents[:2] for lane in epoch for documents in lane]
+        assert len(set(row_groups)) == len(row_groups) == 12 and {len(lane) for lane in epoch} == {2, 3}
+
+
+def describe(source, ref):
+    documents = source.documents(ref)
+    return documents.shard.name, documents.row_group, *map(int, documents.rows)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -2079,11 +2377,11 @@ def test_state_is_small_json_of_references_and_cheap(tmp_path):
         next(loader)
     state = loader.state_dict()
     (part,) = state["lanes"]["0"].values()
-    assert len(part["buffer"]) > 950 and part["cursor"][0] > 1
+    assert len(part["held"]) > 950 and part["next"][0] > 1
     assert state == json.loads(json.dumps(state)) and len(json.dumps(state)) < 64 * 1024
     began = time.perf_counter()
     for _ in range(20):
-        loader._pipeline.lanes[0].places()
+        loader._pipeline.lanes[0].standings()
     assert (time.perf_counter() - began) / 20 < 0.005, "100 microseconds on a quiet machine"
 
 
@@ -2133,12 +2431,12 @@ def test_loading_reads_each_row_group_of_the_buffer_once(tmp_path, packing, monk
     for _ in range(40):
         next(loader)
     state = loader.state_dict()
-    held = [tuple(ref[1:3]) for ref in state["lanes"]["0"][data]["buffer"]]
+    held = [Ref(*ref).group for ref in state["lanes"]["0"][data]["held"]]
     assert max(collections.Counter(held).values()) > 64
     reads, again = count_reads(monkeypatch), make(data, packing=packing, buffer_size=300, T=20, prefetch=0)
     again.load_state_dict(state)
-    again._start()
-    assert sorted(reads) == sorted({(f"shard_{shard:05d}.parquet", i) for shard, i in held})
+    next(again)
+    assert len(set(reads)) == len(reads) and {i for _, i in reads} >= {group % 5 for group in held}
 
 
 def test_loading_on_an_object_that_was_iterated_and_going_on_after_a_state(corpus):
@@ -2156,13 +2454,13 @@ def test_loading_on_an_object_that_was_iterated_and_going_on_after_a_state(corpu
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(corpus, tmp_path):
     _, state = run(corpus, steps=3, num_lanes=4, packing="exactfit")
     for change, options, words in [
-            ({"version": 99}, {}, "version"), ({}, {"T": 17}, "T of the state is 16"),
-            ({}, {"packing": "flat"}, "packing"), ({}, {"tails": "drop"}, "tails"),
+            ({"version": 99}, {}, "version"), ({}, {"packing": "flat"}, "packing"),
+            ({}, {"tails": "drop"}, "tails"),
             ({}, {"buffer_size": 7}, "buffer_size"), ({}, {"shuffle_seed": 1}, "shuffle_seed"),
             ({}, {"tokenizer": ByteTokenizer("other")}, "tokenizer"), ({}, {"num_lanes": 8}, "num_lanes"),
             ({}, {"world_size": 3, "rank": 0}, r"world size in \[1, 2, 4\]"),
-            ({}, {"split": "val"}, "split of the state")]:
-        loader = make(corpus, **{"packing": "exactfit", **options})
+            ({}, {"split": "val", "num_lanes": 2}, "split of the state")]:
+        loader = make(corpus, **{"packing": "exactfit", "num_lanes": None, **options})
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict({**state, **change})
         assert next(loader), "the loader is as it was"
@@ -2174,70 +2472,84 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(corpus, tmp_pa
         merge_states([one_rank.state_dict()])
 
 
-def test_changed_shards_are_refused_and_appended_ones_come_last(corpus):
-    state = run(corpus, steps=3, packing="flat", shuffle_seed=1)[1]
+def test_a_setting_that_only_one_side_has_is_refused(corpus):
+    """In either direction: a state from code that was hacked, or loaded into it."""
+    for change in ({"config": {"augmented": True}}, {"config": {"tails": None}}):
+        state = run(corpus, steps=3)[1]
+        state["config"].update(change["config"])
+        with pytest.raises(ValueError, match=r"(augmented|tails) of the state is (True|None), of this"):
+            make(corpus).load_state_dict(state)
+    state = run(corpus, steps=3)[1]
+    del state["config"]["tails"]
+    with pytest.raises(ValueError, match="tails of the state is 'not there', of this loader 'keep'"):
+        make(corpus).load_state_dict(state)
+
+
+def test_changed_shards_are_refused_and_appended_ones_come_in_the_next_epoch(corpus):
+    same = {"packing": "flat", "shuffle_seed": 1, "num_lanes": 2}
+    state = run(corpus, steps=3, **same)[1]
     os.rename(f"{corpus}/shard_00001.parquet", f"{corpus}/shard_00001a.parquet")
     with pytest.raises(ValueError, match="put the same files back"):
-        make(corpus, packing="flat", shuffle_seed=1).load_state_dict(state)
+        make(corpus, **same).load_state_dict(state)
     os.rename(f"{corpus}/shard_00001a.parquet", f"{corpus}/shard_00001.parquet")
-    os.rename(f"{corpus}/shard_00003.parquet", f"{corpus}/shard_00009.parquet")    # val stays last
-    pq.write_table(pa.table({"text": ["appended"] * 5}), f"{corpus}/shard_00003.parquet")
-    loader = make(corpus, packing="flat", shuffle_seed=1, epochs=1)
-    loader.load_state_dict(state)
-    rest = [token for batch in loader for row in rows_of(batch) for token in real(row)[1:]]    # rows overlap
-    assert bytes(token for token in rest if token != BOS).endswith(b"appended" * 5)
-    late = run(corpus, steps=200, packing="flat", shuffle_seed=1, state=loader.state_dict())[1]
-    pq.write_table(pa.table({"text": ["too late"] * 5}), f"{corpus}/shard_00004.parquet")
-    with pytest.raises(ValueError, match="first epoch only"):
-        make(corpus, packing="flat", shuffle_seed=1).load_state_dict(late)
+    want = collections.Counter(itertools.chain(*(text.encode() for text in corpus_texts(corpus) * 2)))
+    head = run(corpus, steps=3, **same)[0]
+    for number in (3, 4):    # a second time in the second epoch
+        append_shard(corpus, number, ["appended"] * 5)
+        loader = make(corpus, **same, epochs=3)
+        loader.load_state_dict(state)
+        if number == 3:
+            while min(lane[corpus]["next"][0] for lane in loader.state_dict()["lanes"].values()) < 2:
+                head += rows_of(next(loader))
+            state = loader.state_dict()
+    tail = [row for batch in loader for row in rows_of(batch)]
+    assert loader.state_dict()["sources"][corpus]["shards"] == [[1, 3], [2, 4], [3, 5]]
+    targets = collections.Counter(token for row in head + tail for token in real(row)[1:])
+    want.update(itertools.chain(*(text.encode() for text in corpus_texts(corpus)), b"appended" * 5))
+    del targets[BOS]
+    assert targets == want
 
 
-def test_shards_that_come_when_a_lane_has_ended_are_delivered(tmp_path):
-    """Every document of 11 row groups once, by two lanes of which one had done its part of the first 7."""
-    groups = grouped(numbered([20] * 55, "d"), [5] * 10)
-    data = write_shards(tmp_path, [groups[:4], groups[4:7], [["val"]]])
-    first, rows = make(data, num_lanes=2, epochs=1, packing="flat", B=1), []
-    for batch in first:
-        rows += rows_of(batch)
-        state = first.state_dict()
-        ended = [part["taken"] is None for lane in state["lanes"].values() for part in lane.values()]
-        if any(ended):
-            break
-    assert ended in ([True, False], [False, True])
-    write_shards(tmp_path, [groups[:4], groups[4:7], groups[7:], [["val"]]])
-    second = make(data, epochs=1, packing="flat", B=1)
-    second.load_state_dict(state)
-    rows += [row for batch in second for row in rows_of(batch)]
-    targets = collections.Counter(token for row in rows for token in row[1:])
-    want = collections.Counter(itertools.chain(*(text.encode() for group in groups for text in group)))
-    assert all(targets[token] == n for token, n in want.items())
+def append_shard(folder, number, documents):
+    """A train shard behind the others; val stays last."""
+    last = sorted(name for name in os.listdir(folder) if name.endswith(".parquet"))[-1]
+    os.rename(f"{folder}/{last}", f"{folder}/shard_00009.parquet")
+    pq.write_table(pa.table({"text": documents}), f"{folder}/shard_{number:05d}.parquet")
 
 
-def test_nanochats_three_keys_resume_at_the_next_row_group_with_a_warning(corpus):
-    loader = make(corpus, packing="flat", B=1)
-    with pytest.warns(UserWarning, match="approximately"):
-        loader.load_state_dict({"pq_idx": 1, "rg_idx": 2, "epoch": 1})
-    next(loader)
+def test_one_ranks_state_does_not_tell_from_which_epoch_on_new_shards_count(corpus):
+    loader = make(corpus, num_lanes=2, rank=0, world_size=2)
     state = loader.state_dict()
-    assert (state["epoch"], state["pq_idx"], state["rg_idx"]) == (1, 1, 3)
+    append_shard(corpus, 3, ["appended"] * 5)
+    with pytest.raises(ValueError, match="one rank's"):
+        make(corpus, num_lanes=2, rank=0, world_size=2).load_state_dict(state)
 
 
-def test_nanochats_three_keys_with_more_lanes_than_row_groups_skip_none(tmp_path):
-    data = write_shards(tmp_path, [grouped(numbered([40] * 20, "x"), [4] * 5), [["val"]]])
-    loader = make(data, B=8, num_lanes=8, packing="flat", T=8)
-    with pytest.warns(UserWarning, match="approximately"):
-        loader.load_state_dict({"pq_idx": 0, "rg_idx": 1})
-    starts = {bytes(row[1:6]) for row in rows_of(next(loader))}
-    assert starts == {(f"x{i}." * 9)[:5].encode() for i in range(8, 16)}
-    for bad in ({"pq_idx": 9, "rg_idx": 0}, {"pq_idx": 0, "rg_idx": -1},
-                {"pq_idx": 0, "rg_idx": 0, "epoch": 0}):
-        with pytest.raises(ValueError, match=r"pq_idx of the state is .* has 1 shards"):
-            loader.load_state_dict(bad)
-    with pytest.raises(ValueError, match="no place in a shuffled order"):
-        make(data, shuffle_seed=1).load_state_dict({"pq_idx": 0, "rg_idx": 0})
+@pytest.mark.parametrize("state", [{"pq_idx": 1, "rg_idx": 2, "epoch": 1}, {"pq_idx": 1, "rg_idx": 2}])
+def test_nanochats_three_keys_are_refused(corpus, state):
+    with pytest.raises(ValueError, match="state of nanochat's own loader"):
+        make(corpus).load_state_dict(state)
 
 
-@pytest.mark.parametrize("path", ["sources/FOLDER/grown", "lanes/0/FOLDER/buffer", "lanes/0/FOLDER/cursor",
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_row_length_may_change_at_a_state(corpus, packing, tails):
+    """To and fro: flat and exactfit keep deliver every token of every document once all the same."""
+    same, state, targets = {"packing": packing, "tails": tails, "num_lanes": 2, "epochs": 2}, None, []
+    for T, steps in [(16, 5), (40, 3), (7, 9), (64, None)]:
+        loader = make(corpus, T=T, **same)
+        if state:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        batches = list(itertools.islice(loader, steps))
+        targets += [token for batch in batches for row in rows_of(batch) for token in real(row)[1:]]
+        state = loader.state_dict()
+    if packing == "flat" or (packing, tails) == ("exactfit", "keep"):
+        want = collections.Counter(itertools.chain(*(text.encode() * 2 for text in corpus_texts(corpus))))
+        assert collections.Counter(token for token in targets if token != BOS) == want
+    else:
+        assert len(targets) > 500
+
+
+@pytest.mark.parametrize("path", ["sources/FOLDER/shards", "lanes/0/FOLDER/held", "lanes/0/FOLDER/next",
                                   "lanes/0/FOLDER", "rows"])
 @pytest.mark.parametrize("damage", ["left out", "null"])
 def test_a_damaged_state_is_refused(corpus, path, damage):
@@ -2253,8 +2565,9 @@ def test_a_damaged_state_is_refused(corpus, path, damage):
         make(corpus).load_state_dict(state)
 
 
-@pytest.mark.parametrize("state, words", [({}, "version None"), ({"epoch": 1}, "version None"), (
-    {"version": dataloader.VERSION, "rows": 0}, r"lacks \['lanes', 'num_lanes', 'sources'\]")])
+@pytest.mark.parametrize("state, words", [
+    ({}, "version None"), ({"epoch": 1}, "version None"), (None, "a state is a dict"),
+    ({"version": dataloader.VERSION, "rows": 0}, r"lacks \['config', 'lanes', 'sources'\]")])
 def test_what_is_no_state_is_refused(corpus, state, words):
     with pytest.raises(ValueError, match=words):
         make(corpus).load_state_dict(state)
@@ -2271,8 +2584,8 @@ def test_a_state_shares_nothing_with_the_loader(corpus):
     state = loader.state_dict()
     before = json.dumps(state)
     for part in state["lanes"]["0"].values():
-        part["cursor"][0] = part["buffer"][0][4] = 77
-    state["sources"][corpus]["grown"].append(77)
+        part["next"][0] = part["held"][0][3] = 77
+    state["sources"][corpus]["shards"][0][0] = 77
     assert json.dumps(loader.state_dict()) == before
 
 
@@ -2377,8 +2690,7 @@ def test_ranks_of_a_finite_run_end_at_the_same_batch(corpus, uneven):
 @pytest.mark.parametrize("leave, after", [("close", 0), ("close", 2), ("del", 2), ("exit", 2)])
 def test_no_rank_hangs_where_another_stops_early(corpus, leave, after):
     (end, rows), _ = on_two_ranks(corpus, leave=leave, after=after)
-    why = "its process ended" if leave == "exit" else "it closed its loader"
-    assert f"lost a rank: {why} too soon" in end
+    assert "lost a rank: it ended, or closed its loader, too soon" in end
     assert len(rows) >= after
 
 
@@ -2389,13 +2701,12 @@ def test_finite_runs_one_after_another_leave_no_open_files(corpus):
 
 
 def test_a_dataloader_worker_cannot_meet_other_ranks(corpus, monkeypatch):
-    loader = make(corpus, epochs=1)
     monkeypatch.setattr(dataloader, "get_worker_info", lambda: SimpleNamespace(num_workers=1))
+    loader = make(corpus, epochs=1)
     assert iter(loader) is loader
-    monkeypatch.setattr(loader, "_group", object())
+    monkeypatch.setattr(dataloader, "in_step", lambda *_: (_ for _ in ()))
     with pytest.raises(ValueError, match="num_workers=0"):
-        iter(loader)
-    loader._group = None
+        iter(make(corpus, epochs=1, rank=0, world_size=2))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -2413,10 +2724,10 @@ def test_a_batch_that_was_yielded_is_never_written_again(corpus):
 
 
 class Poisoned(ByteTokenizer):
-    def encode_documents(self, texts, limit=None):
+    def encode_documents(self, texts):
         if any(text is not None and b"poison" in bytes(text) for text in texts):
             raise BaseException("boom")    # as tiktoken's panics: no Exception
-        return super().encode_documents(texts, limit)
+        return super().encode_documents(texts)
 
 
 def test_an_error_in_a_thread_reaches_next_with_shard_row_group_and_row(tmp_path):
@@ -2481,13 +2792,13 @@ def slowly(*place):
         go_on.wait()
     return read(*place)
 dataset.read_metadata = slowly
-thread = threading.Thread(target=shard.footer)
+thread = threading.Thread(target=shard.read, args=(0,))
 thread.start()
 reading.wait()
 child = os.fork()
 if child == 0:
     signal.alarm(10)
-    os._exit(0 if shard.rows == [8, 4] else 1)
+    os._exit(0 if len(shard.read(0)) == 8 else 1)
 status = os.waitpid(child, 0)[1]
 go_on.set()
 thread.join()
@@ -2498,9 +2809,9 @@ os._exit(status)
 
 def test_close_wakes_a_next_that_waits(corpus):
     class Stuck(ByteTokenizer):
-        def encode_documents(self, texts, limit=None):
+        def encode_documents(self, texts):
             go_on.wait()
-            return super().encode_documents(texts, limit)
+            return super().encode_documents(texts)
 
     go_on = threading.Event()
     loader = make(corpus, tokenizer=Stuck())
@@ -2524,9 +2835,9 @@ def test_close_del_and_exit_return_at_once(corpus, how):
 import sys, time; sys.path.insert(0, {HERE!r})
 from test_dataloader import *
 class Slow(ByteTokenizer):
-    def encode_documents(self, texts, limit=None):
+    def encode_documents(self, texts):
         time.sleep(0.05)
-        return super().encode_documents(texts, limit)
+        return super().encode_documents(texts)
 loader = make({corpus!r}, tokenizer=Slow(), prefetch=4)
 made.clear()
 next(loader)
@@ -2564,16 +2875,18 @@ def test_memory_is_flat_over_20_epochs(corpus):
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert loader.state_dict()["epoch"] > 20
+    assert loader.state_dict()["lanes"]["0"][corpus]["next"][0] > 20
     assert sizes[1] < sizes[0] + 100_000, sizes
 
 
-@pytest.mark.parametrize("packer", [BestFitPacker(8, 4), ExactFitPacker(8, np.array([BOS]), 4, "keep")])
+@pytest.mark.parametrize("packer", [BestFitPacker(8, 4, 9), ExactFitPacker(8, 4, "keep")])
 def test_a_document_that_may_stay_long_does_not_keep_its_chunk_in_memory(packer):
-    chunk = chunk_of([3, 100, 4])
+    chunk = chunk_of([3, 100, 100, 100])
     alive = weakref.ref(chunk.ids)
-    packer.take(chunk, 0)
+    chunks = [chunk]
     del chunk
+    row = packer.row(lambda: chunks.pop() if chunks else None)
+    del row
     assert packer.held() and alive() is None
 
 
@@ -2598,7 +2911,7 @@ def test_a_fork_of_a_loader_that_runs_goes_on_from_its_place(corpus):
     loader, want = make(corpus), make(corpus)
     for _ in range(3):
         assert rows_of(next(loader)) == rows_of(next(want))
-    loader._pipeline.pid = -1    # as a child sees its parent's
+    loader._pid = -1    # as a child sees its parent's
     assert [rows_of(next(loader)) for _ in range(4)] == [rows_of(next(want)) for _ in range(4)]
 
 
@@ -2682,17 +2995,145 @@ def test_a_run_stops_on_text_and_resumes_on_tokens(tmp_path, packing, tails):
 
 
 @pytest.mark.parametrize("packer, longest", [
-    (BestFitPacker(8, 4), 9), (ExactFitPacker(8, np.array([BOS]), 4, "drop"), 9 + 64)])
+    (BestFitPacker(8, 4, 9), 9), (ExactFitPacker(8, 4, "drop"), 9 + 64)])
 def test_no_more_of_a_document_is_held_than_may_be_delivered(packer, longest):
     """Also where it comes whole, from tokens on disk."""
-    packer.take(chunk_of([3, 100, 4]), 0)
+    packer.row(puller([3, 4, 100, 100, 100]))
     assert max(len(document.ids) for document in packer.held()) == longest
+
+
+def test_null_slots_of_a_token_shard_that_hold_bytes_are_null(tmp_path):
+    """As other programs may write them: Arrow leaves open what the slot of a null holds."""
+    text = write_shards(tmp_path / "text", [[["ab", None, "c"]], [["val"]]])
+    ids = np.array([BOS, 97, 98, BOS, 120, 121, BOS, 99], np.uint16)
+    offsets, valid = np.array([0, 6, 12, 16], np.int32), np.packbits([True, False, True], bitorder="little")
+    array = pa.Array.from_buffers(pa.binary(), 3, [pa.py_buffer(buffer) for buffer in (valid, offsets, ids)])
+    assert array.null_count == 1 and array.buffers()[2].size == 16
+    loader = make(tokenized_copy(text, tmp_path / "tokens"), B=1, T=8, packing="flat", epochs=1)
+    for source in loader.sources.values():
+        for shard in source.shards:
+            shard.read = lambda row_group: array
+    rows = [real(row) for batch in loader for row in rows_of(batch)]
+    assert rows == [[BOS, 97, 98, BOS, 99]]
 
 
 def test_token_shards_of_another_tokenizer_are_refused(corpus, tmp_path):
     tokens = tokenized_copy(corpus, tmp_path / "tokens", ByteTokenizer("another"))
     with pytest.raises(RuntimeError, match="another"):
         next(make(tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Transformations: what is delivered in place of a document
+
+def fill_in_the_middle(ids, ref, place):
+    """Another cut of each document in every epoch: its middle goes last, by a draw that its Ref decides."""
+    draw = np.random.default_rng(ref[:3])
+    a, b = sorted(draw.integers(1, len(ids) + 1, 2))
+    return np.concatenate([ids[:a], ids[b:], ids[a:b]])
+
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_a_transformation_that_depends_on_the_epoch_resumes_exactly(corpus, packing, tails):
+    same = {"packing": packing, "tails": tails, "num_lanes": 2, "transform": fill_in_the_middle}
+    want, state = run(corpus, steps=150, **same)
+    assert max(lane[corpus]["next"][0] for lane in state["lanes"].values()) > 1
+    for stop in (7, 130):
+        head, state = run(corpus, steps=stop, **same)
+        held = [Ref(*ref) for lane in state["lanes"].values() for ref in lane[corpus]["held"]]
+        assert stop == 7 or any(ref.epoch > 1 for ref in held)
+        assert head + run(corpus, steps=150 - stop, state=state, **same)[0] == want
+    plain = run(corpus, steps=150, **{**same, "transform": None})[0]
+    assert plain != want
+
+
+def test_a_state_with_a_transformation_needs_it_again(corpus):
+    state = run(corpus, steps=3, transform=fill_in_the_middle)[1]
+    with pytest.raises(ValueError, match="transform of the state is 'fill_in_the_middle', of this loader"):
+        make(corpus).load_state_dict(state)
+
+
+def test_a_transformation_may_leave_documents_out(corpus):
+    """By what is in them or by where they stand; what is left out is delivered by no packer."""
+    def keep_even(ids, ref, place):
+        assert os.path.dirname(place.path) == corpus
+        return ids if pq.ParquetFile(place.path).read_row_group(place.row_group)["text"][place.row].as_py()[
+            :1] in "02468" else None
+
+    want = [text for text in corpus_texts(corpus) if text[:1] in "02468"]
+    for packing in ("flat", "exactfit"):
+        loader = make(corpus, packing=packing, epochs=1, transform=keep_even, shuffle_seed=1)
+        tokens = [token for batch in loader for row in rows_of(batch) for token in real(row)[1:]]
+        counts = collections.Counter(token for token in tokens if token != BOS)
+        assert counts == collections.Counter(itertools.chain(*(text.encode() for text in want)))
+
+
+def test_a_number_of_each_document_beside_each_of_its_tokens(corpus):
+    """Wide integers pass every packer: ids below, the document's number above."""
+    def numbered_ids(ids, ref, place):
+        return ids + (1 + place.row_group << 32)
+
+    for packing, tails in PACKINGS:
+        plain = make(corpus, packing=packing, tails=tails)
+        wide = make(corpus, packing=packing, tails=tails, transform=numbered_ids)
+        for _ in range(30):
+            (inputs, targets), (wide_inputs, wide_targets) = next(plain), next(wide)
+            assert torch.equal(wide_inputs & 0xFFFF, inputs) and torch.equal(wide_targets & 0xFFFF, targets)
+            assert ((wide_inputs >> 32 >= 1) & (wide_inputs >> 32 <= 4)).all()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Promise 8: every token can be traced
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_every_token_is_the_one_that_the_trace_names(sources, tmp_path, packing, tails):
+    """In mixtures of text and tokens, shuffled, past epochs, with a transformation, after elastic resumes."""
+    a, b, _ = sources.values()
+    data = {a: 1, tokenized_copy(b, tmp_path / "tokens"): 0.4}
+    same = {"packing": packing, "tails": tails, "num_lanes": 4, "shuffle_seed": 2, "T": 30,
+            "transform": fill_in_the_middle}
+    _, state = run(data, steps=30, world=4, B=1, **same)
+    _, state = run(data, steps=40, world=2, B=2, state=state, **same)
+    assert min(part["next"][0] for lane in state["lanes"].values() for part in lane.values()) > 1
+    checked = 0
+    for rank in range(2):
+        loader = make(data, rank=rank, world_size=2, B=3, **same)
+        loader.load_state_dict(state)
+        for pieces_of_rows, batch in zip(dataloader.trace(loader, state), loader, strict=False):
+            for pieces, row in zip(pieces_of_rows, rows_of(batch), strict=True):
+                assert [id for piece in pieces for id in encode_again(piece, same["transform"])] == list(row)
+                checked += len(row)
+            if checked > 4000 * (rank + 1):
+                break
+    assert checked > 8000
+
+
+def encode_again(piece, transform):
+    column = pq.ParquetFile(piece.place.path).read_row_group(piece.place.row_group).column(0)
+    document = column[piece.place.row].as_py()
+    ids = (np.array([BOS, *document.encode()]) if isinstance(document, str)
+           else np.frombuffer(document, np.uint16).astype(np.int64))
+    return transform(ids, piece.ref, piece.place).tolist()[piece.start:piece.stop]
+
+
+def test_the_trace_of_a_finite_run_leaves_out_what_fills_its_last_rows(corpus):
+    loader = make(corpus, epochs=1, T=40, num_lanes=4)
+    lengths = [sum(piece.stop - piece.start for piece in row) for batch in dataloader.trace(loader)
+               for row in batch]
+    assert lengths == [len(real(row)) for batch in loader for row in rows_of(batch)] and 0 in lengths
+
+
+def test_document_boundaries_as_varlen_attention_takes_them():
+    """Against a scan; the shape is the same whatever the rows hold."""
+    assert [x.tolist() for x in dataloader.document_boundaries(torch.tensor([[9, 5, 9, 7]]), 9, 3)] == [
+        [[0, 1, 0, 1]], [0, 2, 4, 4]]
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        rows = draw.integers(0, 4, (3, 7))
+        positions, cu_seqlens = dataloader.document_boundaries(torch.from_numpy(rows), 0, 21)
+        starts = [i for i, id in enumerate(rows.flatten()) if id == 0 or i % 7 == 0]
+        assert cu_seqlens.tolist() == starts + [21] * (22 - len(starts)) and cu_seqlens.dtype == torch.int32
+        assert positions.flatten().tolist() == [i - max(s for s in starts if s <= i) for i in range(21)]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -2717,13 +3158,67 @@ def test_a_file_gets_its_name_when_it_is_safe_on_disk(tmp_path, monkeypatch):
 
 def test_show_draws_documents_in_80_columns(corpus):
     for colour in (False, True):
-        lines = list(dataloader.show(ByteTokenizer(), corpus, T=64, colour=colour))
+        lines = list(bench.show(ByteTokenizer(), corpus, T=64, colour=colour))
         plain = [re.sub("\033\\[[0-9;]*m", "", line) for line in lines]
         assert max(map(len, plain)) <= 80 and (plain == lines) == (not colour)
         rows = [line.strip() for line in plain if line.startswith("  ")]
         assert len(rows) == 20 and all(len(row) == 72 for row in rows)
         assert all(row[0] == "[" for row in rows[5:10]), "bestfit: every row begins with a document"
         assert any(">" in row for row in rows), "cut ends are marked"
+
+
+def test_show_marks_where_documents_begin_and_end():
+    assert bench.outline(np.array([BOS, 1, 2, 3]), Ref(), None).tolist() == [1, 2, 0, 4]
+    assert bench.outline(np.array([BOS, 1]), Ref(), None).tolist() == [1, 6]
+    assert bench.outline(np.array([BOS]), Ref(), None).tolist() == [5]
+    assert bench.draw_row([1, 2, 0, 4, 1, 0, 0, 1, 2, 0], 20, False) == "[======]<====>[====>"
+    assert bench.draw_row([0, 4, *[5] * 30], 16, False) == "<" + 15 * "["
+
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_compare_counts_what_the_loader_counts(corpus, packing, tails):
+    loader = make(corpus, packing=packing, tails=tails, T=30, B=100, prefetch=0, tokenizer_batch_size=5)
+    tally = bench.tally_rows(loader, 100)
+    next(loader)
+    stats = loader.stats()
+    assert tally.lost == bench.lost_share(stats["tokens_dropped"], 3000) and tally.cut == stats["cut_share"]
+    assert 0 < tally.longest_wait < 100 and tally.held > 0
+
+
+def test_compare_and_bench_print_a_line_each(tmp_path, monkeypatch):
+    data = write_shards(tmp_path / "data", [[numbered(range(3, 400, 3))]] * 4)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(numbered(range(100))), 300)
+    tokenizer.save(str(tmp_path / "tokenizer"))
+    lines = list(bench.compare(tokenizer, data, B=2, T=32, seconds=0.01))
+    assert [line[:14].rstrip() for line in lines[1:]] == ["flat", "bestfit", "exactfit drop", "exactfit keep"]
+
+    def a_few_jobs(*arguments):
+        wanted = {"text flat", "4 x tokens exactfit keep", "tokens memmap"}
+        return [job for job in jobs(*arguments) if f"{job.note}{job.kind} {job.reader}" in wanted
+                and (job.threads, job.engine) == (1, "tiktoken")]
+
+    jobs = bench.all_jobs
+    monkeypatch.setattr(bench, "all_jobs", a_few_jobs)
+    monkeypatch.setattr(bench, "cores_of_this_rank", lambda: 1)
+    monkeypatch.setattr(bench, "engines", lambda: ["tiktoken"])
+    lines = list(bench.bench(str(tmp_path / "tokenizer"), data, B=2, T=32, seconds=0.01))
+    assert [line[:25].split() for line in lines[2:]] == [
+        ["text", "flat"], ["4", "x", "tokens", "exactfit", "keep"], ["tokens", "memmap"]]
+    assert all(float(line[45:57]) > 0 for line in lines[2:])
+
+
+def test_the_memmap_of_the_benchmark_gives_the_rows_of_flat(tmp_path):
+    """So that both are asked for the same."""
+    data = write_shards(tmp_path / "data", [[numbered(range(3, 400, 3))]] * 4)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(numbered(range(100))), 300)
+    tokenizer.save(str(tmp_path / "tokenizer"))
+    prepare.tokenize(data, str(tmp_path / "tokens"), str(tmp_path / "tokenizer"))
+    folders = [str(tmp_path / name) for name in ("tokenizer", "data", "tokens", "ids")]
+    setting = bench.Setting(*folders, B=2, T=32, seconds=0.01)
+    bench.write_ids(setting)
+    ours = make(setting.tokens, packing="flat", B=2, T=32, tokenizer=tokenizer)
+    for want, batch in zip(itertools.islice(bench.memmap(None, setting), 50), ours, strict=False):
+        assert rows_of(batch) == rows_of(want)
 
 
 def test_stats_of_flat_count_what_it_cuts(tmp_path):
@@ -2750,13 +3245,13 @@ def test_stats_add_up(corpus):
         assert stats["rows"] == 200 and stats["tokens_delivered"] == 200 * 30
         assert (stats["tokens_dropped"] > 0) == (packing == "bestfit" or tails == "drop")
         assert stats["documents"] > 60 and 0 <= stats["cut_share"] < 1 and stats["waited_s"] > 0
-        assert stats["tokens_tokenized"] >= stats["tokens_delivered"]
+        assert stats["tokens_encoded"] >= stats["tokens_delivered"]
         assert sum(source["rows"] for source in stats["sources"].values()) == 200
 
 
 def test_command_line_says_what_to_choose():
-    done = subprocess.run([sys.executable, "dataloader.py"], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 2 and "choose --show, --compare or --bench" in done.stderr
+    done = subprocess.run([sys.executable, "-m", "dev.bench"], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 2 and "arguments are required: {show,compare,bench}" in done.stderr
 
 
 def test_a_command_may_be_piped_into_head(monkeypatch):
@@ -2770,7 +3265,7 @@ def test_a_command_may_be_piped_into_head(monkeypatch):
 
 
 @pytest.mark.parametrize("command, words", [
-    (["dataloader.py", "--show", "--data", "/nowhere"], "error: no parquet files in /nowhere; get some with"),
+    (["-m", "dev.bench", "show", "--data", "/nowhere"], "error: no parquet files in /nowhere; get some with"),
     (["tokenizer.py", "--data", "/nowhere"], "error: no parquet files in /nowhere; get some with"),
 ])
 def test_errors_of_the_user_are_one_line(command, words):
@@ -2862,11 +3357,11 @@ def test_a_mixture_in_another_order_is_the_same_mixture(sources):
 
 def test_a_mixture_that_cannot_be_loaded_leaves_the_loader_as_it_was(sources, tmp_path, capsys):
     a, b, _ = sources.values()
-    few = write_shards(tmp_path / "few", [[["one", "two"]], [["val"]]])
-    state, other = run({a: 1}, steps=3, num_lanes=8)[1], run({b: 1}, steps=3)[1]
-    loader = make({a: 1, few: 1})
+    few = write_shards(tmp_path / "few", [[["few"] * 9], [["val"]]])
+    state, other = run({a: 1}, steps=3, num_lanes=16)[1], run({b: 1}, steps=3, num_lanes=8)[1]
+    loader = make({a: 1, few: 1}, num_lanes=None)
     before = loader.state_dict()
-    with pytest.raises(ValueError, match=r"2 documents in 1 shards .* cannot feed 8 lanes"):
+    with pytest.raises(ValueError, match=r"9 documents in 1 shards .* cannot feed 16 lanes"):
         loader.load_state_dict(state)
     with pytest.raises(ValueError, match="name at least one as it was"):
         loader.load_state_dict(other)
@@ -2893,7 +3388,7 @@ def test_shares_begin_anew_where_weights_change(sources):
 def test_shares_begin_anew_where_a_source_goes_on(sources):
     a, b, _ = sources.values()
     loader = make({a: 1, b: 1}, epochs={b: 1}, B=1)
-    while (state := loader.state_dict())["lanes"]["0"][b]["taken"] is not None:
+    while (state := loader.state_dict())["lanes"]["0"][b]["share"] is not None:
         next(loader)
     rows = run({a: 1, b: 1}, epochs={b: 9}, B=1, steps=40, state=state)[0]
     assert "".join(letters_of(rows)) == "ab" * 20
@@ -2921,16 +3416,16 @@ def test_shares_begin_anew_where_a_source_ends(weights):
         def __init__(self, name, n):
             self.rows = [[name]] * n
 
-        def next_row(self):
+        def row(self):
             return self.rows.pop() if self.rows else []
 
     total = sum(weights[1:])
     for rows_of_first in range(1, 30):
         streams = {i: Rows(i, 999 if i else rows_of_first) for i in range(len(weights))}
         lane = Lane(streams, dict(enumerate(weights)), dict.fromkeys(streams, 0))
-        while lane.taken[0] is not None:
-            last = lane.next_row()
-        behind = [*last, *(lane.next_row()[0] for _ in range(50))]
+        while lane.shares[0] is not None:
+            last = lane.row()
+        behind = [*last, *(lane.row()[0] for _ in range(50))]
         for k, (i, w) in itertools.product(range(1, 51), enumerate(weights)):
             assert i == 0 or abs(behind[:k].count(i) * total - w * k) < total, behind[:k]
 
@@ -2942,7 +3437,7 @@ def test_a_run_that_has_ended_goes_on_when_it_is_given_more_epochs(sources, pack
     first, second = (make({a: 9, b: 1}, packing=packing, T=50, epochs={a: n, b: 1}) for n in (1, 2))
     rows = [row for batch in first for row in rows_of(batch)]
     state = json.loads(json.dumps(first.state_dict()))
-    assert state["lanes"]["0"][a]["taken"] is None
+    assert state["lanes"]["0"][a]["share"] is None
     second.load_state_dict(state)
     rows += [row for batch in second for row in rows_of(batch)]
     targets = collections.Counter(itertools.chain(*(row[1:] for row in rows)))
@@ -3190,7 +3685,7 @@ def test_train_checkpoint_holds_nothing_but_numbers_and_text(train_whole):
         pickled = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
     used = {argument for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
     assert used and all(name.split()[0] in ("torch", "torch._utils", "collections") for name in used), used
-    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py"):
+    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py", "dev/prepare.py"):
         with open(os.path.join(HERE, name)) as file:
             code = file.read()
         assert not re.search(r"import pickle|pickle\.load|allow_pickle|_object\(|_object_list\(", code)

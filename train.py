@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from dataloader import PackedLoader, cores_of_this_rank, merge_states, peak_memory
+from dataloader import PackedLoader, cores_of_this_rank, merge_states
 from dataset import ShardError, find_data, list_shards, parquets_iter_batched, write_whole
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
@@ -990,6 +990,17 @@ def read_log(path):
 
 def losses_in_log(path):
     return [(record["step"], record["loss"]) for record in read_log(path) if "loss" in record]
+
+
+def peak_memory():
+    """Bytes that this process has used at most, 0 where the system does not tell."""
+    if os.path.exists("/proc/self/status"):    # Linux's ru_maxrss would begin with the parent's
+        with open("/proc/self/status") as status:
+            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    with contextlib.suppress(ImportError):    # there is none on Windows
+        import resource
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # macOS counts bytes
+    return 0
 
 
 class Log:
