@@ -3792,15 +3792,17 @@ def test_train_checkpoint_holds_nothing_but_numbers_and_text(train_whole):
 def test_train_doc_mask_is_each_document_by_itself():
     """Logits of a row of three documents equal those of three forwards."""
     torch.manual_seed(0)
-    model, bos = train.GPT(2, 300), 299
+    bos = 299
+    model, without = train.GPT(2, 300, bos=bos), train.GPT(2, 300)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05)
     documents = [torch.cat([torch.tensor([bos]), torch.randint(0, 299, (n,))]) for n in (5, 17, 9)]
     row = torch.cat(documents)[None]
-    together = model(row, mask=train.document_mask(row, bos, flex=False))[0]
+    without.load_state_dict(model.state_dict())
+    together = model(row)[0]
     alone = torch.cat([model(document[None])[0] for document in documents])
     assert torch.allclose(together, alone, atol=1e-4)
-    assert not torch.allclose(model(row)[0], alone, atol=1e-2), "the mask made no difference"
+    assert not torch.allclose(without(row)[0], alone, atol=1e-2), "the mask made no difference"
 
 
 def test_train_muon_takes_the_matrices_of_blocks_only():
@@ -4028,6 +4030,152 @@ def test_train_threads_wait_passively_unless_the_user_says_otherwise():
     with open(train.__file__) as file:
         code = file.read()
     assert code.index("OMP_WAIT_POLICY") < code.index("import torch\n")
+
+
+def test_train_checkpoint_is_that_of_its_step_and_the_training_goes_on(tmp_path, monkeypatch):
+    """Weights that change while a thread writes them are not those that are written; the end waits for it."""
+    monkeypatch.setattr(train, "merge_states", list)
+    go, write, weight = threading.Event(), torch.save, torch.zeros(5)
+    monkeypatch.setattr(torch, "save", lambda content, file: go.wait(10) and write(content, file))
+    checkpoints = train.Checkpoints(str(tmp_path), None)
+    checkpoints.save(1, [], {"model": {"weight": weight}, "optimizers": [{"state": {0: weight[0]}}]})
+    weight += 1
+    assert not os.path.exists(tmp_path / "step_0000001.pt"), "save waited for the thread"
+    threading.Timer(0.1, go.set).start()
+    assert checkpoints.hold(1)
+    saved = train.load_checkpoint(tmp_path / "step_0000001.pt")
+    assert not saved["model"]["weight"].any() and not saved["optimizers"][0]["state"][0]
+
+
+def test_train_killed_while_it_writes_checkpoints_goes_on_bit_for_bit(train_base, train_whole):
+    """Killed where a file is half written, by a signal that nothing can catch, until the run is through."""
+    out, kills = train_base / "kills", 0
+    more = ["--steps", 20, "--save_every", 1, "--out", out, "--resume", "auto"]
+    while kills < 4:
+        process = train_process(train_base, *more)
+        saved = len(train_losses(out)) if out.exists() else 0
+        while process.poll() is None:
+            written = glob.glob(str(out / "*.pt.tmp"))
+            if written and os.path.exists(out / "log.jsonl") and len(train_log(out)) > saved + 4:
+                process.kill()
+        process.communicate()
+        kills += 1
+        if process.returncode == 0:
+            break
+    assert kills > 1, "never killed"
+    train_run(train_base, *more)
+    assert train_losses(out) == train_losses(train_whole[0])
+
+
+def test_train_eval_prints_what_the_run_printed(train_base, train_whole):
+    """And bits per byte of other data."""
+    folder, output = train_whole
+    last = next(line for line in output.splitlines() if line.startswith("step 20: val"))
+    checkpoint = folder / "step_0000020.pt"
+    assert last in train_run(train_base, "--eval", checkpoint)
+    other = train_run(train_base, "--eval", checkpoint, "--data", train_base / "b")
+    assert "step 20: val" in other and last not in other
+
+
+def test_train_init_begins_a_run_with_the_weights_of_another(train_base, train_whole):
+    out, checkpoint = train_base / "init", train_whole[0] / "step_0000020.pt"
+    train_run(train_base, "--init", checkpoint, "--steps", 2, "--out", out)
+    before, after = train_losses(train_whole[0]), train_losses(out)
+    assert sorted(after) == [0, 1] and after[0] < 0.8 * before[0]
+    told = train_run(train_base, "--init", checkpoint, "--depth", 2, status=1)
+    assert f"error: {checkpoint} is of another model (--depth 1)" in told
+    for flag in ("--init", "--eval"):
+        told = train_run(train_base, flag, "nowhere.pt", status=2)
+        assert f"{flag} nowhere.pt: no such file; expected a checkpoint" in told
+
+
+def test_train_device_that_is_not_there_is_one_line(train_base):
+    told = train_run(train_base, "--device", "xpu", status=2)
+    assert "--device xpu: torch sees none; leave --device out" in told and "Traceback" not in told
+
+
+def test_train_lines_of_the_gpu_on_a_cpu(train_base, train_whole):
+    """bfloat16 and a mask: near the losses of float32."""
+    want = train_losses(train_whole[0])
+    out = train_base / "bfloat16"
+    train_run(train_base, "--dtype", "bfloat16", "--steps", 20, "--out", out)
+    losses = train_losses(out)
+    assert losses != want and losses == pytest.approx(want, abs=0.05)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ON_CUDA = ["--device", "cuda", "--steps", 20, "--dtype", "float32", "--compile", "off",
+           "--optimizer", "adamw"]
+
+
+def train_on_cuda(base, name, *flags, **more):
+    train_run(base, *ON_CUDA, *flags, "--out", base / name, **more)
+    return train_losses(base / name)
+
+
+@needs_cuda
+@pytest.mark.parametrize("flags", [["--compile", "on"], ["--dtype", "bfloat16"], ["--micro_batch_size", 2],
+                                   ["--dtype", "bfloat16", "--compile", "on"]])
+def test_train_cuda_losses_are_those_of_plain_float32(train_base, train_whole, flags):
+    want = train_losses(train_whole[0])
+    losses = train_on_cuda(train_base, "cuda" + "".join(map(str, flags)), *flags)
+    assert losses == pytest.approx(want, abs=0.05)
+
+
+@needs_cuda
+def test_train_cuda_flex_attention_is_the_dense_mask(train_base):
+    dense = train_on_cuda(train_base, "cuda-dense", "--doc_mask", "--seq_len", 128)
+    flex = train_on_cuda(train_base, "cuda-flex", "--doc_mask", "--seq_len", 128, "--compile", "on")
+    assert flex == pytest.approx(dense, abs=0.02)
+
+
+@needs_cuda
+def test_train_cuda_resumes_bit_for_bit(train_base):
+    flags = ["--dtype", "bfloat16", "--save_every", 10]
+    want, out = train_on_cuda(train_base, "cuda-whole", *flags), train_base / "cuda-half"
+    train_first_half(train_base / "cuda-whole", out)
+    train_run(train_base, *ON_CUDA, *flags, "--out", out, "--resume", "auto")
+    assert train_losses(out) == {step: want[step] for step in range(10, 20)}
+
+
+@needs_cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_train_cuda_2_ranks_are_1_rank(train_base, optimizer):
+    flags = ["--optimizer", optimizer, "--micro_batch_size", 4]
+    want = train_on_cuda(train_base, f"cuda-one-{optimizer}", *flags)
+    losses = train_on_cuda(train_base, f"cuda-two-{optimizer}", *flags, ranks=2)
+    assert losses == pytest.approx(want, abs=1e-2)
+
+
+@needs_cuda
+def test_train_cuda_out_of_memory_names_the_flag(train_base):
+    big = ["--batch_size", 1 << 20, "--micro_batch_size", 1 << 20, "--eval_rows", 1]
+    told = train_run(train_base, *ON_CUDA, *big, "--out", train_base / "cuda-memory", status=1)
+    assert f"Lower --micro_batch_size (now {1 << 20}): the same run in less memory" in told
+
+
+@needs_cuda
+def test_train_cuda_defaults_print_mfu_and_the_wait_for_data(train_base):
+    """Depth 12, T = 2,048, compiled, bfloat16, Muon."""
+    flags = ["--device", "cuda", "--depth", 12, "--seq_len", 2048, "--batch_size", 32, "--eval_rows", 32]
+    output = train_run(train_base, *flags, "--steps", 5, "--out", train_base / "cuda-12")
+    last = next(r for r in train_log(train_base / "cuda-12") if r.get("step") == 4)
+    print(torch.cuda.get_device_name(), last, output)
+    assert last["ms"] > last["wait_ms"] >= 0 and last["memory_gb"] > 1
+
+
+@needs_cuda
+def test_train_cuda_batches_are_never_written_again(train_base):
+    loader = PackedLoader(ByteTokenizer(), 4, 64, "train", data_dir=str(train_base / "a"), device="cuda")
+    batches = [next(loader) for _ in range(50)]
+    copies = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
+    for _ in range(50):
+        next(loader)
+    torch.cuda.synchronize()
+    loader.close()
+    for batch, copy in zip(batches, copies, strict=True):
+        assert torch.equal(batch[0], copy[0]) and torch.equal(batch[1], copy[1])
 
 
 def test_train_whole_run_is_in_the_checkpoint(train_base, tmp_path):
