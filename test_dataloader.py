@@ -24,6 +24,7 @@ import os
 import pickletools
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -1371,6 +1372,49 @@ def test_verify_finds_damage_and_exits_non_zero(tmp_path):
     assert re.search(r"shard_00001.parquet +DAMAGED .*row group", ended.stdout)
     assert "3 of 4 shards intact" in ended.stdout
     assert f"next: rm {tmp_path}/shard_00001.parquet\n" in ended.stdout
+
+
+def test_verify_advises_to_remove_only_what_is_proven_damaged(tmp_path, capsys, monkeypatch, quick):
+    """Not a sound file with another column, nor one that is not ours to read, missing, new, or far away."""
+    folder = tmp_path / "it's here"
+    make_shards(folder, counts=(8, 8, 8, 8))
+    dataset.write_index(str(folder))
+    pq.write_table(pa.table({"raw": ["sound"]}), folder / "shard_00000.parquet")
+    (folder / "shard_00001.parquet").unlink()
+    damaged = bytearray((folder / "shard_00002.parquet").read_bytes())
+    damaged[len(damaged) // 3] ^= 4
+    (folder / "shard_00002.parquet").write_bytes(damaged)
+    real = dataset.open_file
+
+    def open_file(folder, name, size):
+        if "00003" in name:
+            raise PermissionError(13, "Permission denied")
+        return real(folder, name, size)
+
+    monkeypatch.setattr(dataset, "open_file", open_file)
+    assert not prepare.verify(str(folder))
+    words = capsys.readouterr().out
+    assert re.search("00000.parquet +PROBLEM .*no column `text`, only 'raw'", words)
+    assert re.search(r"00001.parquet +PROBLEM +it is in index.json, but not there", words)
+    assert re.search("00002.parquet +DAMAGED .*row group 0", words) and "0 of 4 shards intact" in words
+    assert re.search("00003.parquet +PROBLEM .*Permission denied", words)
+    advice = f"next: rm {shlex.quote(f'{folder}/shard_00002.parquet')}\n"
+    assert words.count("next: rm") == words.count(advice) == 1
+    monkeypatch.undo()
+    make_shards(folder, counts=(8, 8, 8, 8))
+    shutil.copy(folder / "shard_00000.parquet", folder / "shard_00004.parquet")
+    assert not prepare.verify(str(folder))
+    words = capsys.readouterr().out
+    assert "4 of 5 shards intact" in words and "next: rm" not in words
+    assert re.search("00004.parquet +PROBLEM +it is not what index.json says; .*dataset.py index", words)
+    dataset.write_index(str(folder))
+    assert prepare.verify(str(folder)) and capsys.readouterr()
+    files = {f"/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    files["/shard_00002.parquet"] = bytes(len(files["/shard_00002.parquet"]))
+    with UnrulyServer(files) as server:
+        assert not prepare.verify(f"{server.url}/index.json")
+    words = capsys.readouterr().out
+    assert re.search("00002.parquet +PROBLEM ", words) and "rm" not in words
 
 
 def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
