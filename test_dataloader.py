@@ -9,6 +9,8 @@ are the bytes of the text, and shards of a few short documents, so that epochs e
 """
 
 import collections
+import contextlib
+import csv
 import copy as copy_module
 import functools
 import gc
@@ -26,6 +28,7 @@ import pickle
 import pickletools
 import random
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -268,7 +271,8 @@ def quick(monkeypatch):
 @pytest.fixture
 def threads_for_processes(monkeypatch):
     """convert() without the second that it takes to start processes."""
-    monkeypatch.setattr(prepare, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+    pool = contextlib.contextmanager(lambda executor, workers: (yield ThreadPoolExecutor(workers or 2)))
+    monkeypatch.setattr(prepare, "executor_or_pool", pool)
 
 
 @pytest.fixture(scope="module")
@@ -910,24 +914,47 @@ def test_convert_gives_the_same_shards_for_any_number_of_workers(tmp_path):
     assert read_all(tmp_path / "out1") == read_all(tmp_path / "out3") != []
 
 
-def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
+def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch, threads_for_processes):
     """Runs of 2 kB and many of them give the order that one big run gives."""
     make_inputs(tmp_path / "in", make_texts(300))
-    (tmp_path / "build" / "runs").mkdir(parents=True)
-    files, _ = prepare.find_inputs([str(tmp_path / "in")])
-    orders = []
+    orders, counts, gather = [], [], prepare.gather_all
+    counted = lambda pool, building, size: (    # noqa: E731
+        counts.append(len(prepare.list_runs(building))), gather(pool, building, size))[1]
+    monkeypatch.setattr(prepare, "gather_all", counted)
+    monkeypatch.setattr(prepare, "group_files", lambda files, total: [(0, list(enumerate(files)))])
     for run_bytes in (1 << 30, 2000):
         monkeypatch.setattr(prepare, "RUN_BYTES", run_bytes)
-        for old in (tmp_path / "build" / "runs").iterdir():
-            old.unlink()
-        for task in prepare.group_files(files, 1 << 40):
-            prepare.scatter_task(task, str(tmp_path / "build"), "raw_content", False, 0)
-        runs = prepare.list_runs(str(tmp_path / "build"))
-        _, text = prepare.histogram(runs)
-        pieces = [prepare.gather_piece(runs, *p) for p in prepare.pieces_of(text, 0, prepare.SLOTS)]
-        orders.append((len(runs), len(pieces), [t for piece in pieces for t in piece.to_pylist()]))
-    assert orders[0][0] == orders[0][1] == 1 and min(orders[1][:2]) > 5
-    assert orders[0][2] == orders[1][2]
+        prepare.convert([str(tmp_path / "in")], f"{tmp_path}/{run_bytes}", "raw_content", workers=1)
+        orders.append(read_all(f"{tmp_path}/{run_bytes}"))
+    assert counts[0] == 1 and counts[1] > 5
+    assert orders[0] == orders[1] and len(orders[0]) == 300
+
+
+TORN_GZIP = gzip.compress(json_lines(make_texts(900), "text"))[:-2000]
+
+
+@pytest.mark.parametrize("name, data, message, documents", [
+    ("a.json.gz", TORN_GZIP, "behind line [0-9]+: torn: ", 300),
+    ("a.json.gz", b"no gzip at all", "behind its beginning: torn: ", 0),
+    ("a.json.zst", b"no zstd at all", "behind its beginning: torn: ", 0),
+    ("a.parquet", b"PAR1 no parquet", "behind its beginning: torn: ", 0),
+    ("a.jsonl", TORN_GZIP, "the file: torn: by its first bytes it is .gz, not .jsonl; name it .gz", 0),
+    ("a.json", b"PAR1", "the file: torn: by its first bytes it is .parquet, not .json", 0),
+    ("a.arrow", b"ARROW1 no arrow", "behind its beginning: torn: ", 0),
+    ("a.csv", b'text\n"one more"\n"never ends\n', "behind line 2: torn: unexpected end of data", 1),
+    ("a.csv", b"text\ncaf\xe9\n", "behind its beginning: torn: 'utf-8' codec", 0),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_torn_file_is_an_error_that_says_what_is_lost(
+        tmp_path, threads_for_processes, name, data, message, documents):
+    """... also with skip_bad; with skip_torn what could be read is kept, the rest is counted and shown."""
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "good.jsonl").write_bytes(json_lines(["one", "two"], "text"))
+    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip_torn"):
+        prepare.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
+    report = prepare.convert([str(tmp_path)], str(tmp_path / "out"), skip_torn=True, workers=1)
+    assert report["bad"] == 1 and re.search(message, report["shown"][0])
+    seen = read_all(tmp_path / "out")
+    assert {"one", "two"} <= set(seen) and len(seen) >= 2 + documents
 
 
 @pytest.mark.parametrize("name, data, message", [
@@ -941,11 +968,10 @@ def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
     ("a.json", b'[{"text": "a"},\n {"text": "b"', "line 2: not JSON"),
     ("a.json", b'[{"text": "a"},\n', "line 2: not JSON"),
     ("a.json", b'[{"text": "a"}]\n{"text": "b"}', "the rest of the file: not JSON"),
-    ("a.json.gz", gzip.compress(json_lines(["x"] * 9, "text"))[:-20], "the rest of the file: "),
-    ("a.json.gz", b"no gzip at all", "the rest of the file: "),
-    ("a.json.zst", b"no zstd at all", "the rest of the file: "),
-    ("a.parquet", b"PAR1 no parquet", "the rest of the file: "),
     ("a.txt", b"caf\xe9", "the file: not UTF-8"),
+    ("a.md", b"caf\xe9", "the file: not UTF-8"),
+    ("a.csv", b"n,txt\n1,x\n", "line 2: no key 'text', only keys 'n', 'txt'"),
+    ("a.tsv", b"n\ttext\n1\n", "line 2: 'text' holds NoneType"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_bad_document_is_an_error_with_file_and_line(tmp_path, threads_for_processes, name, data, message):
     """... and with skip_bad it is counted and shown, and the others are kept."""
@@ -968,7 +994,7 @@ def test_killed_convert_leaves_no_shards_and_the_same_command_starts_over(tmp_pa
     arguments = ["convert", f"{tmp_path}/in/**", "--text_key", "raw_content", "--out", f"{tmp_path}/out",
                  "-w", "1"]
     process = subprocess.Popen([*PREPARE, *arguments], cwd=HERE, stderr=subprocess.DEVNULL)
-    while not list(tmp_path.glob("out.convert.tmp/runs/*")):
+    while not list(tmp_path.glob("out.convert-*/runs/*")):
         assert process.poll() is None
         time.sleep(0.001)
     process.kill()
@@ -981,23 +1007,125 @@ def test_killed_convert_leaves_no_shards_and_the_same_command_starts_over(tmp_pa
     assert ended.returncode == 1 and "is not empty" in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_convert_splits_long_documents_into_small_row_groups(tmp_path, threads_for_processes, monkeypatch):
+def test_convert_splits_long_documents_into_small_row_groups(monkeypatch):
     """A row group ends at 1,024 documents or at ROW_GROUP_BYTES; one longer document has one of its own."""
     monkeypatch.setattr(prepare, "ROW_GROUP_BYTES", 1000)
-    lengths = [600, 600, 5000], [1] * 30, [], [9]
-    arrays = [pa.array(["x" * n for n in some], pa.large_string()) for some in lengths]
-    groups = list(prepare.cut_row_groups(arrays, rows=20))
-    assert [len(group) for group in groups] == [1, 1, 1, 20, 11]
-    assert [t for g in groups for t in g.to_pylist()] == [t for a in arrays for t in a.to_pylist()]
+    lengths = np.array([600, 600, 5000, *[1] * 30, 9])
+    groups = list(prepare.plan_row_groups(lengths, rows=20))
+    assert [b - a for a, b in groups] == [1, 1, 1, 20, 11]
+    assert [i for a, b in groups for i in range(a, b)] == list(range(34))
+
+
+def test_one_long_document_is_not_val(tmp_path, threads_for_processes):
+    for i in range(100):
+        (tmp_path / f"{i}.txt").write_text("short " * (20_000 if i == 7 else 1))
+    for seed in range(30):
+        prepare.convert([str(tmp_path / "*.txt")], str(tmp_path / "out"), seed=seed, workers=1)
+        val, = dataset.list_shards(str(tmp_path / "out"), "val")
+        assert sum(val.rows) == 10 and max(len(text) for text in val.read(0).to_pylist()) < 10
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_every_kind_of_file_converts(tmp_path, threads_for_processes):
+    """csv, tsv, md, feather, Arrow's file and stream, byte order marks, Spark's and Hugging Face's."""
+    texts = [f"{text}, a \"quoted\" line\nand one more" for text in make_texts(8)]
+    (tmp_path / "in").mkdir()
+    for number, (name, delimiter) in enumerate([("a.csv", ","), ("b.tsv.gz", "\t")]):
+        opened = gzip.open if name.endswith(".gz") else open
+        with opened(tmp_path / "in" / name, "wt", encoding="utf-8-sig", newline="") as file:
+            rows = csv.writer(file, delimiter=delimiter)
+            rows.writerows([["n", "text"], [1, texts[number]]])
+    (tmp_path / "in" / "c.md").write_text(texts[2], encoding="utf-8-sig")
+    kinds = [("d.feather", pa.ipc.new_file), ("e.arrow", pa.ipc.new_file), ("f.arrow", pa.ipc.new_stream)]
+    for (name, opened), text in zip(kinds, texts[3:6], strict=True):
+        table = pa.table({"text": pa.array([text], pa.large_string()), "n": [1]})
+        with opened(str(tmp_path / "in" / name), table.schema) as writer:
+            writer.write_table(table)
+    (tmp_path / "in" / "state.json").write_text('{"_fingerprint": "0"}')
+    (tmp_path / "in" / "_SUCCESS").write_text("")
+    for part, some in enumerate([texts[6:8], []]):
+        table = pa.table({"text": pa.array(some, pa.string())})
+        pq.write_table(table, tmp_path / "in" / f"part-0000{part}-4a5f.c000.snappy.parquet")
+    report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), workers=1)
+    assert sorted(read_all(tmp_path / "out")) == sorted(texts) and report["files"] == 8
+    assert [os.path.basename(path) for path in report["others"]] == ["_SUCCESS", "state.json"]
+
+
+def test_a_text_file_is_cut_when_asked(tmp_path, threads_for_processes):
+    """At blank lines, else at line ends, else at spaces, else within no character; not a byte is lost."""
+    text = "\n\n".join(make_texts(40)) + "ä" * 5000
+    (tmp_path / "input.txt").write_text(text, encoding="utf-8-sig", newline="")
+    prepare.convert([str(tmp_path / "input.txt")], str(tmp_path / "out"), cut_bytes=1001, workers=1)
+    with open(tmp_path / "input.txt", "rb") as file:
+        parts = [part for _, part, _ in prepare.text_documents(file, 1001)]
+    assert b"".join(parts) == text.encode() and max(map(len, parts)) <= 1001
+    assert sorted(part.decode() for part in parts) == sorted(read_all(tmp_path / "out"))
+    assert sum(part.endswith(b"\n\n") for part in parts) > 2
+
+
+def test_folders_are_entered_once_and_must_be_readable(tmp_path, threads_for_processes):
+    """A loop of links multiplies no document; a folder that cannot be read is an error."""
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "a.jsonl").write_bytes(json_lines(make_texts(20), "text"))
+    os.symlink("..", tmp_path / "in" / "deep" / "loop")
+    report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), workers=1)
+    assert report["documents"] == 20
+    real, refuse = os.scandir, str(tmp_path / "in" / "deep")
+
+    def scandir(path):
+        if str(path) == refuse:
+            raise PermissionError(13, "Permission denied", refuse)
+        return real(path)
+
+    with pytest.MonkeyPatch.context() as patch:    # root may read everything
+        patch.setattr(os, "scandir", scandir)
+        with pytest.raises(PermissionError, match="deep"):
+            prepare.convert([str(tmp_path / "in")], str(tmp_path / "out2"), workers=1)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_of_convert_end_with_it(tmp_path, how):
+    """Killed or stopped midway: within seconds no worker is left, and the next run works."""
+    (tmp_path / "in").mkdir()
+    for i in range(4):
+        (tmp_path / "in" / f"{i}.jsonl").write_bytes(json_lines(["some text " * 50] * 40_000, "text"))
+    arguments = ["convert", f"{tmp_path}/in", "--out", f"{tmp_path}/out", "-w", "2"]
+    process = subprocess.Popen([*PREPARE, *arguments], cwd=HERE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    while not list(tmp_path.glob("out.convert-*/runs/*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    children = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and group_of(pid) == process.pid]
+    assert len(children) >= 3
+    process.send_signal(how) if how == signal.SIGKILL else os.killpg(process.pid, how)
+    _, words = process.communicate(timeout=30)
+    deadline = time.time() + 20
+    while [pid for pid in children if group_of(pid) == process.pid]:
+        assert time.time() < deadline, "workers live on"
+        time.sleep(0.05)
+    if how == signal.SIGINT:
+        assert "Traceback" not in words and "stopped" in words, words
+        assert sorted(os.listdir(tmp_path)) == ["in"]
+    ended = run_command(PREPARE, *arguments)
+    assert "160,000 documents" in ended.stdout, ended.stderr
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def group_of(pid):
+    """Of a process that lives."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        state, _, group = file.read().rpartition(")")[2].split()[:3]
+        return int(group) if state != "Z" else None
 
 
 @pytest.mark.parametrize("inputs, message", [
-    (["nothing*.jsonl"], "no such files; expected .jsonl, .json"), (["a.csv"], "cannot convert a.csv"),
+    (["nothing*.jsonl"], "no such files; expected .jsonl, .json"),
+    (["a.pdf"], "cannot convert a.pdf.*a line .\"text"),
     (["http://127.0.0.1:9/a.jsonl"], "fetch it first"), (["one.txt"], "1 documents are too few"),
 ])
 def test_convert_says_what_it_cannot_take(tmp_path, monkeypatch, threads_for_processes, inputs, message):
     monkeypatch.chdir(tmp_path)
-    for name in ("a.csv", "one.txt"):
+    for name in ("a.pdf", "one.txt"):
         (tmp_path / name).write_text("a,b")
     with pytest.raises(ValueError, match=message):
         prepare.convert(inputs, "out", workers=1)
@@ -1255,6 +1383,49 @@ def test_verify_finds_damage_and_exits_non_zero(tmp_path):
     assert re.search(r"shard_00001.parquet +DAMAGED .*row group", ended.stdout)
     assert "3 of 4 shards intact" in ended.stdout
     assert f"next: rm {tmp_path}/shard_00001.parquet\n" in ended.stdout
+
+
+def test_verify_advises_to_remove_only_what_is_proven_damaged(tmp_path, capsys, monkeypatch, quick):
+    """Not a sound file with another column, nor one that is not ours to read, missing, new, or far away."""
+    folder = tmp_path / "it's here"
+    make_shards(folder, counts=(8, 8, 8, 8))
+    dataset.write_index(str(folder))
+    pq.write_table(pa.table({"raw": ["sound"]}), folder / "shard_00000.parquet")
+    (folder / "shard_00001.parquet").unlink()
+    damaged = bytearray((folder / "shard_00002.parquet").read_bytes())
+    damaged[len(damaged) // 3] ^= 4
+    (folder / "shard_00002.parquet").write_bytes(damaged)
+    real = dataset.open_file
+
+    def open_file(folder, name, size):
+        if "00003" in name:
+            raise PermissionError(13, "Permission denied")
+        return real(folder, name, size)
+
+    monkeypatch.setattr(dataset, "open_file", open_file)
+    assert not prepare.verify(str(folder))
+    words = capsys.readouterr().out
+    assert re.search("00000.parquet +PROBLEM .*no column `text`, only 'raw'", words)
+    assert re.search(r"00001.parquet +PROBLEM +it is in index.json, but not there", words)
+    assert re.search("00002.parquet +DAMAGED .*row group 0", words) and "0 of 4 shards intact" in words
+    assert re.search("00003.parquet +PROBLEM .*Permission denied", words)
+    advice = f"next: rm {shlex.quote(f'{folder}/shard_00002.parquet')}\n"
+    assert words.count("next: rm") == words.count(advice) == 1
+    monkeypatch.undo()
+    make_shards(folder, counts=(8, 8, 8, 8))
+    shutil.copy(folder / "shard_00000.parquet", folder / "shard_00004.parquet")
+    assert not prepare.verify(str(folder))
+    words = capsys.readouterr().out
+    assert "4 of 5 shards intact" in words and "next: rm" not in words
+    assert re.search("00004.parquet +PROBLEM +it is not what index.json says; .*dataset.py index", words)
+    dataset.write_index(str(folder))
+    assert prepare.verify(str(folder)) and capsys.readouterr()
+    files = {f"/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    files["/shard_00002.parquet"] = bytes(len(files["/shard_00002.parquet"]))
+    with UnrulyServer(files) as server:
+        assert not prepare.verify(f"{server.url}/index.json")
+    words = capsys.readouterr().out
+    assert re.search("00002.parquet +PROBLEM ", words) and "rm" not in words
 
 
 def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
