@@ -10,8 +10,8 @@ are the bytes of the text, and shards of a few short documents, so that epochs e
 
 import collections
 import contextlib
-import csv
 import copy as copy_module
+import csv
 import functools
 import gc
 import glob

@@ -591,7 +591,7 @@ class RustBPETokenizer:
         return ids, bounds
 
     def _encode_pieces(self, documents, executor):
-        """Long documents as several pieces; tasks of about BYTES_PER_TASK, for this thread and its helpers."""
+        """Long documents as several pieces; tasks of BYTES_PER_TASK or so, for this thread and helpers."""
         parts = [to_pieces(document) for document in documents]
         pieces = [piece for part in parts for piece in part]
         place = np.cumsum([0, *map(len, pieces)]) // BYTES_PER_TASK
