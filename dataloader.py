@@ -412,16 +412,15 @@ class FlatPacker:
                 self.at = at
             self.chunks.append(chunk)
             self.n_tokens += len(chunk.ids) - at
-            self._count_cut(np.asarray(chunk.bounds), len(chunk.ids) - self.n_tokens)
+            self._count_cut(chunk.bounds, len(chunk.ids) - self.n_tokens)
 
-    def _count_cut(self, bounds, row_start):
-        """Documents that fit a row, but have its last token inside. row_start: of the row that comes next."""
-        last = np.arange(row_start % self.T, bounds[-1], self.T)
-        last = last[last > row_start]
-        i = np.searchsorted(bounds, last, "right") - 1
-        start, end = bounds[i], bounds[i + 1]
-        cut = (start < last) & (last < end - 1) & (end - start <= self.T + 1)
-        self.counts["cut"] += int(cut.sum())
+    def _count_cut(self, bounds, next_row):
+        """Documents that fit a row, but have its last token inside. Rows begin at next_row, next_row + T, ..."""
+        first = next_row + self.T if next_row >= 0 else next_row % self.T
+        for last in range(first, bounds[-1], self.T):
+            i = bisect_right(bounds, last) - 1
+            if bounds[i] < last < bounds[i + 1] - 1 and bounds[i + 1] - bounds[i] <= self.T + 1:
+                self.counts["cut"] += 1
 
     def held(self):
         return Rest(tuple(self.chunks), self.at)
