@@ -2316,6 +2316,52 @@ def test_rows_of_a_version_never_change(frozen_corpus, packing, tails):
     assert digest.hexdigest()[:16] == FROZEN[packing, tails]
 
 
+@pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
+@pytest.mark.parametrize("packing, tails, frozen", [
+    ("flat", "keep", "dd044c2b6a08f6a5"), ("bestfit", "keep", "0f56ffb1694728aa"),
+    ("exactfit", "keep", "dfa27e8729426daf"), ("exactfit", "drop", "f68374b9c6984ed3")])
+def test_rows_of_a_version_never_change_with_either_engine(frozen_corpus, packing, tails, frozen, engine,
+                                                          monkeypatch):
+    """Nor where a run stops on one and goes on with the other."""
+    same = {"B": 8, "T": 64, "num_lanes": 2, "packing": packing, "tails": tails, "buffer_size": 40}
+    head, state = run(frozen_corpus, steps=30, tokenizer=tokenizer_with(engine, monkeypatch), **same)
+    others = {"tiktoken": "gigatoken", "gigatoken": "tiktoken"}
+    tail, _ = run(frozen_corpus, steps=70, tokenizer=tokenizer_with(others[engine], monkeypatch), state=state,
+                  **same)
+    assert hashlib.sha256(np.array(head + tail, "<i8").tobytes()).hexdigest()[:16] == frozen
+
+
+def tokenizer_with(engine, monkeypatch):
+    if engine == "gigatoken":
+        pytest.importorskip("gigatoken")
+    monkeypatch.setenv("NANOLOADER_ENGINE", engine)
+    tok = RustBPETokenizer(pair_tokenizer().enc, "<|bos|>")
+    assert tok.engine.startswith(engine)
+    return tok
+
+
+@needs_gigatoken
+def test_a_broken_engine_stops_the_run_and_names_the_document(tmp_path, monkeypatch):
+    """One wrong id in a few thousand documents; each epoch checks other documents of the corpus."""
+    data = write_shards(tmp_path, [grouped([f"document {i}" for i in range(5000)], [2500, 2500]), [["val"]]])
+    tok, call = tokenizer_with("gigatoken", monkeypatch), GigatokenEngine.call
+
+    def wrong(self, data):
+        ids, documents = call(self, data), data.split(tokenizer_module.BETWEEN.encode())[1:]
+        if b"document 4321" in documents:
+            ids[np.flatnonzero(ids == self.enc.n_vocab)[documents.index(b"document 4321")] + 2] += 1
+        return ids
+
+    monkeypatch.setattr(GigatokenEngine, "call", wrong)
+    monkeypatch.setattr(dataloader, "CHECKED_SHARE", 50)    # else some hundred epochs may go by
+    loader = make(data, tokenizer=tok, packing="flat", T=500, B=8)
+    with pytest.raises(RuntimeError, match=r"row group 1, row 1821: ValueError: document 0 of 1 in this chunk, "
+                                           r"token 2: gigatoken .* gives \[\d+\], tiktoken \[\d+\]"):
+        for _ in range(1000):
+            next(loader)
+    assert loader.state_dict()["lanes"]["0"][data]["next"][0] < 60
+
+
 @st.composite
 def corpora(draw, nulls):
     """Per shard its row groups, with long and perhaps null documents among short ones."""
