@@ -2355,8 +2355,8 @@ def test_a_broken_engine_stops_the_run_and_names_the_document(tmp_path, monkeypa
     monkeypatch.setattr(GigatokenEngine, "call", wrong)
     monkeypatch.setattr(dataloader, "CHECKED_SHARE", 50)    # else some hundred epochs may go by
     loader = make(data, tokenizer=tok, packing="flat", T=500, B=8)
-    with pytest.raises(RuntimeError, match=r"row group 1, row 1821: ValueError: document 0 of 1 in this chunk, "
-                                           r"token 2: gigatoken .* gives \[\d+\], tiktoken \[\d+\]"):
+    with pytest.raises(RuntimeError, match=r"row group 1, row 1821: ValueError: document 0 of 1 in this chunk"
+                                           r", token 2: gigatoken .* gives \[\d+\], tiktoken \[\d+\]"):
         for _ in range(1000):
             next(loader)
     assert loader.state_dict()["lanes"]["0"][data]["next"][0] < 60
