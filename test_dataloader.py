@@ -486,6 +486,20 @@ def test_footers_of_a_folder_without_an_index_are_read_once(tmp_path, monkeypatc
     assert len(names) == 9
 
 
+def test_without_a_place_to_keep_it_the_index_is_made_each_time(tmp_path, monkeypatch):
+    make_shards(tmp_path / "data")
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)    # root may write anywhere
+    names = count_footers(monkeypatch)
+    for _ in range(2):
+        assert len(dataset.list_shards(str(tmp_path / "data"), "train")) == 2
+    assert len(names) == 6 and os.listdir(tmp_path / "base" / "index") == []
+    (tmp_path / "file").write_text("")
+    for arguments, status, message in (("-h", 0, "COMMAND"), ("verify", 1, "set NANOLOADER_BASE_DIR to ")):
+        ended = run_command(PREPARE, arguments, NANOLOADER_BASE_DIR=str(tmp_path / "file" / "base"))
+        assert ended.returncode == status and message in ended.stdout + ended.stderr
+
+
 def test_one_process_of_a_node_reads_the_footers(tmp_path):
     """Four start at once: one says what it found, and every one knows."""
     make_shards(tmp_path / "data")
