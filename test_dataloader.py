@@ -1404,7 +1404,7 @@ def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(monkeypatch):
         return call(self, data)
 
     monkeypatch.setattr(GigatokenEngine, "call", fail)
-    texts = ["a b", "poison 12", "c \u0664", "", tokenizer_module.BETWEEN, "poison \u0664"]
+    texts = ["a b", "poison 12", "c \u0664", "", tokenizer_module.BETWEEN.decode(), "poison \u0664"]
     ids, bounds = tok.encode_documents(texts, check=range(6))
     assert ids.tolist() == [i for text in texts for i in plain_ids(tok, text)] and len(bounds) == 7
     assert tok.engine_failures == 2 and "Panic: index out of bounds" in tok._engine[0].failures
