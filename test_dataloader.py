@@ -1532,6 +1532,30 @@ def test_fingerprint_tells_tokenizers_apart():
     assert len({tok.fingerprint() for tok in [small_tokenizer(), *others]}) == 5
 
 
+def test_the_one_trained_tokenizer_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer here: .*nanoloader\.json.*train one"):
+        get_tokenizer()
+    small_tokenizer().save(str(tmp_path / "tokenizer-mine-1024"))
+    assert get_tokenizer().fingerprint() == small_tokenizer().fingerprint()
+    pair_tokenizer().save(str(tmp_path / "tokenizer-pairs"))
+    with pytest.raises(ValueError, match=r"choose one: get_tokenizer\('.*mine-1024'\), '.*pairs'"):
+        get_tokenizer()
+    pair_tokenizer().save(str(tmp_path / "tokenizer"))
+    assert get_tokenizer().fingerprint() == pair_tokenizer().fingerprint()
+
+
+def test_the_file_of_the_first_edition_is_renamed(tmp_path):
+    """And Hugging Face's tokenizer.json is neither read nor overwritten."""
+    small_tokenizer().save(str(tmp_path))
+    os.rename(tmp_path / "nanoloader.json", tmp_path / "tokenizer.json")
+    with pytest.raises(FileNotFoundError, match=r"if .*tokenizer.json is ours, rename it"):
+        RustBPETokenizer.from_directory(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes(b"of Hugging Face")
+    small_tokenizer().save(str(tmp_path))
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"of Hugging Face"
+
+
 DAMAGE = {
     "ranks missing": ("tokenizer.tiktoken", lambda data: None),
     "ranks torn": ("tokenizer.tiktoken", lambda data: data[: len(data) // 2]),
@@ -1593,6 +1617,15 @@ def test_token_bytes_are_those_of_the_text():
     assert n_bytes[1015:].sum() == 0 and n_bytes[:256].tolist() == [1] * 256
 
 
+def test_nanochat_s_calls(monkeypatch):
+    """Those of its tok_train: bytes of one token, and token bytes by device alone."""
+    tok = small_tokenizer()
+    monkeypatch.setattr(tokenizer_module, "get_tokenizer", lambda: tok)
+    assert tok.decode_single_token_bytes(tok.encode("a")[0]) == b"a"
+    for device in "cpu", torch.device("cpu"):
+        assert get_token_bytes(device).tolist() == get_token_bytes(tok, device=device).tolist()
+
+
 def test_other_data_under_the_same_name_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
     folders = []
@@ -1616,7 +1649,18 @@ def test_command_trains_and_says_so(tmp_path, monkeypatch, capsys):
     n_tokens = sum(len(ids) for ids in tok.encode(standard_library()[80:90]))
     ratio = sum(len(text.encode()) for text in standard_library()[80:90]) / n_tokens
     assert "read 80 documents" in said and "700 tokens" in said and str(tmp_path) in said
-    assert f"{ratio:.2f} bytes per token" in said
+    assert f"{ratio:.2f} bytes per token" in said and f"engine: {tok.engine}" in said
+    batches["train"] = None    # not even read where there is a tokenizer: checkpoints may need it
+    before = [(tmp_path / name).read_bytes() for name in sorted(os.listdir(tmp_path))]
+    for flags, message in ((), "move it: mv "), (("--vocab_size", "99999999999"), "move it: mv "):
+        monkeypatch.setattr(sys, "argv", ["tokenizer.py", "--out", str(tmp_path), *flags])
+        with pytest.raises(SystemExit, match=message):
+            tokenizer_module.main()
+    assert [(tmp_path / name).read_bytes() for name in sorted(os.listdir(tmp_path))] == before
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:2], str(tmp_path / "new"), *sys.argv[3:]])
+    batches["train"] = []
+    with pytest.raises(SystemExit, match=r"99,999,999,999 tokens: expected 265 .* to 16,777,216"):
+        tokenizer_module.main()
 
 
 # ---------------------------------------------------------------------------------------------------------

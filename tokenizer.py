@@ -11,6 +11,7 @@ costs 8 MB and 0.01 s (tiktoken), or 22 MB, its memory of words and 0.05 s (giga
 import argparse
 import base64
 import functools
+import glob
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -155,7 +156,6 @@ BETWEEN = b"\x02\x1cpiece\x1c\x03"
 FORGET_AFTER = 1 << 29
 
 
-
 class GigatokenEngine:
     """
     gigatoken: tiktoken's ids about ten times as fast, all pieces in one call that lets other threads run.
@@ -168,6 +168,7 @@ class GigatokenEngine:
 
         self.gigatoken, self.enc, self.bos, self.local = gigatoken, enc, bos, threading.local()
         self.exact, self.failures = TiktokenEngine(enc, bos), []
+        self.ranks_file = format_ranks(enc._mergeable_ranks)
         self.scheme, self.pairs = SCHEMES[hash_pattern(enc)], None
         if self.scheme == "qwen2":
             ranks = enc._mergeable_ranks
@@ -181,7 +182,7 @@ class GigatokenEngine:
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "ranks.tiktoken")
             with open(path, "wb") as file:
-                file.write(format_ranks(self.enc._mergeable_ranks))
+                file.write(self.ranks_file)
             self.local.model = self.gigatoken.Tokenizer.from_tiktoken(
                 path, pretokenizer=self.scheme, special_tokens={BETWEEN.decode(): self.enc.n_vocab})
         self.local.n_bytes = 0
@@ -391,6 +392,9 @@ def load_saved(tokenizer_dir: str) -> tuple[tiktoken.Encoding, str]:
     """The Encoding and its BOS's name; a file that is missing, torn or changed is an error that names it."""
     json_path, ranks_path = (os.path.join(tokenizer_dir, name) for name in (JSON_FILE, RANKS_FILE))
     remedy = f"train one on your data: python tokenizer.py --data DIR --out {shlex.quote(tokenizer_dir)}"
+    if os.path.exists(ranks_path) and not os.path.exists(json_path):
+        old_path = os.path.join(tokenizer_dir, "tokenizer.json")    # its name in the first edition
+        remedy = f"if {old_path} is ours, rename it; else {remedy}"
     try:
         saved = json.loads(read_saved(json_path, remedy))
         form, fingerprint = saved.pop("format"), saved.pop("fingerprint")
@@ -680,8 +684,18 @@ def default_tokenizer_dir() -> str:
 
 
 def get_tokenizer(tokenizer_dir: str | None = None) -> RustBPETokenizer:
-    """The saved tokenizer, by default the one that `python tokenizer.py` saved last."""
+    """The saved tokenizer; by default what `python tokenizer.py` saved, else the only one of train.py's."""
+    if not tokenizer_dir and not is_saved(default_tokenizer_dir()):
+        trained = sorted(filter(is_saved, glob.glob(glob.escape(default_tokenizer_dir()) + "-*")))
+        if len(trained) > 1:
+            raise ValueError(f"several tokenizers were trained; choose one: get_tokenizer({trained[0]!r}), "
+                             + ", ".join(map(repr, trained[1:])))
+        tokenizer_dir = trained[0] if trained else None
     return RustBPETokenizer.from_directory(tokenizer_dir or default_tokenizer_dir())
+
+
+def is_saved(tokenizer_dir: str) -> bool:
+    return os.path.exists(os.path.join(tokenizer_dir, JSON_FILE))
 
 
 def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
@@ -692,11 +706,10 @@ def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
     """
     folder = tokenizer_dir or default_tokenizer_dir()
     first = os.path.basename(next(iter(sources)).rstrip("/"))
-    there = os.path.exists(os.path.join(folder, JSON_FILE))
-    if not tokenizer_dir and (first.startswith("builtin-") or not there):
+    if not tokenizer_dir and (first.startswith("builtin-") or not is_saved(folder)):
         digest = hashlib.sha256(json.dumps(sorted(map(name_and_shards, sources))).encode()).hexdigest()[:8]
         folder = f"{default_tokenizer_dir()}-{first}-{digest}-{vocab_size}"
-        if not os.path.exists(os.path.join(folder, JSON_FILE)):
+        if not is_saved(folder):
             for path in sources:
                 if list_shards(path, "train")[0].kind == "tokens":
                     raise ValueError(f"{path} holds tokens; pass what made them: --tokenizer DIR")
@@ -781,12 +794,15 @@ def main():
 
 def train_and_save(flags):
     began, data_dir, out = time.time(), find_data(flags.data), flags.out or default_tokenizer_dir()
+    if is_saved(out):
+        raise ValueError(f"{out} holds a tokenizer, which checkpoints and token shards may need; name another "
+                         f"folder with --out, or move it: mv {shlex.quote(out)} {shlex.quote(out + '.old')}")
     documents = documents_with_progress(parquets_iter_batched("train", data_dir=data_dir), flags.max_chars)
     tokenizer = RustBPETokenizer.train_from_iterator(documents, flags.vocab_size)
     tokenizer.save(out)
     ratio = bytes_per_token(tokenizer, parquets_iter_batched("val", data_dir=data_dir), 10**7)
     print(f"trained {tokenizer.get_vocab_size():,} tokens in {time.time() - began:.1f} s")
-    print(f"{ratio:.2f} bytes per token on val documents\nsaved to {out}")
+    print(f"{ratio:.2f} bytes per token on val documents\nsaved to {out}\nengine: {tokenizer.engine}")
 
 
 if __name__ == "__main__":
