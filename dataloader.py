@@ -1,39 +1,33 @@
 """
 Documents in parquet shards to packed (B, T) batches for pretraining, by threads of one process.
 
-    shards -> DocumentReader -> TokenizingPool -> packer -> row -> batch -> device -> (inputs, targets)
+    index -> Source.deal -> read -> encode -> packer.row(pull) -> lane.row -> batch -> device
 
-Each arrow is a pull by the stage on its right. Documents are dealt to `num_lanes` lanes, each with its own
-cursor and its own packer, and row g of the run comes from lane g % num_lanes: so the rows are the same for
-every world size, batch size, thread count and stop point, and a state is a list of document references.
+Each arrow is a pull by the stage on its right. The row groups of an epoch are dealt to `num_lanes` lanes,
+each with a packer of its own, and row g of the run comes from lane g % num_lanes: so the rows are the same
+for every world size, batch size, thread count and stop point. A state names documents, and holds no token.
 
-    python dataloader.py --show       a batch of every packer, drawn in the terminal
-    python dataloader.py --compare    what each packer loses, cuts and costs on the corpus at hand
-    python dataloader.py --bench      tokens per second, from text and from tokens
+    loader = PackedLoader(get_tokenizer(), B=32, T=2048, split="train", data_dir="my_shards")
+    inputs, targets = next(loader)        # int64 (B, T) each
+    state = loader.state_dict()           # load it, and the next batch is the batch that would have come
 
-The trade-off: a resumed run reads and tokenizes the buffered documents once more (under a second a lane),
-so that a state is JSON, of about 25 bytes for each of them, and never holds a token.
+The trade-off: a resumed run reads and encodes the documents in its packers once more (under a second a lane),
+so that a state is plain JSON of about 20 bytes for each of them.
 """
 
-import argparse
 import collections
-import contextlib
 import hashlib
-import io
 import itertools
 import json
-import multiprocessing
+import math
+import mmap
 import os
 import queue
-import resource
-import sys
-import tempfile
 import threading
 import time
-import warnings
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -44,257 +38,302 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataset import (
-    column_views,
-    cores,
-    default_data_dir,
-    errors_in_one_line,
-    find_data,
-    in_order,
-    is_text,
-    list_shards,
-    tokenize,
-)
+from dataset import Shard, column_views, cores, default_data_dir, find_data, in_order, is_text, list_shards
 
 # ---------------------------------------------------------------------------------------------------------
-# Reading: which documents are whose
+# Sources: which documents are whose
 
-class Slice(NamedTuple):
-    """The documents of one row group that belong to one lane, in the order of their delivery."""
-    epoch: int
-    shard: int          # index into the split's sorted shards
-    row_group: int
-    rows: range | list  # rows of the row group
-    start: int          # how many of `rows` were given before
-    dealt: int          # how many row groups (or documents) this epoch had dealt before, to all lanes
-
-
-class Cursor(NamedTuple):
-    """Where a lane goes on reading. The default is the beginning of a run, shard -1 that of an epoch."""
+class Ref(NamedTuple):
+    """A token's place in a source, as an odometer: each digit counts in the order of the one before."""
     epoch: int = 1
-    shard: int = -1
-    row_group: int = -1
-    given: int = 0      # how many of its documents of that row group the lane was given
-    dealt: int = 0      # as in Slice: it spares reading the footers of all shards before
+    group: int = 0    # place of the row group, or part of one, in the epoch's order
+    doc: int = 0      # among the documents of it
+    token: int = 0    # tokens of the document delivered before
+
+    def document(self, i):
+        """The Ref of the i-th document behind this one."""
+        return Ref(self.epoch, self.group, self.doc + i)
 
 
-def shuffled(n, seed, epoch, kind, shard=0, row_group=0):
+class Place(NamedTuple):
+    """Where a document stands on disk."""
+    path: str
+    row_group: int
+    row: int
+
+
+class Order(NamedTuple):
+    """What an epoch deals: numbers of row groups, counted through all shards, and which part of each."""
+    numbers: np.ndarray
+    part: np.ndarray
+    parts: int
+
+
+class Documents(NamedTuple):
+    """The documents of one row group, or part of one: its rows in the order of their delivery."""
+    shard: Shard
+    row_group: int
+    rows: range | np.ndarray
+
+
+def shuffled(n, seed, *place):
     """
-    The order of n things in one epoch, as a range or list of indices; 0, 1, ... where seed is None.
-    Drawn from the tuple, so that no two places share an order. PCG64's raw stream is fixed by NumPy's
-    compatibility policy; Generator.permutation is not.
+    The order of n things: 0, 1, ... where seed is None, else drawn from (seed, *place) so that no two places
+    share an order. PCG64's raw stream is fixed by NumPy's compatibility policy; Generator.permutation is not.
     """
     if seed is None:
         return range(n)
-    raw = np.random.PCG64((seed, epoch, kind, shard, row_group)).random_raw(n)
-    return np.argsort(raw, kind="stable").tolist()
+    return np.argsort(np.random.PCG64((seed, *place)).random_raw(n), kind="stable")
+
+
+class Source:
+    """
+    The shards of one folder, and how their documents are dealt to lanes.
+
+    An epoch is one permutation of all row groups, as they lie without a seed; number k of it goes to lane
+    k % num_lanes. Where there are fewer row groups than lanes, each counts as `parts` parts of interleaved
+    documents, the fewest that give every lane a document. history: [epoch, n] pairs; from that epoch on, the
+    first n shards are dealt.
+    """
+
+    def __init__(self, name, shards, num_lanes, seed=None, history=()):
+        self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
+        self.history = [list(pair) for pair in history] or [[1, len(shards)]]
+        self.first_group = np.cumsum([0, *(len(shard.rows) for shard in shards)])
+        self.documents_of = np.array([n for shard in shards for n in shard.rows], np.int64)
+        self.order = lru_cache(maxsize=4)(self._order)
+        self.order(self.history[-1][0])    # an error here, rather than in an epoch to come
+
+    def _order(self, epoch):
+        n_shards = [n for since, n in self.history if since <= epoch][-1]
+        counts = self.documents_of[:self.first_group[n_shards]]
+        numbers, parts = np.flatnonzero(counts), 1
+        check_enough_documents(self, counts.sum())
+        while np.minimum(counts[numbers], parts).sum() < self.num_lanes:
+            parts += 1
+        numbers = numbers[shuffled(len(numbers), self.seed, epoch, 0)]
+        repeats = np.minimum(counts[numbers], parts)
+        starts = np.cumsum(repeats) - repeats
+        part = np.arange(repeats.sum()) - np.repeat(starts, repeats)
+        return Order(np.repeat(numbers, repeats), part, parts)
+
+    def deal(self, lane, start, epochs=None):
+        """The Refs of a lane's row groups from `start` on, without end unless `epochs` is a number."""
+        epoch, group = start.epoch, start.group
+        while epochs is None or epoch <= epochs:
+            numbers = self.order(epoch).numbers
+            first = group + (lane - group) % self.num_lanes
+            for group in range(first, len(numbers), self.num_lanes):
+                if numbers[group] >= 0:
+                    yield Ref(epoch, group)
+            epoch, group = epoch + 1, 0
+
+    def documents(self, ref):
+        """The Documents of the row group, or part of one, that a Ref names."""
+        numbers, part, parts = self.order(ref.epoch)
+        number = int(numbers[ref.group])
+        shard = int(bisect_right(self.first_group, number)) - 1
+        rows = shuffled(int(self.documents_of[number]), self.seed, ref.epoch, 1, number)
+        row_group = number - int(self.first_group[shard])
+        return Documents(self.shards[shard], row_group, rows[part[ref.group]::parts])
 
 
 def fingerprint_of(shards):
-    """Of their names and sizes."""
+    """Of their names and sizes; a shard of tokens counts as the text that it was made of."""
     named = [[shard.name, shard.size] for shard in shards]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
 
-class DocumentReader:
-    """
-    One source: its shards, and how their documents are dealt to lanes.
-
-    Row groups, counted through the epoch in its order, go to the lanes round robin. Where the split has
-    fewer row groups than lanes, documents do. grown: how many shards the split had at each launch of the
-    first epoch, ascending.
-    """
-
-    def __init__(self, shards, num_lanes, seed=None, by_document=None, grown=()):
-        self.shards, self.num_lanes, self.seed = shards, num_lanes, seed
-        self.grown = sorted({*grown, len(shards)})
-        self.by_document = self._too_few_row_groups() if by_document is None else by_document
-        self.fingerprint = fingerprint_of(shards)
-
-        def read(shard, row_group):
-            return shards[shard].read(row_group)
-
-        self._read = lru_cache(maxsize=4)(read) if self.by_document else read
-
-    def _too_few_row_groups(self):
-        row_groups = documents = 0
-        for shard in self.shards:    # thousands of shards: the first few footers settle it
-            row_groups += sum(n > 0 for n in shard.rows)
-            documents += sum(shard.rows)
-            if row_groups >= self.num_lanes:
-                return False
-        if documents < self.num_lanes:
-            raise ValueError(
-                f"{documents} documents in {len(self.shards)} shards ({self.shards[-1].path}) cannot feed "
-                f"{self.num_lanes} lanes; launch with num_lanes (and a world size) of at most {documents}, "
-                "or add data")
-        return True
-
-    def _shard_order(self, epoch):
-        """Shards that were appended during the first epoch come behind those it began with."""
-        if epoch > 1:
-            return shuffled(len(self.shards), self.seed, epoch, 1)
-        parts = itertools.pairwise([0, *self.grown])
-        return [a + i for a, b in parts for i in shuffled(b - a, self.seed, 1, 1, a)]
-
-    def slices(self, lane, cursor, epochs=None):
-        """All slices of a lane from the cursor on, without end unless `epochs` is given."""
-        epoch, at_shard, at_row_group, given, dealt = cursor
-        while epochs is None or epoch <= epochs:
-            order = self._shard_order(epoch)
-            for shard in order[0 if at_shard < 0 else order.index(at_shard):]:
-                counts = self.shards[shard].rows
-                groups = shuffled(len(counts), self.seed, epoch, 2, shard)
-                if shard == at_shard:    # a row group past the last (nanochat's states): the next shard
-                    groups = groups[groups.index(at_row_group):] if at_row_group < len(groups) else []
-                for row_group in groups:
-                    here = shard == at_shard and row_group == at_row_group
-                    rows, deals = self._share(lane, epoch, shard, row_group, counts[row_group], dealt)
-                    if len(rows):
-                        yield Slice(epoch, shard, row_group, rows, given if here else 0, dealt)
-                    dealt += deals
-            epoch, at_shard, at_row_group, given, dealt = Cursor(epoch + 1)
-
-    def _share(self, lane, epoch, shard, row_group, n, dealt):
-        """The lane's rows of a row group, and how many row groups or documents it deals: to `dealt`."""
-        if not self.by_document and dealt % self.num_lanes != lane:
-            return (), int(n > 0)
-        rows = shuffled(n, self.seed, epoch, 3, shard, row_group)
-        if not self.by_document:
-            return rows, int(n > 0)
-        return rows[(lane - dealt) % self.num_lanes::self.num_lanes], n
-
-    def read(self, shard, row_group, rows):
-        """The documents at `rows` of one row group, as an Arrow array of strings or of token bytes."""
-        array = self._read(shard, row_group)
-        if rows == range(len(array)):
-            return array
-        return array.take(pa.array(rows, pa.int64()))
-
-
 # ---------------------------------------------------------------------------------------------------------
-# Tokenizing: chunks of documents, in order, by threads
+# Encoding: row groups to chunks of documents, by threads, ahead of the packers and in order
+
+class Document(NamedTuple):
+    """Its ids, all of them with BOS in front; ref.token says how many were delivered before."""
+    ids: np.ndarray
+    ref: Ref
+
 
 class Chunk(NamedTuple):
-    """Tokenized documents of one slice; document i is ids[bounds[i]:bounds[i + 1]], BOS in front."""
+    """A few documents in a row; number i is ids[bounds[i]:bounds[i + 1]], nothing where it is left out."""
     ids: np.ndarray
-    bounds: list        # a null document has no tokens
-    slice: Slice
-    first: int          # index of document 0 in slice.rows
+    bounds: list
+    first: Ref
 
-    def ref(self, i, offset=0):
-        s = self.slice
-        return [s.epoch, s.shard, s.row_group, s.rows[self.first + i], offset]
-
-    def document(self, i, came, limit=None, copy=True):
-        """None for a null document. One that may stay long is a copy: a view keeps its whole chunk alive."""
-        a, b = self.bounds[i], self.bounds[i + 1]
-        if a == b:
-            return None
-        ids = self.ids[a:b if limit is None else min(b, a + limit)]
-        return Document(ids.copy() if copy else ids, self.ref(i), came)
-
-    def cursor(self, i):
-        s = self.slice
-        return Cursor(s.epoch, s.shard, s.row_group, self.first + i, s.dealt)
+    def documents(self):
+        ids, (epoch, group, first, _) = self.ids, self.first
+        return [Document(ids[a:b], Ref(epoch, group, doc))
+                for doc, (a, b) in enumerate(itertools.pairwise(self.bounds), first) if a < b]
 
 
-class TokenizingPool:
+CHUNK_BYTES = 1 << 16    # of a text shard as it lies on disk; about 30,000 tokens of prose
+CHECKED_SHARE = 1000     # one document in so many is encoded by tiktoken too, where another engine encodes
+
+
+def documents_per_chunk(shard):
+    """From what the index says, so that the same documents are a chunk in text and in tokens."""
+    return max(1, min(1024, CHUNK_BYTES * sum(shard.rows) // max(1, shard.size)))
+
+
+class RowGroups:
     """
-    Reads row groups and encodes their documents, ahead of the consumer and in order.
-
-    One executor for the loader's life, and in each thread an Encoding of its own (see tokenizer.py). A
-    tokenizer with nanochat's face only is called as nanochat calls it: from one thread, a batch at a time.
+    Row groups that are being read or in use, each once for all lanes. Where lanes are so many that these are
+    more than `limit` bytes, the least recently used are forgotten, and read again. One thread calls it.
     """
 
-    def __init__(self, tokenizer, threads, batch=None, limit=None):
-        self.bos, self.threads = tokenizer.get_bos_token_id(), threads
-        self.own = hasattr(tokenizer, "encode_documents")
-        self.batch = batch if self.own else batch or 128    # documents of a chunk; None: free to choose
-        self.limit = limit                                  # tokens of a document that are wanted
-        self.tokenizer, self.dtype = tokenizer, np.dtype(getattr(tokenizer, "dtype", np.uint32))
-        self.fingerprint = tokenizer_fingerprint(tokenizer)
-        self.executor = ThreadPoolExecutor(threads if self.own else 1, "tokenize")
-        self.tokenized, self.nulls, self.lock = 0, 0, threading.Lock()
+    def __init__(self, limit=1 << 29):
+        self.limit, self.kept = limit, {}    # (path, row group): Future, the least recently used first
+        self.executor = ThreadPoolExecutor(4, "read")
+        self.seconds = 0.0
 
-    def chunks(self, reader, slices, depth):
-        """Chunks of all documents of the slices. `depth`: how many are under way behind the next."""
-        def read(s):
-            return reader.read(s.shard, s.row_group, s.rows[s.start:])
+    def get(self, shard, row_group):
+        key = shard.path, row_group
+        future = self.kept.pop(key, None)
+        if future is None:
+            self._forget()
+            future = self.executor.submit(self._read, shard, row_group)
+        self.kept[key] = future
+        return future
 
-        def encode(part):
-            s, first, array = part
-            rows = s.rows[first:first + len(array)]
-            return Chunk(*self._encode(reader, s.shard, s.row_group, rows, array, self.limit), s, first)
+    def drop(self, shard, row_group):
+        self.kept.pop((shard.path, row_group), None)
 
-        parts = (part for s, array in in_order(self.executor, read, slices, 2)
-                 for part in self._split(s, array))
-        return (chunk for _, chunk in in_order(self.executor, encode, parts, depth + 1))
+    def _read(self, shard, row_group):
+        began = time.perf_counter()
+        array = shard.read(row_group)
+        self.seconds += time.perf_counter() - began
+        return array
 
-    def documents(self, reader, refs, limit):
-        """Read and encode just the documents of these refs: {(shard, row_group, row): ids}."""
-        wanted = collections.defaultdict(set)
-        for _, shard, row_group, row, *_ in refs:
-            wanted[shard, row_group].add(row)
+    def _forget(self):
+        sizes = {key: f.result().nbytes for key, f in self.kept.items() if f.done() and not f.exception()}
+        excess = sum(sizes.values()) - self.limit
+        for key, size in sizes.items():
+            if excess > 0:
+                del self.kept[key]
+                excess -= size
 
-        def read(item):
-            (shard, row_group), rows = item
-            return reader.read(shard, row_group, sorted(rows))
 
-        def encode(part):
-            return self._encode(reader, *part, limit)
+class Encoder:
+    """
+    Turns documents into ids in threads of its own, one executor for the loader's life.
 
-        parts = ((*where, sorted(rows)[i:i + 64], array[i:i + 64])
-                 for (where, rows), array in in_order(self.executor, read, wanted.items(), 2)
-                 for i in range(0, len(rows), 64))
-        found = {}
-        for (shard, row_group, rows, _), (ids, bounds) in in_order(self.executor, encode, parts,
-                                                                   2 * self.threads):
-            for row, a, b in zip(rows, bounds, bounds[1:], strict=False):
-                found[shard, row_group, row] = ids[a:b].copy()
-        return found
+    transform(ids, ref, place): what is to be delivered in place of a document's ids, int64 and BOS first; or
+    None to leave it out. It is called in these threads, every time that a document is encoded, and its result
+    must depend on its arguments alone. Its integers are delivered as they are.
+    """
 
-    def _split(self, s, array):
-        """A slice in parts of whole documents: tokenizer batches where the packer counts in them."""
-        size = self.batch or (32 if is_text(array.type) else len(s.rows))
-        for first in range(s.start, len(s.rows), size):
-            yield s, first, array[first - s.start:][:size]
+    def __init__(self, tokenizer, threads, transform=None):
+        self.tokenizer, self.threads, self.transform = tokenizer, threads, transform
+        self.bos, self.fingerprint = tokenizer.get_bos_token_id(), tokenizer_fingerprint(tokenizer)
+        self.dtype = np.dtype(np.int64 if transform else getattr(tokenizer, "dtype", np.uint32))
+        self.has_engines = hasattr(tokenizer, "engine")
+        self.whole_face = hasattr(tokenizer, "encode_documents")    # else nanochat's, called from one thread
+        self.executor = ThreadPoolExecutor(threads if self.whole_face else 1, "encode")
+        self.row_groups = RowGroups()
+        self.counts, self.lock = collections.Counter(), threading.Lock()
 
-    def _encode(self, reader, shard, row_group, rows, array, limit):
-        """(ids, bounds) of an array of documents; an error names shard, row group and rows."""
+    def chunks(self, source, lane, start, epochs=None, size=None, ahead=1):
+        """
+        The Chunks of a lane from `start` on, `ahead` of them under way behind the next. size: documents in
+        a chunk; None: so many as make about CHUNK_BYTES.
+        """
+        tasks = self._tasks(source, source.deal(lane, start, epochs), start, size)
+        for _, chunks in in_order(self.executor, self._encode_task, tasks, ahead + 1):
+            yield from chunks
+
+    def _tasks(self, source, refs, start, size):
+        """One for each chunk of text; one for all of a row group of tokens, which only need to be cut."""
+        ref = next(refs, None)
+        while ref is not None:
+            following = next(refs, None)
+            if following is not None:
+                self.row_groups.get(*source.documents(following)[:2])    # while this one is being encoded
+            shard, row_group, rows = documents = source.documents(ref)
+            per_chunk = size or documents_per_chunk(shard)
+            per_task = per_chunk if shard.kind == "text" else len(rows)
+            first = start.doc if (ref.epoch, ref.group) == (start.epoch, start.group) else 0
+            for doc in range(first, len(rows), max(1, per_task)):
+                array = self.row_groups.get(shard, row_group).result()
+                yield ref._replace(doc=doc), documents, array, doc + per_task, per_chunk
+            self.row_groups.drop(shard, row_group)
+            ref = following
+
+    def _encode_task(self, task):
+        first, (shard, row_group, rows), array, stop, per_chunk = task
+        rows = rows[first.doc:stop]
+        ids, bounds = self._encode(shard, row_group, rows, take(array, rows), first.document)
+        chunks = []
+        for i in range(0, len(rows), per_chunk):
+            cuts = bounds[i:i + per_chunk + 1]
+            inside = [cut - cuts[0] for cut in cuts] if i else cuts
+            chunks.append(Chunk(ids[cuts[0]:cuts[-1]], inside, first.document(i)))
+        return chunks
+
+    def documents(self, source, refs):
+        """Read and encode just these documents: {Ref without its token: ids}."""
+        wanted = collections.defaultdict(list)
+        for ref in sorted({ref._replace(token=0) for ref in refs}):
+            shard, row_group, rows = source.documents(ref)
+            wanted[shard, row_group].append((ref, int(rows[ref.doc])))
+
+        def encode(task):
+            (shard, row_group), array, refs, rows = task
+            ids, bounds = self._encode(shard, row_group, rows, take(array, rows), refs.__getitem__)
+            return [ids[a:b].copy() for a, b in itertools.pairwise(bounds)]
+
+        reads = [self.row_groups.get(*where) for where in wanted]
+        tasks = ((where, read.result(), *zip(*wanted[where], strict=True))
+                 for where, read in zip(wanted, reads, strict=True))
+        found = in_order(self.executor, encode, tasks, 2 * self.threads)
+        return {ref: ids for (_, _, refs, _), parts in found for ref, ids in zip(refs, parts, strict=True)}
+
+    def _encode(self, shard, row_group, rows, array, ref_of):
+        """(ids, bounds as a list) of an array of documents; an error names shard, row group and row."""
+        began = time.perf_counter()
         try:
-            ids, bounds = (self._encode_text(array, limit) if is_text(array.type)
-                           else self._view_tokens(array, reader.shards[shard]))
+            encode = self._encode_text if is_text(array.type) else self._view_tokens
+            ids, bounds = encode(array, shard, ref_of)
+            if self.transform:
+                places = [Place(shard.path, row_group, int(row)) for row in rows]
+                ids, bounds = self._transformed(ids, bounds, ref_of, places)
         except BaseException as error:    # tiktoken's panics are no Exceptions
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
-                    self._encode(reader, shard, row_group, rows[i:i + 1], array[i:i + 1], limit)
+                    self._encode(shard, row_group, rows[i:i + 1], array[i:i + 1], lambda _, i=i: ref_of(i))
             where = f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows)} to {max(rows)}"
-            raise RuntimeError(f"{reader.shards[shard].path}, row group {row_group}, {where}: "
+            raise RuntimeError(f"{shard.path}, row group {row_group}, {where}: "
                                f"{type(error).__name__}: {error}") from error
         with self.lock:
-            self.tokenized += len(ids)
-            self.nulls += array.null_count
+            self.counts["tokens"] += len(ids)
+            self.counts["nulls"] += array.null_count
+            self.counts["seconds"] += time.perf_counter() - began
         return ids, bounds
 
-    def _encode_text(self, array, limit):
+    def _encode_text(self, array, shard, ref_of):
         data, offsets, valid = column_views(array)
-        texts = [data[a:b] if ok else None for a, b, ok in
-                 zip(offsets.tolist(), offsets[1:].tolist(), valid.tolist(), strict=False)]
-        if self.own:
-            ids, bounds = self.tokenizer.encode_documents(texts, limit)
+        texts = [data[a:b] if ok else None
+                 for a, b, ok in zip(offsets.tolist(), offsets[1:].tolist(), valid.tolist(), strict=False)]
+        if self.has_engines:
+            first = ref_of(0)
+            start = -(first.doc + 613 * first.group + 7919 * first.epoch) % CHECKED_SHARE
+            check = range(start, len(texts), CHECKED_SHARE)
+            ids, bounds = self.tokenizer.encode_documents(texts, check=check, executor=self.executor)
+            return ids, bounds.tolist()
+        if self.whole_face:
+            ids, bounds = self.tokenizer.encode_documents(texts)
             return ids, bounds.tolist()
         strings = [str(text, "utf-8") for text in texts if text is not None]
         encoded = iter(self.tokenizer.encode(strings, prepend=self.bos, num_threads=self.threads))
-        arrays = [np.array(() if text is None else next(encoded), self.dtype) for text in texts]
-        return np.concatenate(arrays), [0, *itertools.accumulate(map(len, arrays))]
+        return joined([() if text is None else next(encoded) for text in texts], self.dtype)
 
-    def _view_tokens(self, array, shard):
+    def _view_tokens(self, array, shard, ref_of):
         """No copy: the ids of a token shard as they lie in the column's buffer."""
         if shard.fingerprint != self.fingerprint:
             raise ValueError(f"tokens of the tokenizer {shard.fingerprint}, but this run's is "
-                             f"{self.fingerprint}; make them anew: python dataset.py tokenize")
-        data, offsets, valid = column_views(array)
+                             f"{self.fingerprint}; make them anew: python -m dev.prepare tokenize")
+        valid = array.is_valid().to_numpy(zero_copy_only=False)
+        if array.null_count:
+            array = array.fill_null(b"")    # other programs may leave bytes in the slot of a null
+        data, offsets, _ = column_views(array)
         size, lengths = shard.dtype.itemsize, np.diff(offsets)
         if (lengths % size).any():
             raise ValueError(f"a document is no whole number of {shard.dtype} tokens")
@@ -304,82 +343,108 @@ class TokenizingPool:
             raise ValueError(f"a document does not begin with BOS ({self.bos})")
         return ids, bounds.tolist()
 
+    def _transformed(self, ids, bounds, ref_of, places):
+        found, ids = [], ids.astype(self.dtype)
+        for i, (a, b) in enumerate(itertools.pairwise(bounds)):
+            result = self.transform(ids[a:b], ref_of(i), places[i]) if a < b else None
+            found.append(() if result is None else result)
+        return joined(found, self.dtype)
+
     def close(self):
-        self.executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self.executor, self.row_groups.executor):
+            executor.shutdown(wait=False, cancel_futures=True)
+
+
+def take(array, rows):
+    """The documents at these rows, without a copy where they lie behind one another."""
+    if isinstance(rows, range) and rows.step == 1:
+        return array[rows.start:rows.stop]
+    return array.take(pa.array(np.asarray(rows, np.int64)))
+
+
+def joined(parts, dtype):
+    arrays = [np.asarray(part, dtype) for part in parts]
+    return np.concatenate(arrays), [0, *itertools.accumulate(map(len, arrays))]
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Packing: documents to rows of T + 1 tokens. Pure: no files, no threads, no rank, no chance.
 #
-# take(chunk, i)  is given the documents of a chunk from i on; returns the first that it did not take
-# row(ended)      the next row as a list of arrays; None: it wants documents first. Once no more can come,
-#                 the last row may be short and [] is the end
-# held()          the Documents it holds, oldest first; restore(documents, rows) puts them back
+# row(pull)   -> the arrays of the next row: T + 1 tokens, fewer in a finite run's last row, [] behind it.
+#                pull() gives the next Chunk; None: there are no more
+# held()      -> the Documents it holds, oldest first, to be iterated: all that it remembers, beside `rows`
+# restore(document), once for each of them in their order, makes an empty packer what that one was
 #
-# Each counts: rows, and how many of them before it was restored; documents taken; tokens dropped; documents
-# cut although they fit a row; the longest wait of a document, in rows.
-
-class Document(NamedTuple):
-    """A buffered document, or the rest of one: then its first token stands for a BOS of its own."""
-    ids: np.ndarray
-    ref: list           # [epoch, shard, row_group, row, offset], and bestfit's with its length
-    came: int           # the lane's row count when it came
-
+# options: the settings of the loader, beside T, that its rows depend on: arguments of its constructor
+# rows: how many it has given, before it was restored too
+# counts: tokens "dropped", "documents" pulled, and "cut": documents delivered in pieces that fit a row
 
 class FlatPacker:
     """All documents behind one another, cut every T tokens; the last token of a row opens the next."""
+    options, usual_buffer_size, chunk_size = (), 1, None
 
     def __init__(self, T):
-        self.T, self.rows = T, 0
-        self.parts, self.n_held = [], 0        # arrays not yet delivered, and their tokens
-        self.last, self.last_length = None, 0    # the document they end with: (chunk, i)
-        self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
+        self.T, self.rows, self.counts = T, 0, collections.Counter()
+        self.chunks = collections.deque()
+        self.at = self.n_tokens = 0    # the next token in the first chunk; tokens from there on
 
-    def take(self, chunk, i):
-        """As many documents as the next row needs, as one array."""
-        bounds = chunk.bounds
-        stop = min(len(bounds) - 1, bisect_left(bounds, bounds[i] + self.T + 1 - self.n_held, i + 1))
-        if bounds[stop] > bounds[i]:
-            self.parts.append(chunk.ids[bounds[i]:bounds[stop]])
-            self.n_held += bounds[stop] - bounds[i]
-            last = bisect_left(bounds, bounds[stop], i, stop) - 1    # null documents have no tokens
-            self.last, self.last_length = (chunk, last), bounds[stop] - bounds[last]
-        self.documents += len({*bounds[i:stop + 1]}) - 1    # those with tokens: bounds never fall
-        return stop
-
-    def row(self, ended):
-        if self.n_held <= self.T:
-            return self._last_row() if ended else None
-        row, part = self.parts, self.parts[-1]
-        self.n_held -= self.T
-        cut = len(part) - self.n_held
-        row[-1], self.parts = part[:cut + 1], [part[cut:]]
-        self.cut += 1 < self.n_held < self.last_length <= self.T + 1
+    def row(self, pull):
+        while self.n_tokens <= self.T and (chunk := pull()) is not None:
+            self._put(chunk, 0)
+            self.counts["documents"] += len({*chunk.bounds}) - 1    # bounds never fall
+        if self.n_tokens <= min(1, self.rows):    # no more than the last row's last target
+            return []
+        ids, stop = self.chunks[0].ids, self.at + self.T + 1
+        row = [ids[self.at:stop]]
+        while stop > len(ids) and len(self.chunks) > 1:
+            stop -= len(ids)
+            self.chunks.popleft()
+            ids = self.chunks[0].ids
+            row.append(ids[:stop])
+        self.at = stop - 1    # behind a finite run's last row there is nothing
+        self.n_tokens -= self.T
         self.rows += 1
         return row
 
-    def _last_row(self):
-        overlap = 1 if self.rows else 0        # the first token held was the last target of the row before
-        row, held = self.parts, self.n_held
-        self.parts, self.n_held = [], 0
-        self.rows += held > overlap
-        return row if held > overlap else []
+    def _put(self, chunk, at):
+        if at < len(chunk.ids):
+            if not self.chunks:
+                self.at = at
+            self.chunks.append(chunk)
+            self.n_tokens += len(chunk.ids) - at
+            self._count_cut(np.asarray(chunk.bounds), len(chunk.ids) - self.n_tokens)
+
+    def _count_cut(self, bounds, row_start):
+        """Documents that fit a row, but have its last token inside. row_start: of the row that comes next."""
+        last = np.arange(row_start % self.T, bounds[-1], self.T)
+        last = last[last > row_start]
+        i = np.searchsorted(bounds, last, "right") - 1
+        start, end = bounds[i], bounds[i + 1]
+        cut = (start < last) & (last < end - 1) & (end - start <= self.T + 1)
+        self.counts["cut"] += int(cut.sum())
 
     def held(self):
-        """One at most, without its tokens."""
-        if not self.n_held:
-            return []
-        chunk, i = self.last
-        return [Document(None, chunk.ref(i, self.last_length - self.n_held), self.rows)]
+        return Rest(tuple(self.chunks), self.at)
 
-    def restore(self, documents, rows):
-        self.rows = self.restored = rows
-        for document in documents:
-            epoch, shard, row_group, row, offset = document.ref
-            self.parts, self.n_held = [document.ids[offset:]], len(document.ids) - offset
-            only = Slice(epoch, shard, row_group, [row], 0, 0)
-            self.last = Chunk(document.ids, [0, len(document.ids)], only, 0), 0
-            self.last_length = len(document.ids)
+    def restore(self, document):
+        """Only the first can have been delivered in part."""
+        whole = Chunk(document.ids, [0, len(document.ids)], document.ref._replace(token=0))
+        self._put(whole, document.ref.token)
+
+
+class Rest:
+    """The Documents of some chunks from one token on: made where somebody wants them, not at every row."""
+
+    def __init__(self, chunks, at):
+        self.chunks, self.at = chunks, at
+
+    def __iter__(self):
+        at = self.at
+        for chunk in self.chunks:
+            for document in chunk.documents():
+                if at < len(document.ids):
+                    yield document._replace(ref=document.ref._replace(token=at))
+                at = max(0, at - len(document.ids))
 
 
 def choose_best_fit(sizes, free):
@@ -401,58 +466,47 @@ class BestFitPacker:
     """
     nanochat's rows: at least `buffer_size` documents buffered before every placement, refilled a tokenizer
     batch at a time; the largest that fits, and where none does the shortest, cut to fill the row. Long
-    documents pile up in the buffer until they are all it holds, so no more of one is kept than a row takes,
-    and its reference has its length as well: on resume it need not be tokenized whole.
+    documents pile up in the buffer until they are all it holds, so no more of one is kept than a row takes.
     Source: github.com/karpathy/nanochat, nanochat/dataloader.py.
     """
+    options, usual_buffer_size = ("buffer_size", "tokenizer_batch_size"), 1000
 
-    def __init__(self, T, buffer_size):
-        self.R, self.buffer_size, self.rows = T + 1, buffer_size, 0
-        self.buffer, self.sizes = {}, []       # arrival -> Document; sorted (length, arrival)
+    def __init__(self, T, buffer_size, tokenizer_batch_size):
+        self.R, self.buffer_size, self.chunk_size = T + 1, buffer_size, tokenizer_batch_size
+        self.rows, self.counts = 0, collections.Counter()
+        self.buffer, self.sizes = {}, []    # arrival -> Document; sorted (tokens of the whole one, arrival)
         self.arrivals = itertools.count()
-        self.pieces, self.free = [], self.R    # the row under construction
-        self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
 
-    def take(self, chunk, i):
-        """All of it: a chunk is a tokenizer batch."""
-        stop = len(chunk.bounds) - 1
-        for j in range(i, stop):
-            if document := chunk.document(j, self.rows, self.R):
-                document.ref.append(chunk.bounds[j + 1] - chunk.bounds[j])
-                self._put(document)
-                self.documents += 1
-        return stop
-
-    def _put(self, document):
-        arrival = next(self.arrivals)
-        self.buffer[arrival] = document
-        insort(self.sizes, (document.ref[5], arrival))
-
-    def row(self, ended):
-        while self.free:
-            if len(self.sizes) < self.buffer_size and not ended:
-                return None
+    def row(self, pull):
+        row, free = [], self.R
+        while free:
+            while len(self.sizes) < self.buffer_size and (chunk := pull()) is not None:
+                for document in chunk.documents():
+                    self.restore(document)
+                    self.counts["documents"] += 1
             if not self.sizes:
                 break
-            i, n = choose_best_fit(self.sizes, self.free)
+            i, n = choose_best_fit(self.sizes, free)
             length, arrival = self.sizes.pop(i)
-            document = self.buffer.pop(arrival)
-            self.pieces.append(document.ids[:n])
-            self.free -= n
-            self.dropped += length - n
-            self.cut += n < length <= self.R
-            self.longest_wait = max(self.longest_wait, self.rows - document.came)
-        row, self.pieces, self.free = self.pieces, [], self.R
-        self.rows += bool(row)
+            row.append(self.buffer.pop(arrival).ids[:n])
+            free -= n
+            self.counts["dropped"] += length - n
+            if n < length <= self.R:
+                self.counts["cut"] += 1
+        if row:
+            self.rows += 1
         return row
 
     def held(self):
         return list(self.buffer.values())
 
-    def restore(self, documents, rows):
-        self.rows = self.restored = rows
-        for document in documents:
-            self._put(document)
+    def restore(self, document):
+        arrival = next(self.arrivals)
+        insort(self.sizes, (len(document.ids), arrival))
+        self.buffer[arrival] = document._replace(ids=document.ids[:self.R].copy())
+
+
+MOST_STEPS = 1 << 25    # bits that fill_gap may keep: 4 MB
 
 
 def fill_gap(gap, lengths, copies, alone):
@@ -461,104 +515,99 @@ def fill_gap(gap, lengths, copies, alone):
 
     lengths: sorted, distinct; copies[n]: the documents of n tokens; alone: an integer whose bit k says that
     one document alone leaves k tokens open. Subset sum in one integer, bit k for k tokens left open: the
-    longest documents first, until none is. Of those longer than half the gap only one can be part of a
-    filling, so they enter all at once.
+    longest documents first, of one length 1, 2, 4, ... at a time, until none is open. Of those longer than
+    half the gap only one can be part of a filling, so they enter all at once.
     Example: lengths [2, 3, 4, 7], one copy each: gap=10 -> [3, 7];  gap=8 -> [7], one token stays open
     """
     if alone & 1:
         return [gap]
-    half, steps = gap // 2, []                 # steps: (length, what could be left open without it)
+    half, steps = gap // 2, []    # steps: (length, how many of it, what could be left open without them)
     one_of_the_longer = alone & ((1 << (gap - half)) - 1)
     left = (1 << gap) | one_of_the_longer
     for length in reversed(lengths[:bisect_right(lengths, half)]):
-        for _ in range(min(len(copies[length]), gap // length)):
-            steps.append((length, left))
-            left |= left >> length
+        available, n = min(len(copies[length]), gap // length), 1
+        while available and not left & 1 and len(steps) * gap < MOST_STEPS:
+            n = min(n, available)
+            steps.append((length, n, left))
+            left |= left >> n * length
+            available, n = available - n, 2 * n
         if left & 1:
             break
     chosen, target = [], (left & -left).bit_length() - 1
-    for length, before in reversed(steps):
+    for length, n, before in reversed(steps):
         if not before >> target & 1:
-            chosen.append(length)
-            target += length
+            chosen += [length] * n
+            target += n * length
     return [*chosen, gap - target] if target < gap else chosen
-
-
-def longest_prefix(T):
-    """
-    How many tokens of a document tails="drop" may deliver: a row, and 64 that may fill a gap before it.
-    Without them 6.7 % of the documents that fit a row were cut (20,358 source files, T = 2048), with them
-    none, for 3 % more to tokenize.
-    """
-    return T + 1 + 64
 
 
 class ExactFitPacker:
     """
-    Rows filled exactly with whole documents; every piece of one begins with BOS.
+    Rows filled exactly with whole documents; every piece of one begins with its BOS.
 
     The oldest document opens the row, so none waits for more rows than there were documents before it. One
-    that is longer than a row fills rows of its own, the rest going to the back of the buffer each time; with
-    tails="drop" longest_prefix(T) tokens of it are all there is. A gap is filled by fill_gap, with documents
-    of which nothing was delivered yet, so that a document's rows stand far apart. Where no subset fits, the
-    oldest long document gives what is missing and goes to the back, for it is cut anyway; only where there
-    is none, the shortest that is longer does. `buffer_size` counts documents shorter than a row.
+    that is longer than a row fills rows of its own, the rest going to the back of the buffer each time. A gap
+    is filled by fill_gap, with documents of which nothing was delivered yet, so that a document's rows stand
+    far apart. Where no subset fits, the oldest long document gives what is missing and goes to the back, for
+    it is cut anyway; only where there is none, the shortest that is longer does. `buffer_size` counts
+    documents shorter than a row. With tails="drop" a document is T + 1 tokens, and 64 more that may fill a
+    gap before them: without those 6.7 % of the documents that fit a row were cut (20,358 source files,
+    T = 2048), with them none.
     """
+    options, usual_buffer_size, chunk_size = ("buffer_size", "tails"), 256, None
 
-    def __init__(self, T, bos, buffer_size, tails):
-        self.R, self.buffer_size, self.keep, self.rows = T + 1, buffer_size, tails == "keep", 0
-        self.limit = None if self.keep else longest_prefix(T)
-        self.bos = bos                         # array of one token
+    def __init__(self, T, buffer_size, tails):
+        self.R, self.buffer_size, self.tails = T + 1, buffer_size, tails
+        self.rows, self.counts = 0, collections.Counter()
         self.buffer = {}                       # arrival -> Document, oldest first
         self.arrivals = itertools.count()
         self.long = collections.deque()        # arrivals of those longer than a row, oldest first
         self.by_length = {}                    # length -> arrivals of whole others, oldest first
         self.lengths, self.bits = [], 0        # its keys, sorted, and as an integer: bit T + 1 - n for n
-        self.short = self.tokens = 0           # documents in by_length; tokens of all
-        self.restored = self.documents = self.dropped = self.cut = self.longest_wait = 0
+        self.n_short = self.n_tokens = 0       # documents in by_length; tokens of all
 
-    def take(self, chunk, i):
-        stop = len(chunk.bounds) - 1
-        size = self._size()
-        while i < stop and self._wants_more(size):
-            if document := chunk.document(i, self.rows, self.limit, copy=self.keep):
-                self._put(document)
-                self.documents += 1
-                self.dropped += chunk.bounds[i + 1] - chunk.bounds[i] - len(document.ids)
-            i += 1
-        return i
-
-    def _size(self):
-        """The buffer grows with the lane's first rows, so that the first batch of many lanes comes soon."""
-        return min(self.buffer_size, 32 + 4 * self.rows)
-
-    def _wants_more(self, size):
-        """Long documents are many tokens: of those no more than keeps the rows of one apart."""
-        return self.tokens < self.R or (self.short < size and (
-            self.tokens < 2 * size * self.R or len(self.buffer) < size // 4))
-
-    def row(self, ended):
-        if not ended and self._wants_more(self._size()):
-            return None
+    def row(self, pull):
+        while self._wants_more() and (chunk := pull()) is not None:
+            documents = chunk.documents()
+            self.counts["documents"] += len(documents)
+            for document in documents:
+                self._put(self._trimmed(document) if len(document.ids) > self.R else document)
         if not self.buffer:
             return []
         opener = self._pop(next(iter(self.buffer)))
-        gap = self.R - len(opener.ids)
-        pieces = self._deliver(opener, min(self.R, len(opener.ids)))
+        size = tokens_left(opener)
+        gap = self.R - size
+        row = self._deliver(opener, min(self.R, size))
         if gap > 0:
             filling = fill_gap(gap, self.lengths, self.by_length, self.bits >> self.R - gap)
             for length in filling:
-                pieces += self._deliver(self._pop(self.by_length[length][0]), length)
-            if left := gap - sum(filling):
-                pieces += self._cut_to_fit(left)
+                row += self._deliver(self._pop(self.by_length[length][0]), length)
+            if missing := gap - sum(filling):
+                row += self._cut_to_fit(missing)
         self.rows += 1
-        return pieces
+        return row
 
-    def _cut_to_fit(self, left):
+    def _wants_more(self):
+        """
+        Long documents are many tokens: of those no more than keeps the rows of one apart. The buffer grows
+        with the lane's first rows, so that the first batch of many lanes comes soon.
+        """
+        size = min(self.buffer_size, 32 + 4 * self.rows)
+        return self.n_tokens < self.R or (self.n_short < size and (
+            self.n_tokens < 2 * size * self.R or len(self.buffer) < size // 4))
+
+    def _trimmed(self, document):
+        """A long document. Short ones soon leave; a view of this one would keep its row group in memory."""
+        if self.tails == "keep":
+            return Document(document.ids.copy(), document.ref)
+        self.counts["dropped"] += max(0, len(document.ids) - self.R - 64)
+        return Document(document.ids[:self.R + 64], document.ref)
+
+    def _cut_to_fit(self, missing):
         """Fill what no subset does; a row stays short only where a finite run has nothing more."""
         pieces = []
-        while left and self.buffer:
-            i = bisect_right(self.lengths, left)
+        while missing and self.buffer:
+            i = bisect_right(self.lengths, missing)
             if self.long:
                 arrival = self.long[0]
             elif i < len(self.lengths):
@@ -566,35 +615,35 @@ class ExactFitPacker:
             else:
                 arrival = next(iter(self.buffer))
             document = self._pop(arrival)
-            n = min(left, len(document.ids))
+            n = min(missing, tokens_left(document))
             pieces += self._deliver(document, n)
-            left -= n
+            missing -= n
         return pieces
 
     def _deliver(self, document, n):
         """
-        The arrays of a document's first n tokens; with tails="keep" what is left goes to the back. There
-        the last token delivered stays in front of it, in the place of the BOS that its next piece gets.
-        Example: n=3 of [BOS a b c d] -> [BOS a b], and [b c d] is put back; then n=3 of that -> [BOS c d]
+        The arrays of a document's next n tokens, a BOS counted; what is left goes to the back of the buffer.
+        Example: n=3 of [BOS a b c d] -> [BOS a b], with c d left; n=3 of that -> [BOS c d]
         """
-        ids, ref, came = document
-        self.longest_wait = max(self.longest_wait, self.rows - came)
-        resumed = ref[4] > 0
-        if n < len(ids) and (self.keep or n < self.R):
-            self.cut += len(ids) <= self.R and not resumed
-            self._put(Document(ids[n - 1:], [*ref[:4], ref[4] + n - resumed], self.rows))
-        elif n < len(ids):
-            self.dropped += len(ids) - n
-        return [self.bos, ids[1:n]] if resumed else [ids[:n]]
+        ids, (epoch, group, doc, token) = document
+        stop = token + n - 1 if token else n
+        if stop < len(ids):
+            if self.tails == "keep" or n < self.R:
+                self._put(Document(ids, Ref(epoch, group, doc, stop)))
+            else:
+                self.counts["dropped"] += len(ids) - stop
+            if token == 0 and len(ids) <= self.R:
+                self.counts["cut"] += 1
+        return [ids[:1], ids[token:stop]] if token else [ids[:stop]]
 
     def _put(self, document):
-        n, arrival = len(document.ids), next(self.arrivals)
+        n, arrival = tokens_left(document), next(self.arrivals)
         self.buffer[arrival] = document
-        self.tokens += n
+        self.n_tokens += n
         if n > self.R:
             self.long.append(arrival)
-        elif document.ref[4] == 0:
-            self.short += 1
+        elif document.ref.token == 0:
+            self.n_short += 1
             if n in self.by_length:
                 self.by_length[n].append(arrival)
             else:
@@ -605,12 +654,12 @@ class ExactFitPacker:
     def _pop(self, arrival):
         """Always the oldest of its kind: of all, of the long ones, or of its length."""
         document = self.buffer.pop(arrival)
-        n = len(document.ids)
-        self.tokens -= n
+        n = tokens_left(document)
+        self.n_tokens -= n
         if n > self.R:
             self.long.popleft()
-        elif document.ref[4] == 0:
-            self.short -= 1
+        elif document.ref.token == 0:
+            self.n_short -= 1
             self.by_length[n].popleft()
             if not self.by_length[n]:
                 del self.by_length[n]
@@ -621,123 +670,132 @@ class ExactFitPacker:
     def held(self):
         return list(self.buffer.values())
 
-    def restore(self, documents, rows):
-        """The rest of a document that was cut keeps one token in front, to stand for its BOS."""
-        self.rows = self.restored = rows
-        for document in documents:
-            offset = document.ref[4]
-            self._put(document._replace(ids=document.ids[max(0, offset - 1):]))
+    def restore(self, document):
+        if self.tails == "drop":
+            document = self._trimmed(document)
+        if document.ref.token < len(document.ids):    # else a shorter row drops what was left of it
+            self._put(document)
+
+
+def tokens_left(document):
+    """To be delivered, with the BOS that a rest gets in front."""
+    token = document.ref.token
+    return len(document.ids) - token + 1 if token else len(document.ids)
+
+
+PACKINGS = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPacker}
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Lanes: independent streams of rows
 
-class Place(NamedTuple):
-    """Where one source of one lane stands: all that a state says of it. The default is the beginning."""
-    taken: int | None = 0    # rows it gave since the shares of the sources began; None: it has no more
-    rows: int = 0            # rows it gave in all
-    cursor: Cursor = Cursor()
-    buffer: list | tuple = ()    # the Documents that its packer holds, oldest first
+class Standing(NamedTuple):
+    """Where a lane stands in one source: all that a state says of it. The default is the beginning."""
+    next: Ref = Ref()           # of the next document to be pulled
+    held: list | Rest = ()      # the Documents of its packer, oldest first
+    rows: int = 0               # it gave in all
+    share: int | None = 0       # rows it gave since the shares of the sources began; None: it has no more
 
     def as_json(self):
-        return {"taken": self.taken, "rows": self.rows, "cursor": list(self.cursor),
-                "buffer": [list(document.ref) for document in self.buffer]}
+        return {"next": list(self.next), "held": [list(document.ref) for document in self.held],
+                "rows": self.rows, "share": self.share}
 
     @classmethod
     def from_json(cls, saved):
-        buffer = [Document(None, ref, saved["rows"]) for ref in saved["buffer"]]
-        return cls(saved["taken"], saved["rows"], Cursor(*saved["cursor"]), buffer)
+        held = [Document(None, Ref(*ref)) for ref in saved["held"]]
+        return cls(Ref(*saved["next"]), held, saved["rows"], saved["share"])
 
 
 class Stream:
-    """One source within one lane: chunks into a packer, and the cursor behind what it was given."""
+    """One source within one lane: its packer, and the chunks that it pulls."""
 
-    def __init__(self, name, packer, chunks, cursor):
-        self.name, self.packer, self.chunks, self.cursor = name, packer, chunks, cursor
-        self.chunk, self.i, self.ended = None, 0, False
-        self.fed_in = cursor.epoch    # the last epoch that had a token for this lane
+    def __init__(self, source, packer, chunks, standing, encoder):
+        self.source, self.packer, self.chunks, self.encoder = source, packer, chunks, encoder
+        self.next, self.fed_in = standing.next, standing.next.epoch    # the last epoch that had a token
+        self.rows_before = packer.rows = standing.rows
+        self.to_restore, self.waited = standing.held, 0.0
 
-    def next_row(self):
-        """The arrays of the next row: T + 1 tokens, fewer in a finite stream's last row, [] behind it."""
-        while (row := self.packer.row(self.ended)) is None:
-            if self.chunk is None or self.i == len(self.chunk.bounds) - 1:
-                self._next_chunk()
-            else:
-                self.i = self.packer.take(self.chunk, self.i)
-        return row
+    def row(self):
+        """The arrays of the next row: T + 1 tokens, fewer in a finite run's last row, [] behind it."""
+        if self.to_restore:
+            ids = self.encoder.documents(self.source, [document.ref for document in self.to_restore])
+            for _, ref in self.to_restore:
+                self.packer.restore(Document(ids[ref._replace(token=0)], ref))
+            self.to_restore = ()
+        return self.packer.row(self.pull)
 
-    def _next_chunk(self):
+    def pull(self):
+        began = time.perf_counter()
         chunk = next(self.chunks, None)
+        self.waited += time.perf_counter() - began
         if chunk is None:
-            self.cursor, self.chunk, self.ended = self._cursor(), None, True
-            return
-        self.chunk, self.i = chunk, 0
+            return None
+        self.next = chunk.first.document(len(chunk.bounds) - 1)
         if len(chunk.ids):
-            self.fed_in = chunk.slice.epoch
-        elif chunk.slice.epoch > self.fed_in + 1:
-            raise ValueError(f"{self.name} got nothing but null documents for a whole epoch; launch with "
-                             "fewer lanes, or convert the data again without null documents")
+            self.fed_in = self.next.epoch
+        elif self.next.epoch > self.fed_in + 1:
+            raise ValueError(f"a lane of {self.source.name} got no token for a whole epoch: all its "
+                             "documents are null or left out; launch with fewer lanes, or look at the data")
+        return chunk
 
-    def _cursor(self):
-        return self.cursor if self.chunk is None else self.chunk.cursor(self.i)
-
-    def place(self, taken):
-        return Place(taken, self.packer.rows, self._cursor(), self.packer.held())
+    def standing(self, share):
+        return Standing(self.next, self.to_restore or self.packer.held(), self.packer.rows, share)
 
 
-def turns(weights, taken):
+def turns(weights, shares):
     """
     Yields which source gives the lane's next row, so that after every row each source i has given its exact
-    share of them to within one row (strictly). weights: positive integers; taken[i]: its rows so far. Row n
+    share of them to within one row (strictly). weights: positive integers; shares[i]: its rows so far. Row n
     of a source, from 0, must stand behind row n * total / w of the lane and not behind (n + 1) * total / w;
     of the sources that may stand here, the one that is due first does. Source: Pfair scheduling, Baruah et
     al. 1996.
     Example: weights [2, 1] -> 0, 1, 0, and so on again: the order repeats after sum(weights) rows
     """
-    total, taken = sum(weights), list(taken)
-    for now in itertools.count(sum(taken) + 1):
-        due = [(-(-(n + 1) * total // w), i) for i, (n, w) in enumerate(zip(taken, weights, strict=True))
+    total, shares = sum(weights), list(shares)
+    for now in itertools.count(sum(shares) + 1):
+        due = [(-(-(n + 1) * total // w), i) for i, (n, w) in enumerate(zip(shares, weights, strict=True))
                if n * total // w < now]
         _, turn = min(due)
         yield turn
-        taken[turn] += 1
+        shares[turn] += 1
 
 
 class Lane:
     """The streams of one lane, one a source, taking turns by their weights."""
 
-    def __init__(self, streams, weights, taken):
-        self.streams, self.weights, self.taken = streams, weights, taken    # by name of the source
+    def __init__(self, streams, weights, shares):
+        self.streams, self.weights, self.shares = streams, weights, shares    # by name of the source
         self._begin_turns()
 
     def _begin_turns(self):
-        self.live = [name for name, taken in self.taken.items() if taken is not None]
-        shares = whole_numbers([self.weights[name] for name in self.live])
-        order = turns(shares, [self.taken[name] for name in self.live])
-        self.turns = (self.live[turn] for turn in order)
-        if sum(shares) <= 10_000:    # then computed once: 0.6 -> 0.03 us a row
-            self.turns = itertools.cycle(list(itertools.islice(self.turns, sum(shares))))
+        self.live = live = [name for name, share in self.shares.items() if share is not None]
+        weights = whole_numbers([self.weights[name] for name in live])
+        order = turns(weights, [self.shares[name] for name in live])
+        if sum(weights) <= 10_000:    # then computed once: 0.6 -> 0.03 us a row
+            order = itertools.cycle(list(itertools.islice(order, sum(weights))))
+        self.turns = (live[turn] for turn in order)
 
-    def next_row(self):
+    def row(self):
         """A source that ends leaves its share to the others, whose shares begin anew."""
         while self.live:
             name = next(self.turns)
-            if row := self.streams[name].next_row():
-                self.taken[name] += 1
+            if row := self.streams[name].row():
+                self.shares[name] += 1
                 return row
-            self.taken = {other: None if other == name or taken is None else 0
-                          for other, taken in self.taken.items()}
+            self.shares[name] = None
+            for other, share in self.shares.items():
+                self.shares[other] = share and 0
             self._begin_turns()
         return []
 
-    def places(self):
-        return {name: stream.place(self.taken[name]) for name, stream in self.streams.items()}
+    def standings(self):
+        return {name: stream.standing(self.shares[name]) for name, stream in self.streams.items()}
 
 
 def whole_numbers(weights):
     """Weights as integers in the same proportions: [0.7, 0.2, 0.1] -> [7, 2, 1]."""
     exact = [Fraction(str(weight)) for weight in weights]
-    scale = np.lcm.reduce([fraction.denominator for fraction in exact], dtype=object) if exact else 1
+    scale = math.lcm(*(fraction.denominator for fraction in exact))
     return [int(fraction * scale) for fraction in exact]
 
 
@@ -747,10 +805,16 @@ def whole_numbers(weights):
 CLOSED = "this PackedLoader was closed; make a new one and load the state into it"
 
 
+class Position(NamedTuple):
+    """Where a loader stands: rows of the run that it and the other ranks gave; {lane: {source: Standing}}."""
+    rows: int
+    lanes: dict
+
+
 class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
-    position: tuple       # where the loader stands behind it: (rows of the run, {lane: {source: Place}})
+    position: Position    # behind it
     full: bool            # no row is empty, as those of a lane that has ended are
     more: bool            # False: this batch and all behind it are empty
     copied: object        # CUDA event: the copy to the device is done; None on a CPU
@@ -762,37 +826,37 @@ class Pipeline:
     old threads are still at, they do to lanes that nobody reads any more.
     """
 
-    def __init__(self, lanes, pool, rows, B, T, world_size, device, may_end, prefetch):
-        self.lanes, self.pool, self.most_ready = lanes, pool, prefetch + 1
+    def __init__(self, lanes, encoder, rows, B, T, world_size, device, may_end, prefetch):
+        self.lanes, self.encoder, self.most_ready = lanes, encoder, prefetch + 1
         self.order = itertools.cycle(lanes)
         self.may_end = may_end    # some source may: then rows can be short, or empty
-        self.ahead = {}    # rows of lanes that were packed for a batch to come
+        self.ahead = {}           # rows of lanes that were packed for a batch to come
         self.T, self.world_size, self.device = T, world_size, device
-        self.rows = np.empty((B, T + 1), pool.dtype)
-        self.position = rows, {number: lane.places() for number, lane in lanes.items()}
+        self.rows = np.empty((B, T + 1), encoder.dtype)
+        self.position = Position(rows, {number: lane.standings() for number, lane in lanes.items()})
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.pid, self.began, self.waited = os.getpid(), time.perf_counter(), 0.0
+        self.began, self.waited, self.packing_seconds = time.perf_counter(), 0.0, 0.0
         # A thread begins on GPU 0, where each rank would then keep a context of hundreds of MB.
         on_gpu = (torch.cuda.set_device, (self.stream.device,)) if self.stream else ()
         self.executor, self.packing = ThreadPoolExecutor(1, "pack", *on_gpu), threading.Lock()
-        self.ready, self.error, self.told = collections.deque(), None, queue.SimpleQueue()
+        self.ready, self.error, self.wakes = collections.deque(), None, queue.SimpleQueue()
 
     def next_batch(self, position):
         """
         The batch behind the loader's position. It stays the first until its own position is the loader's: a
         Ctrl-C anywhere in next() loses none.
         """
-        asked = time.perf_counter()
+        began = time.perf_counter()
         if self.ready and self.ready[0].position is position:
             self.ready.popleft()
         self.executor.submit(self._work_ahead)
-        while not self.told.empty():    # of batches that came before
-            self.told.get()
+        while not self.wakes.empty():    # of batches that came before
+            self.wakes.get()
         while not self.ready and self.error is None:
-            self.told.get()    # no Condition: a Ctrl-C in its Python code could leave it locked for ever
+            self.wakes.get()    # no Condition: a Ctrl-C in its Python code could leave it locked for ever
         if not self.ready:
             raise self.error
-        self.waited += time.perf_counter() - asked
+        self.waited += time.perf_counter() - began
         return self.ready[0]
 
     def _work_ahead(self):
@@ -802,30 +866,31 @@ class Pipeline:
                     self.ready.append(self._pack_batch())
                 except BaseException as error:    # tiktoken's panics are no Exceptions
                     self.error = self.error or error
-                self.told.put(None)
+                self.wakes.put(None)
 
     def _pack_batch(self):
-        B, R = self.rows.shape
+        began, (B, R) = time.perf_counter(), self.rows.shape
         pieces, short = [], []
         numbers = list(itertools.islice(self.order, B))
         for b, number in enumerate(numbers):
-            row = self.ahead.pop(number, None) or self.lanes[number].next_row()
+            row = self.ahead.pop(number, None) or self.lanes[number].row()
             pieces += row
             if self.may_end and (n := sum(map(len, row))) < R:
-                pieces.append(np.full(R - n, self.pool.bos, self.rows.dtype))
+                pieces.append(np.full(R - n, self.encoder.bos, self.rows.dtype))
                 short.append((b, n))
         np.concatenate(pieces, out=self.rows.reshape(-1))
-        rows, places = self.position
-        places = {**places, **{number: self.lanes[number].places() for number in set(numbers)}}
-        self.position = rows + B * self.world_size, places
-        empty = sum(n == 0 for _, n in short)
-        more = empty < B or any(map(self._look_ahead, self.lanes))
-        return self._to_device(short, self.position, empty == 0, more)
+        moved = {number: self.lanes[number].standings() for number in set(numbers)}
+        self.position = Position(self.position.rows + B * self.world_size, {**self.position.lanes, **moved})
+        n_empty = sum(n == 0 for _, n in short)
+        more = n_empty < B or any(map(self._look_ahead, self.lanes))
+        batch = self._to_device(short, self.position, n_empty == 0, more)
+        self.packing_seconds += time.perf_counter() - began
+        return batch
 
     def _look_ahead(self, number):
         """The next row of a lane, for a later batch: in this one's position it is not delivered yet."""
         if number not in self.ahead:
-            self.ahead[number] = self.lanes[number].next_row()
+            self.ahead[number] = self.lanes[number].row()
         return self.ahead[number]
 
     def _to_device(self, short, *about):
@@ -846,236 +911,182 @@ class Pipeline:
         """Pack all that is left, undelivered: {lane: rows in all}."""
         with self.packing:
             for lane in self.lanes.values():
-                while lane.next_row():
+                while lane.row():
                     pass
         return {number: sum(stream.packer.rows for stream in lane.streams.values())
                 for number, lane in self.lanes.items()}
 
     def close(self):
-        """Without waiting for what the threads are at; whoever waits for a batch is told."""
+        """Without waiting for what the threads are at; whoever waits for a batch gets an error."""
         self.error = self.error or RuntimeError(CLOSED)
-        self.told.put(None)
-        self.pool.close()
+        self.wakes.put(None)
+        self.encoder.close()
         self.executor.shutdown(wait=False, cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The loader: arguments, states, the end
+# The loader
 
-VERSION = 1
-
-
-class PackedLoader(IterableDataset):
+class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     """
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs one token on.
 
-    packing: "flat", "bestfit" or "exactfit" (tails: "keep" or "drop"). data_dir: a folder or URI of
-    shards, or {folder: weight}, weights being shares of tokens. num_lanes: any multiple of world_size;
-    every world size that divides it gives the same rows. epochs: n, or {folder: n}: a finite run. Its
-    last rows are completed with BOS whose targets are -100 (torch's ignore_index); a source that ends
-    leaves its share to the others; and where lanes differ in length, `uneven` says what ranks do: "pad"
-    (go on with such rows until the longest is done), "stop" (with the shortest), "error", or
-    "free" (each rank ends by itself; no process group is asked). prefetch: batches made ahead.
-    A yielded batch is never written again.
+    tokenizer: encode_documents(texts) -> (ids, bounds) as in tokenizer.py, or nanochat's encode(list,
+        prepend=id, num_threads=n), and get_bos_token_id()
+    packing: "flat", "bestfit" or "exactfit"; buffer_size: documents that it chooses from; tails (exactfit):
+        "keep", or "drop" what lies beyond a row; tokenizer_batch_size (bestfit): documents of a refill
+    data_dir: a folder or URI of shards, or {folder: weight}, the weights being shares of tokens; default:
+        what dataset.py downloaded, else the built-in corpus
+    rank, world_size: default: torch.distributed's where it is initialised, else RANK and WORLD_SIZE
+    num_lanes: any multiple of world_size; every world size that divides it gives the same rows. Default: 8,
+        or the least multiple of 8 that world_size divides; a state that is loaded brings its own
+    shuffle_seed: None: documents as they lie; an int: another order in every epoch
+    epochs: n, or {folder: n}: a finite run. Its last rows are completed with BOS whose targets are -100
+        (torch's ignore_index); a source that ends leaves its share to the others
+    uneven: what the ranks of a finite run do where lanes differ in length, see in_step; "free": each rank
+        ends by itself
+    transform(ids, ref, place): see Encoder
+    threads: that encode; default: the cores of this rank. prefetch: batches made ahead
+
+    ValueError: an argument or a state that does not fit; ShardError, RuntimeError: a shard or document that
+    cannot be read or encoded, by name. A yielded batch is never written again.
     """
 
     def __init__(self, tokenizer, B: int, T: int, split: str, *, packing: str = "exactfit",
-                 tails: str = "keep", buffer_size: int | None = None, data_dir: str | dict | None = None,
+                 tails: str = "keep", buffer_size: int | None = None,
+                 data_dir: str | os.PathLike | dict | None = None,
                  rank: int | None = None, world_size: int | None = None, num_lanes: int | None = None,
                  shuffle_seed: int | None = None, epochs: int | dict | None = None, uneven: str = "pad",
-                 device="cpu", threads: int | None = None, prefetch: int = 2,
-                 tokenizer_batch_size: int = 128):
-        self.rank = int(os.environ.get("RANK", 0)) if rank is None else rank
-        self.world_size = int(os.environ.get("WORLD_SIZE", 1)) if world_size is None else world_size
+                 device: str | torch.device = "cpu", threads: int | None = None, prefetch: int = 2,
+                 tokenizer_batch_size: int = 128, transform: Callable | None = None):
+        self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        self.rank, self.world_size = rank, world_size
+        if rank is None and world_size is None:
+            self.rank, self.world_size = ranks_of_this_process()
         self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
-        self.packing, self.tails, self.uneven = packing, tails, uneven
+        self.packing, self.tails, self.uneven, self.transform = packing, tails, uneven, transform
         self.shuffle_seed, self.tokenizer_batch_size = shuffle_seed, tokenizer_batch_size
-        usual_buffer = {"flat": 1, "bestfit": 1000}.get(packing, 256)
-        self.buffer_size = usual_buffer if buffer_size is None else buffer_size
-        self.device, self.prefetch = torch.device(device), prefetch
+        self.device, self.prefetch, self.buffer_size = torch.device(device), prefetch, buffer_size
+        if buffer_size is None and packing in PACKINGS:
+            self.buffer_size = PACKINGS[packing].usual_buffer_size
         self.threads = cores_of_this_rank() if threads is None else threads
-        self.num_lanes, self._asked_lanes = self.world_size if num_lanes is None else num_lanes, num_lanes
-        self._check_arguments()
+        self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
+        check_arguments(self)
+        check_tokenizer(tokenizer)
         self.weights, self.epochs = sources_of(data_dir, epochs)
-        self.shards = {name: list_shards(name, split) for name in self.weights}
-        self.readers = self._make_readers(self.num_lanes, {})
-        self._fingerprint = tokenizer_fingerprint(tokenizer)
-        self._group = self._own_group()
-        self._position = 0, {}      # where to go on: rows of the run; {lane: {source: Place}}
-        self._pipeline, self._pid = None, os.getpid()
+        shards = {name: list_shards(name, split) for name in self.weights}
+        self.sources = {name: Source(name, shards[name], self.num_lanes, shuffle_seed)
+                        for name in sorted(shards)}    # by name: then whose turn it is, too
+        self.fingerprint = tokenizer_fingerprint(tokenizer)
+        self._position = Position(0, {})    # where to go on
+        self._before = collections.deque(maxlen=64)    # positions of the batches before
+        self._pipeline, self._in_step = None, self._join_ranks()
         self._finished = self._closed = False
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._worker = mmap.mmap(-1, 8)    # shared with forks: the process of the DataLoader worker, or 0
 
-    def _check_arguments(self):
-        choices = {"split": ("train", "val"), "packing": ("flat", "bestfit", "exactfit"),
-                   "tails": ("keep", "drop"), "uneven": ("pad", "stop", "error", "free")}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}; choose one of {', '.join(allowed)}")
-        for name in ("B", "T", "world_size", "num_lanes", "buffer_size", "tokenizer_batch_size", "threads",
-                     "prefetch", "shuffle_seed"):
-            n, least = getattr(self, name), int(name not in ("prefetch", "shuffle_seed"))
-            if (name, n) != ("shuffle_seed", None) and (not isinstance(n, int) or n < least):
-                raise ValueError(f"{name}={n!r}; expected an int, {least} or more")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank={self.rank} of world_size={self.world_size}; ranks count from 0")
-        if self.num_lanes % self.world_size:
-            raise ValueError(f"{self.num_lanes} lanes cannot be shared evenly by {self.world_size} ranks; "
-                             f"choose num_lanes a multiple of {self.world_size}, or a world size in "
-                             f"{divisors(self.num_lanes)}")
+    # Going on from a position ----------------------------------------------------------------------------
 
-    def _make_readers(self, num_lanes, saved):
-        """saved: what a state says of each source, {} for a new run. By name: then whose turn it is, too."""
-        readers, new = {}, {"by_document": None, "grown": []}
-        for name in sorted(self.shards):
-            old = saved.get(name, new)
-            readers[name] = DocumentReader(self.shards[name], num_lanes, self.shuffle_seed,
-                                           old["by_document"], old["grown"])
-        return readers
+    def _start(self):
+        """Threads, lanes, packers; in the process that iterates, when it begins to."""
+        check_ranks(self)
+        rows, standings = self._position
+        encoder = Encoder(self.tokenizer, self.threads, self.transform)
+        lanes = {number: self._make_lane(encoder, number, standings.get(number, {}))
+                 for number in lanes_of_rank(rows, self.rank, self.world_size, self.num_lanes)}
+        self._pipeline = Pipeline(lanes, encoder, rows, self.B, self.T, self.world_size, self.device,
+                                  any(self.epochs.values()), self.prefetch)
+        self._position = self._pipeline.position
 
-    def _own_group(self):
-        """Only a finite run on several ranks needs them to talk: one small message a batch, over gloo."""
-        if not self._is_finite() or self.world_size == 1 or self.uneven == "free":
-            return None
-        if not dist.is_initialized():
-            raise ValueError(f"a finite run (epochs) keeps {self.world_size} ranks in step through "
-                             "torch.distributed; call torch.distributed.init_process_group() before, or "
-                             'pass uneven="free" and let every rank end by itself')
-        return dist.new_group(backend="gloo")
+    def _make_lane(self, encoder, number, standings):
+        n_streams = self.num_lanes // self.world_size * len(self.sources)
+        # 8 chunks a thread, over all streams: work for the others while one is at a document of 5 MB. A
+        # consumer of 12 ms a batch waited 9 % of its time with 2, 0.3 % with 8 (464 MB of sources, 2 cores).
+        text_ahead = 1 + 8 * self.threads // n_streams
+        streams, shares = {}, {}
+        for name, source in self.sources.items():
+            standing = standings.get(name, Standing())
+            packer = PACKINGS[self.packing](self.T, **self._packer_options())
+            ahead = text_ahead if source.shards[0].kind == "text" else 1
+            chunks = encoder.chunks(source, number, standing.next, self.epochs[name], packer.chunk_size,
+                                    ahead)
+            streams[name] = Stream(source, packer, chunks, standing, encoder)
+            shares[name] = standing.share
+        return Lane(streams, self.weights, shares)
+
+    def _packer_options(self):
+        return {name: getattr(self, name) for name in PACKINGS[self.packing].options}
 
     def _is_finite(self):
         """One source without end, and the run has none."""
         return all(self.epochs.values())
 
-    # Going on from a position ----------------------------------------------------------------------------
-
-    def _lanes_from(self, rows, num_lanes):
-        """This rank's lanes in the order of their turns, from row `rows` of the run on."""
-        return [(rows + self.rank + i * self.world_size) % num_lanes
-                for i in range(num_lanes // self.world_size)]
-
-    def _start(self):
-        """Threads, lanes, and what the packers held; in the process that iterates, when it begins to."""
-        rows, saved = self._position
-        limit = longest_prefix(self.T) if (self.packing, self.tails) == ("exactfit", "drop") else None
-        batch = self.tokenizer_batch_size if self.packing == "bestfit" else None
-        pool = TokenizingPool(self.tokenizer, self.threads, batch, limit)
-        lanes = {number: self._make_lane(pool, number, saved.get(number, {}))
-                 for number in self._lanes_from(rows, self.num_lanes)}
-        self._restore_buffers(pool, lanes, saved)
-        self._pipeline = Pipeline(lanes, pool, rows, self.B, self.T, self.world_size, self.device,
-                                  any(self.epochs.values()), self.prefetch)
-        self._position = self._pipeline.position
-
-    def _make_lane(self, pool, number, saved):
-        streams_of_rank = self.num_lanes // self.world_size * len(self.readers)
-        # 8 chunks a thread, over all streams: work for the others while one is at a document of 5 MB. A
-        # consumer of 12 ms a batch waited 9 % of its time with 2, 0.3 % with 8 (464 MB of sources, 2 cores).
-        text_ahead = 8 * self.threads // streams_of_rank
-        streams, taken = {}, {}
-        for name, reader in self.readers.items():
-            place = saved.get(name, Place())
-            depth = 1 + text_ahead * (reader.shards[0].kind == "text")    # a chunk of tokens is a row group
-            chunks = pool.chunks(reader, reader.slices(number, place.cursor, self.epochs[name]), depth)
-            streams[name] = Stream(f"{name}: lane {number}", self._make_packer(pool), chunks, place.cursor)
-            taken[name] = place.taken
-        return Lane(streams, self.weights, taken)
-
-    def _make_packer(self, pool):
-        if self.packing == "flat":
-            return FlatPacker(self.T)
-        if self.packing == "bestfit":
-            return BestFitPacker(self.T, self.buffer_size)
-        return ExactFitPacker(self.T, np.array([pool.bos], pool.dtype), self.buffer_size, self.tails)
-
-    def _restore_buffers(self, pool, lanes, saved):
-        """Read and tokenize the documents that the packers held, each row group once for all lanes."""
-        for name, reader in self.readers.items():
-            places = {number: saved[number][name] for number in lanes if name in saved.get(number, {})}
-            limit = self.T + 1 if self.packing == "bestfit" else pool.limit    # bestfit's refs know lengths
-            held = [document.ref for place in places.values() for document in place.buffer]
-            ids = pool.documents(reader, held, limit)
-            for number, place in places.items():
-                documents = [document._replace(ids=ids[tuple(document.ref[1:4])][:limit])
-                             for document in place.buffer]
-                lanes[number].streams[name].packer.restore(documents, place.rows)
+    def _join_ranks(self):
+        """The only runs whose ranks talk: finite ones of several ranks that are to end together."""
+        together = self._is_finite() and self.world_size > 1 and self.uneven != "free"
+        return in_step(self, self.uneven) if together else None
 
     # Iterating -------------------------------------------------------------------------------------------
 
-    def __iter__(self):
-        info = get_worker_info()
-        if info is not None and info.num_workers > 1:
-            raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
-                             "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
-        if info is not None and self._group is not None:
-            raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
-                             'num_workers=0, or to this loader uneven="free"')
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        check_worker(self)
+        if get_worker_info() is not None:
+            self._worker[:] = os.getpid().to_bytes(8, "little")
+        if self._finished:    # the same run again, as with any other iterable
+            self._position, self._pipeline, self._finished = Position(0, {}), None, False
+            self._in_step = self._join_ranks()
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._closed:
-            raise RuntimeError(CLOSED)
-        if self._finished:
-            raise StopIteration
-        if self._pipeline is None or self._pipeline.pid != os.getpid():    # at first, and behind a fork
+        if self._pid != os.getpid():    # behind a fork, threads and locks are those of another process
+            self._pid, self._lock, self._pipeline = os.getpid(), threading.Lock(), None
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(CLOSED)
+            if self._finished:
+                raise StopIteration
+            if self._in_step is not None:
+                return next(self._in_step)
+            batch = self._next_batch()
+            if self._is_finite() and not batch.more:
+                self._finished = True
+                raise StopIteration
+            return self._deliver(batch)
+
+    def _next_batch(self):
+        """The batch behind the position, which it does not move; behind the end of a run, empty ones."""
+        if self._pipeline is None:
             self._start()
-        batch = self._pipeline.next_batch(self._position)
-        if self._is_finite() and self._is_end(batch):
-            self._finished = True
-            self._leave_group()
-            raise StopIteration
+        return self._pipeline.next_batch(self._position)
+
+    def _deliver(self, batch):
         if batch.copied is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(batch.copied)
             batch.inputs.record_stream(stream)    # both are parts of one allocation
         tensors = batch.inputs, batch.targets
+        self._before.append(self._position)
         self._position = batch.position    # last: if what comes before it is interrupted, it is done again
         return tensors
 
-    def _is_end(self, batch):
-        """Whether a finite run ends before this batch: asked of all ranks where there are several."""
-        more, lacking, _ = self._ask_all(batch.more, not batch.full, False)
-        if lacking and self.uneven == "error":
-            self._refuse_uneven()
-        return bool(lacking) if self.uneven == "stop" else not more
+    def __enter__(self):
+        return self
 
-    def _ask_all(self, *flags):
-        """Each flag: is it set on any rank? The last one: a rank has left."""
-        if self._group is None:
-            return flags
-        flags = torch.tensor(flags, dtype=torch.int32)
-        try:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
-        except RuntimeError as error:
-            raise RuntimeError("this finite run has lost a rank: its process ended too soon") from error
-        if flags[-1]:
-            raise RuntimeError("this finite run has lost a rank: it closed its loader too soon")
-        return flags.tolist()
+    def __exit__(self, *error):
+        self.close()
 
-    def _leave_group(self):
-        """All ranks have just met there for the last time. A group is 3 threads and 5 open files."""
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
-            self._group = None
+    def __repr__(self):
+        return (f"PackedLoader({' + '.join(self.sources)}, {self.split}, {self.packing}, B={self.B}, "
+                f"T={self.T}, rank {self.rank} of {self.world_size}, {self.num_lanes} lanes, "
+                f"row {self._position.rows:,})")
 
-    def _refuse_uneven(self):
-        counts = torch.zeros(self.num_lanes, dtype=torch.int64)
-        for number, rows in self._pipeline.rows_of_lanes().items():
-            counts[number] = rows
-        if self._group is not None:
-            dist.all_reduce(counts, group=self._group)
-        if counts.min() < counts.max():
-            raise ValueError('uneven="error": the lanes have different numbers of rows: ' + ", ".join(
-                f"lane {number}: {rows}" for number, rows in enumerate(counts.tolist())))
-
-    def close(self):
-        """Stop the threads. In a finite run, also tell the other ranks, which would wait for this one."""
-        if self._group is not None and not self._closed and self._pid == os.getpid():
-            flags = torch.tensor([0, 0, 1], dtype=torch.int32)    # as in _is_end
-            with contextlib.suppress(RuntimeError, ValueError):
-                self._farewell = dist.all_reduce(flags, dist.ReduceOp.MAX, self._group, async_op=True)
-        if self._pipeline is not None and self._pipeline.pid == os.getpid():
+    def close(self) -> None:
+        """Stop the threads. In a finite run on several ranks the others get an error."""
+        mine, self._closed = self._pid == os.getpid(), True
+        if mine and self._in_step is not None:
+            self._in_step.close()
+        if mine and self._pipeline is not None:
             self._pipeline.close()
-        self._closed = True
 
     def __del__(self):
         if not getattr(self, "_closed", True):
@@ -1087,184 +1098,232 @@ class PackedLoader(IterableDataset):
 
     # State -----------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict:
+    def state_dict(self, batches_ago: int = 0) -> dict:
         """
         Load this and the next batch is the one that would have come next. Plain JSON: references to
         documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
+        batches_ago: of an earlier batch, at most 64 back: 1 for those who fetch one batch ahead.
         """
-        if not self._position[1]:
+        check_iterated_here(self)
+        if not self._position.lanes:
             self._start()
-        rows, places = self._position
-        epoch, shard, row_group, _, _ = next(iter(next(iter(places.values())).values())).cursor
-        return {"version": VERSION, "epoch": epoch, "pq_idx": max(0, shard), "rg_idx": max(0, row_group),
-                "num_lanes": self.num_lanes, "rows": rows, **self._settings(),
-                "sources": {name: self._describe(name) for name in self.readers},
-                "lanes": {str(number): {name: place.as_json() for name, place in lane.items()}
-                          for number, lane in places.items()}}
-
-    def _settings(self):
-        """What must be the same for the rows to be the same."""
-        settings = {"split": self.split, "T": self.T, "packing": self.packing,
-                    "shuffle_seed": self.shuffle_seed, "tokenizer": self._fingerprint}
-        if self.packing == "exactfit":
-            settings["tails"] = self.tails
-        if self.packing == "bestfit":
-            settings["tokenizer_batch_size"] = self.tokenizer_batch_size
-        if self.packing != "flat":
-            settings["buffer_size"] = self.buffer_size
-        return settings
-
-    def _describe(self, name):
-        reader = self.readers[name]
-        return {"weight": self.weights[name], "shards": len(reader.shards),
-                "fingerprint": reader.fingerprint, "by_document": reader.by_document,
-                "grown": list(reader.grown)}
+        if batches_ago > len(self._before):
+            raise ValueError(f"batches_ago={batches_ago}: of {len(self._before)} batches the state is known")
+        rows, lanes = [self._position, *reversed(self._before)][batches_ago]
+        return {"version": VERSION, "rows": rows, "config": config_of(self),
+                "sources": {name: describe(self, source) for name, source in self.sources.items()},
+                "lanes": {str(number): {name: standing.as_json() for name, standing in lane.items()}
+                          for number, lane in lanes.items()}}
 
     def load_state_dict(self, state: dict) -> None:
         """
-        Go on where a state ends; also on a loader that was iterated. ValueError, and nothing changed, where
-        it does not fit. nanochat's three keys resume approximately: at the row group behind theirs.
+        Go on where a state ends; also on a loader that was iterated, and at another T, B or world size.
+        ValueError, and nothing changed, where it does not fit.
         """
-        if {"pq_idx", "rg_idx"} <= state.keys() <= {"pq_idx", "rg_idx", "epoch"}:
-            num_lanes, readers = self.num_lanes, self.readers
-            position = self._position_of_three_keys(**state)
-        else:
-            try:
-                num_lanes, readers, position = self._position_of(state)
-            except (KeyError, TypeError, AttributeError, IndexError) as error:
-                raise ValueError(f"this state is damaged ({type(error).__name__}: {error}); load it as "
-                                 "state_dict() gave it") from error
-        group = self._own_group() if self._finished else self._group
-        if self._pipeline is not None and self._pipeline.pid == os.getpid():
+        num_lanes, sources, position = read_state(self, state)
+        if self._pipeline is not None and self._pid == os.getpid():
             self._pipeline.close()
-        self.num_lanes, self.readers, self._position, self._group = num_lanes, readers, position, group
+        self.num_lanes, self.sources, self._position = num_lanes, sources, position
+        self._before.clear()
+        if get_worker_info() is not None:
+            self._worker[:] = os.getpid().to_bytes(8, "little")
+        self._in_step = self._join_ranks() if self._finished else self._in_step
         self._pipeline, self._finished = None, False
-
-    def _position_of(self, state):
-        self._check_settings(state)
-        num_lanes, (sources, lanes) = state["num_lanes"], self._match_sources(state)
-        mine = self._lanes_from(state["rows"], num_lanes)
-        if missing := [number for number in mine if str(number) not in lanes]:
-            raise ValueError(
-                f"this state lacks lanes {missing} of {num_lanes}: it is one rank's; load "
-                "merge_states([...]) of the states of all ranks, taken at one step")
-        readers = self._make_readers(num_lanes, sources)
-        places = {number: self._places(lanes[str(number)], sources) for number in mine}
-        self._report_sources(sources)
-        return num_lanes, readers, (state["rows"], places)
-
-    def _places(self, lane, sources):
-        """
-        {source: Place} of a lane. The shares begin anew where they are others, or where a source that had
-        ended has more to give: more epochs, or shards that were added.
-        """
-        places = {name: Place.from_json(lane[name]) if name in lane else Place() for name in self.shards}
-        more = [name for name, place in places.items() if place.taken is None and (
-            self.epochs[name] is None or self.epochs[name] > place.cursor.epoch
-            or len(self.shards[name]) > sources[name]["shards"])]
-        if not more and self.weights == {name: source["weight"] for name, source in sources.items()}:
-            return places
-        return {name: place if place.taken is None and name not in more else place._replace(taken=0)
-                for name, place in places.items()}
-
-    def _check_settings(self, state):
-        if state.get("version") != VERSION:
-            raise ValueError(f"this state has version {state.get('version')!r}, this code reads {VERSION}; "
-                             "resume with the code that wrote it")
-        if lacking := {"num_lanes", "rows", "sources", "lanes"} - state.keys():
-            raise ValueError(f"this state lacks {sorted(lacking)}; load it as state_dict() gave it")
-        for key, ours in self._settings().items():
-            if state.get(key) != ours:
-                raise ValueError(f"{key} of the state is {state.get(key)!r}, of this loader {ours!r}; "
-                                 "resume with the same, or start a new run without the state")
-        lanes = state["num_lanes"]
-        if self._asked_lanes not in (None, lanes):
-            raise ValueError(f"num_lanes of the state is {lanes}, of this loader {self._asked_lanes}; "
-                             f"resume with num_lanes={lanes}, or leave it out")
-        if lanes % self.world_size:
-            raise ValueError(f"this state has {lanes} lanes, which {self.world_size} ranks cannot share "
-                             f"evenly; resume with a world size in {divisors(lanes)}")
-
-    def _match_sources(self, state):
-        """The state's sources and lanes. Known by name; where both sides have one only, it may have moved."""
-        sources, lanes = state["sources"], state["lanes"]
-        if len(sources) == len(self.shards) == 1 and sources.keys() != self.shards.keys():
-            (old,), (new,) = sources, self.shards
-            sources = {new: sources[old]}
-            lanes = {number: {new: part[old]} for number, part in lanes.items()}
-        if not sources.keys() & self.shards.keys():
-            raise ValueError(f"sources of the state are {sorted(sources)}, of this loader "
-                             f"{sorted(self.shards)}; name at least one as it was, or start anew")
-        for name in self.shards.keys() & sources.keys():
-            self._check_shards(name, sources[name], [part[name]["cursor"][0] for part in lanes.values()])
-        return sources, lanes
-
-    def _report_sources(self, saved):
-        """On rank 0, a line for each source of a mixture that has another weight now."""
-        before = {name: source["weight"] for name, source in saved.items()}
-        names = before | self.weights
-        if self.rank or len(names) == 1:
-            return
-        for name in names:
-            was, now = before.get(name, 0), self.weights.get(name, 0)
-            if was != now:
-                print(f"data: source {name}: weight {was} -> {now}"
-                      + ("" if was else "; it begins at its first document"))
-
-    def _check_shards(self, name, saved, epochs):
-        shards, n = self.shards[name], saved["shards"]
-        ours = fingerprint_of(shards[:n])
-        if ours != saved["fingerprint"]:
-            raise ValueError(
-                f"shards of {name}: the state knows {n} with fingerprint {saved['fingerprint']}, here are "
-                f"{len(shards)} with {ours}; put the same files back (names and sizes), or start anew")
-        if len(shards) > n and (self.split != "train" or max(epochs) > 1):
-            raise ValueError(
-                f"shards of {name}: the state knows {n}, here are {len(shards)}; they may be added to "
-                "the train split during a run's first epoch only: take the new ones away, or start anew")
-
-    def _position_of_three_keys(self, pq_idx, rg_idx, epoch=1):
-        for name, reader in self.readers.items():
-            if not (pq_idx in range(len(reader.shards)) and rg_idx >= 0 and epoch >= 1):
-                raise ValueError(f"pq_idx of the state is {pq_idx}, rg_idx {rg_idx}, epoch {epoch}, but "
-                                 f"{name} has {len(reader.shards)} shards; resume with the same data")
-        if self.shuffle_seed is not None:
-            raise ValueError("a state of nanochat's three keys is no place in a shuffled order; resume "
-                             "with shuffle_seed=None, as nanochat ran, or start anew")
-        warnings.warn("a state of nanochat's three keys resumes approximately, at the next row group; the "
-                      "rows that were buffered are lost. Save state_dict() to resume exactly", stacklevel=3)
-        places = {name: Place(cursor=Cursor(epoch, pq_idx, self._row_group_behind(reader, rg_idx)))
-                  for name, reader in self.readers.items()}
-        return 0, dict.fromkeys(self._lanes_from(0, self.num_lanes), places)
-
-    def _row_group_behind(self, reader, rg_idx):
-        """The first that no lane has been given a document of."""
-        return rg_idx + 1 if reader.by_document else (rg_idx // self.num_lanes + 1) * self.num_lanes
 
     def stats(self) -> dict:
         """
         Since the first batch or the last load, in this process, prefetched batches included: tokens,
-        documents and rows packed; share of documents that fit a row and yet were cut; longest wait of a
-        document in rows of its lane; seconds that next() waited. Per source under "sources". Dropped are
-        tokens of documents that were tokenized whole: text that tails="drop" never encodes is not counted.
+        documents and rows packed; the share of documents that fit a row and yet were cut; documents that
+        were null; seconds that next() waited, and that threads spent reading, encoding (both summed over
+        threads) and packing. Per source under "sources".
         """
         if self._pipeline is None:
             return {}
-        pipeline, seconds = self._pipeline, time.perf_counter() - self._pipeline.began
-        packers = {name: [lane.streams[name].packer for lane in pipeline.lanes.values()]
-                   for name in self.readers}
-        total = count_packed(list(itertools.chain(*packers.values())), self.T)
-        return {**total, "tokens_tokenized": pipeline.pool.tokenized, "null_documents": pipeline.pool.nulls,
-                "rows_per_second": total["rows"] / seconds, "waited_s": pipeline.waited,
-                "sources": {name: count_packed(own, self.T) for name, own in packers.items()}}
+        pipeline, encoder = self._pipeline, self._pipeline.encoder
+        streams = [stream for lane in pipeline.lanes.values() for stream in lane.streams.values()]
+        total = count_packed(streams, self.T)
+        seconds, waited = time.perf_counter() - pipeline.began, sum(stream.waited for stream in streams)
+        return {**total, "rows_per_second": total["rows"] / seconds, "waited_s": pipeline.waited,
+                "engine_failures": getattr(self.tokenizer, "engine_failures", 0),
+                "tokens_encoded": encoder.counts["tokens"], "null_documents": encoder.counts["nulls"],
+                "reading_s": encoder.row_groups.seconds, "encoding_s": encoder.counts["seconds"],
+                "packing_s": pipeline.packing_seconds - waited,
+                "sources": {name: count_packed([s for s in streams if s.source is source], self.T)
+                            for name, source in self.sources.items()}}
 
 
-def count_packed(packers, T):
-    documents, rows = sum(p.documents for p in packers), sum(p.rows - p.restored for p in packers)
-    return {"rows": rows, "documents": documents, "tokens_delivered": rows * T,
-            "tokens_dropped": sum(p.dropped for p in packers),
-            "cut_share": sum(p.cut for p in packers) / max(1, documents),
-            "longest_wait_rows": max(p.longest_wait for p in packers)}
+def count_packed(streams, T):
+    counts = sum((stream.packer.counts for stream in streams), collections.Counter())
+    rows = sum(stream.packer.rows - stream.rows_before for stream in streams)
+    return {"rows": rows, "documents": counts["documents"], "tokens_delivered": rows * T,
+            "tokens_dropped": counts["dropped"], "cut_share": counts["cut"] / max(1, counts["documents"])}
+
+
+def lanes_of_rank(rows, rank, world_size, num_lanes):
+    """This rank's lanes in the order of their turns, from row `rows` of the run on."""
+    return [(rows + rank + i * world_size) % num_lanes for i in range(num_lanes // world_size)]
+
+
+def ranks_of_this_process():
+    """(rank, world size): torch.distributed's where it is initialised, else those in the environment."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if ("RANK" in os.environ) != ("WORLD_SIZE" in os.environ):
+        there = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
+        raise ValueError(f"of RANK and WORLD_SIZE only {there}={os.environ[there]} is set; make the loader "
+                         "when torch.distributed is initialised, or pass rank=... and world_size=...")
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def cores_of_this_rank():
+    """The cores that this process may use, shared among the ranks of its node."""
+    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Ends: the one place that knows a process group
+
+def in_step(loader, uneven="pad"):
+    """
+    The batches of a finite run on several ranks, so that all ranks end together: one small message a batch.
+
+    uneven: "pad": go on with rows whose targets are all -100 until the longest lane is done; "stop" with the
+    shortest; "error": ValueError where lanes differ. RuntimeError on the others where a rank is lost.
+    """
+    batches = batches_in_step(loader, uneven)
+    next(batches)    # makes the group: a rank that leaves before its first batch is then noticed, too
+    return batches
+
+
+def batches_in_step(loader, uneven):
+    check_group(loader)
+    group = dist.new_group(backend="gloo")
+
+    def on_any_rank(*flags):
+        flags = torch.tensor(flags, dtype=torch.int32)
+        try:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        except RuntimeError as error:
+            raise RuntimeError("this finite run has lost a rank: it ended, or closed its loader, too "
+                               "soon") from error
+        return flags.tolist()
+
+    try:
+        yield
+        while True:
+            batch = loader._next_batch()
+            more, lacking = on_any_rank(batch.more, not batch.full)
+            if lacking and uneven == "error":
+                counts = torch.zeros(loader.num_lanes, dtype=torch.int64)
+                for number, rows in loader._pipeline.rows_of_lanes().items():
+                    counts[number] = rows
+                dist.all_reduce(counts, group=group)
+                check_even(counts.tolist())
+            if (lacking if uneven == "stop" else not more):
+                loader._finished = True
+                return
+            yield loader._deliver(batch)
+    finally:
+        dist.destroy_process_group(group)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# States: plain JSON in three parts
+#
+# config    what must be the same for the rows to be the same
+# sources   weight, epochs and shards of each; other shards are an error, any other difference only means
+#           that the shares of the sources begin anew
+# lanes     by lane and source: the Ref of the next document, the Refs held, rows, share of the rows
+
+VERSION = 2    # rows of a version never change
+
+
+def config_of(loader):
+    """T is not in it, nor are B, the world size or threads: references do not depend on them."""
+    (dealing,) = {type(source).__name__ for source in loader.sources.values()}
+    return {"split": loader.split, "num_lanes": loader.num_lanes, "dealing": dealing,
+            "shuffle_seed": loader.shuffle_seed, "packing": loader.packing, **loader._packer_options(),
+            "tokenizer": loader.fingerprint, "transform": name_of(loader.arguments["transform"])}
+
+
+def describe(loader, source):
+    return {"weight": loader.weights[source.name], "epochs": loader.epochs[source.name],
+            "shards": [list(pair) for pair in source.history], "fingerprint": fingerprint_of(source.shards)}
+
+
+def read_state(loader, state):
+    """-> the number of lanes, the sources and the Position of a loader that goes on where the state ends"""
+    check_version(state)
+    try:
+        num_lanes = check_config(loader, state["config"])
+        saved, lanes = match_sources(loader, state)
+        lanes = {int(number): {name: Standing.from_json(part) for name, part in lane.items()}
+                 for number, lane in lanes.items()}
+        rows = int(state["rows"])
+        check_lanes(loader, rows, num_lanes, lanes)
+        sources = {}
+        for name, source in loader.sources.items():
+            history = history_of(source, saved[name], lanes, num_lanes) if name in saved else ()
+            sources[name] = type(source)(name, source.shards, num_lanes, loader.shuffle_seed, history)
+        mine = lanes_of_rank(rows, loader.rank, loader.world_size, num_lanes)
+        standings = {number: {name: lanes[number][name] if name in saved else Standing() for name in sources}
+                     for number in mine}
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"this state is damaged ({type(error).__name__}: {error}); load it as "
+                         "state_dict() gave it") from error
+    if saved != {name: describe(loader, source) for name, source in sources.items()}:
+        standings = {number: {name: standing._replace(share=0) for name, standing in lane.items()}
+                     for number, lane in standings.items()}
+        report_weights(loader, saved)
+    return num_lanes, sources, Position(rows, standings)
+
+
+def match_sources(loader, state):
+    """The state's sources and lanes. Known by name; where both sides have one only, it may have moved."""
+    sources, lanes = state["sources"], state["lanes"]
+    if len(sources) == len(loader.sources) == 1 and sources.keys() != loader.sources.keys():
+        (old,), (new,) = sources, loader.sources
+        sources = {new: sources[old]}
+        lanes = {number: {new: part[old]} for number, part in lanes.items()}
+    if not sources.keys() & loader.sources.keys():
+        raise ValueError(f"sources of the state are {sorted(sources)}, of this loader "
+                         f"{sorted(loader.sources)}; name at least one as it was, or start anew")
+    return sources, lanes
+
+
+def history_of(source, saved, lanes, num_lanes):
+    """From which epoch on how many shards count: those that were appended, from the next of every lane on."""
+    history, shards = saved["shards"], source.shards
+    n = history[-1][1]
+    ours = fingerprint_of(shards[:n])
+    if ours != saved["fingerprint"]:
+        raise ValueError(
+            f"shards of {source.name}: the state knows {n} with fingerprint {saved['fingerprint']}, here are "
+            f"{len(shards)} with {ours}; put the same files back (names and sizes), or start anew")
+    if len(shards) == n:
+        return history
+    if len(lanes) < num_lanes:
+        raise ValueError(f"shards of {source.name}: the state knows {n}, here are {len(shards)}, but it is "
+                         "one rank's; load merge_states([...]) of the states of all ranks, taken at one step")
+    standings = [lane[source.name] for lane in lanes.values() if source.name in lane]
+    refs = [ref for s in standings for ref in (s.next, *(document.ref for document in s.held))]
+    return [*history, [max(ref.epoch for ref in refs) + 1, len(shards)]]
+
+
+def gather_states(loader) -> dict | None:
+    """
+    merge_states of all ranks of torch.distributed, on rank 0; None on the others. Called by all together.
+    The states travel as bytes of JSON over gloo or whatever takes CPU tensors: nothing is unpickled.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return merge_states([loader.state_dict()])
+    data = json.dumps(loader.state_dict()).encode()
+    size = torch.tensor(len(data))
+    dist.all_reduce(size, dist.ReduceOp.MAX)
+    padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
+    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
+    dist.gather(padded, parts)
+    return parts and merge_states([json.loads(part.numpy().tobytes()) for part in parts])
 
 
 def merge_states(states: list) -> dict:
@@ -1273,65 +1332,102 @@ def merge_states(states: list) -> dict:
         raise ValueError("no states to merge; pass those of all ranks, taken at one step")
     first = states[0]
     for state in states[1:]:
-        for key in first.keys() - {"lanes", "epoch", "pq_idx", "rg_idx"}:
+        for key in ("version", "rows", "config", "sources"):
             if state.get(key) != first[key]:
                 raise ValueError(f"states of different steps or runs: {key} is {first[key]!r} in one and "
                                  f"{state.get(key)!r} in another; merge states taken at the same step")
     lanes = {number: part for state in states for number, part in state["lanes"].items()}
-    if missing := sorted(set(range(first["num_lanes"])) - set(map(int, lanes))):
-        raise ValueError(f"lanes {missing} of {first['num_lanes']} are in none of the {len(states)} states; "
+    num_lanes = first["config"]["num_lanes"]
+    if missing := sorted(set(range(num_lanes)) - set(map(int, lanes))):
+        raise ValueError(f"lanes {missing} of {num_lanes} are in none of the {len(states)} states; "
                          "merge the states of all ranks")
     return {**first, "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 
-def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
+# ---------------------------------------------------------------------------------------------------------
+# What a batch holds: the documents of its tokens, and where they begin
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a document in a row: start to stop - 1 of its ids, its BOS being token 0."""
+    place: Place
+    ref: Ref
+    start: int
+    stop: int
 
 
-def sources_of(data_dir, epochs):
-    """data_dir and epochs as {source: weight} and {source: epochs}."""
-    given = data_dir if isinstance(data_dir, dict) else {find_data(data_dir): 1}
-    weights = {source_name(path): weight for path, weight in given.items()}
-    if not weights:
-        raise ValueError("data_dir is an empty dict; name at least one source: {folder: weight}")
-    if len(weights) < len(given):
-        raise ValueError(f"data_dir names a source twice: {', '.join(map(str, given))}; name each once, with "
-                         "its whole weight")
-    for name, weight in weights.items():
-        if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise ValueError(f"weight {weight!r} of source {name}; a weight is a positive number, a share "
-                             "of the tokens")
-    epochs = ({source_name(path): n for path, n in epochs.items()} if isinstance(epochs, dict)
-              else dict.fromkeys(weights, epochs))
-    if unknown := epochs.keys() - weights.keys():
-        raise ValueError(f"epochs names {sorted(unknown)}, data_dir has {sorted(weights)}")
-    for n in epochs.values():
-        if n is not None and (not isinstance(n, int) or n < 1):
-            raise ValueError(f"epochs={n!r}; expected an int, 1 or more, or None: without end")
-    return weights, {name: epochs.get(name) for name in weights}
+def trace(loader, state: dict | None = None):
+    """
+    Yields, for each batch behind a state (default: where the loader stands), B lists of the row's Pieces.
+
+    It is the same loader over documents whose "ids" are places, so the answer cannot differ from what was
+    trained on, and costs as much as packing those batches again. A piece after the first of a document is
+    its BOS, then the rest: two Pieces.
+    """
+    found, numbers = {}, itertools.count(1)
+
+    def places(ids, ref, place):
+        if loader.transform is not None and (ids := loader.transform(ids, ref, place)) is None:
+            return None
+        number = next(numbers)
+        found[number] = place, ref
+        return np.arange(len(ids)) + (number << 32)
+
+    state = loader.state_dict() if state is None else state
+    same = {**loader.arguments, "rank": loader.rank, "world_size": loader.world_size, "uneven": "free"}
+    with PackedLoader(**{**same, "device": "cpu"}) as tracer:
+        tracer.transform = places
+        tracer.load_state_dict(state)
+        for inputs, targets in tracer:
+            rows = torch.cat([inputs[:, :1], targets], dim=1).numpy()
+            yield [pieces_of_row(row, found) for row in rows]
 
 
-def source_name(path):
-    """a, a/ and ./a are one source."""
-    return str(path).rstrip("/") if "://" in str(path) else os.path.normpath(path)
+def pieces_of_row(row, found):
+    cuts = [0, *(np.flatnonzero(np.diff(row) != 1) + 1).tolist(), len(row)]
+    pieces = []
+    for a, b in itertools.pairwise(cuts):
+        number, start = int(row[a]) >> 32, int(row[a]) & 0xFFFFFFFF
+        if number in found:    # else what completes the last rows of a finite run
+            pieces.append(Piece(*found[number], start, start + b - a))
+    return pieces
 
 
-def cores_of_this_rank():
-    """The cores that this process may use, shared among the ranks of its node."""
-    return max(1, cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-
-
-def tokenizer_fingerprint(tokenizer):
-    """A tokenizer without a fingerprint of its own is known by what it makes of a line of text."""
-    if hasattr(tokenizer, "fingerprint"):
-        return tokenizer.fingerprint()
-    probe = "The quick brown fox,\n\tjumps over 1234567890 lazy dogs; na\u00efve \u4f60\u597d <|endoftext|>"
-    ids = [tokenizer.get_bos_token_id(), *tokenizer.encode([probe])[0]]
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+def document_boundaries(inputs, bos, most=None):
+    """
+    -> positions: int64 (B, T), of each token within its document, counted from the row's beginning where it
+       begins without BOS; cu_seqlens: int32 (most + 1,), where the documents of the flattened batch begin,
+       as varlen attention takes it, filled up with B * T: its shape never changes, so nothing recompiles.
+    most: documents in a batch; default B * T. Example: inputs [[BOS, 5, BOS, 7]], most=3 ->
+    [[0, 1, 0, 1]], [0, 2, 4, 4]
+    """
+    B, T = inputs.shape
+    most = B * T if most is None else most
+    starts = inputs == bos
+    starts[:, 0] = True
+    at = torch.arange(T, device=inputs.device).expand(B, T)
+    positions = at - torch.where(starts, at, 0).cummax(1).values
+    order = starts.flatten().cumsum(0) - 1
+    cu_seqlens = torch.full((most + 1,), B * T, dtype=torch.int32, device=inputs.device)
+    where = torch.where(starts.flatten(), order, most)    # tokens inside documents: to the last one, B * T
+    flat = torch.arange(B * T, dtype=torch.int32, device=inputs.device)
+    cu_seqlens.scatter_reduce_(0, where.clamp(max=most), torch.where(starts.flatten(), flat, B * T), "amin")
+    return positions, cu_seqlens
 
 
 # ---------------------------------------------------------------------------------------------------------
 # nanochat's four generators
+
+class NanochatSource(Source):
+    """Dealt as nanochat deals: lane k begins with row group k in every shard. -1 stands for no row group."""
+
+    def _order(self, epoch):
+        check_enough_row_groups(self)
+        padded = []
+        for first, behind in itertools.pairwise(self.first_group):
+            padded += [np.arange(first, behind), np.full((first - behind) % self.num_lanes, -1)]
+        numbers = np.concatenate(padded)
+        return Order(numbers, np.zeros_like(numbers), 1)
+
 
 def tokenizing_distributed_data_loader_with_state(
         tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
@@ -1363,257 +1459,224 @@ def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs) -> Iterator[
 
 
 def batches_with_state(resume, *args, **kwargs):
-    """nanochat saves rank 0's state only, which gives the other ranks their place, not their rows."""
-    loader = PackedLoader(*args, data_dir=default_data_dir(), **kwargs)    # or an error: no built-in corpus
-    if resume is not None and len(resume.get("lanes", ())) < resume.get("num_lanes", 0):
-        resume = {key: resume[key] for key in ("pq_idx", "rg_idx", "epoch")}
+    """One lane a rank, as in nanochat; the state also says epoch, shard and row group, which it prints."""
+    _, world_size = ranks_of_this_process()
+    loader = PackedLoader(*args, data_dir=default_data_dir(), num_lanes=world_size, **kwargs)
+    loader.sources = {name: NanochatSource(name, source.shards, world_size)
+                      for name, source in loader.sources.items()}
     if resume is not None:
         loader.load_state_dict(resume)
+    (source,) = loader.sources.values()
     for inputs, targets in loader:
-        yield inputs, targets, loader.state_dict()
+        state = loader.state_dict()
+        ((standing,),) = [lane.values() for lane in state["lanes"].values()]
+        ref = Ref(*standing["next"])
+        shard, row_group, _ = source.documents(ref)
+        yield inputs, targets, {**state, "epoch": ref.epoch, "pq_idx": source.shards.index(shard),
+                                "rg_idx": row_group}
 
 
 # ---------------------------------------------------------------------------------------------------------
-# python dataloader.py --show, --compare, --bench
+# Guards: what refuses arguments, states and surroundings that do not fit
 
-CHOICES = [("flat", "keep"), ("bestfit", "keep"), ("exactfit", "drop"), ("exactfit", "keep")]
-FIRST, SECOND, LAST = 1, 2, 4
-
-
-class Outline:
-    """A tokenizer whose tokens say only where in its document each one stands."""
-    dtype = np.dtype(np.uint8)
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    def get_bos_token_id(self):
-        return FIRST
-
-    def fingerprint(self):
-        return self.tokenizer.fingerprint()
-
-    def encode_documents(self, texts, limit=None):
-        ids, bounds = self.tokenizer.encode_documents(texts)
-        outline, starts, ends = np.zeros(len(ids), np.uint8), bounds[:-1], bounds[1:]
-        outline[starts[starts < ends]] |= FIRST
-        outline[starts[starts + 1 < ends] + 1] |= SECOND
-        outline[ends[starts < ends] - 1] |= LAST
-        return outline, bounds
+def check_arguments(loader):
+    choices = {"split": ("train", "val"), "packing": tuple(PACKINGS), "tails": ("keep", "drop"),
+               "uneven": ("pad", "stop", "error", "free")}
+    for name, allowed in choices.items():
+        if getattr(loader, name) not in allowed:
+            raise ValueError(f"{name}={getattr(loader, name)!r}; choose one of {', '.join(allowed)}")
+    least = {"B": 1, "T": 1, "world_size": 1, "rank": 0, "num_lanes": 1, "buffer_size": 1,
+             "tokenizer_batch_size": 1, "threads": 1, "prefetch": 0, "shuffle_seed": 0}
+    if (loader.rank is None) != (loader.world_size is None):
+        raise ValueError(f"rank={loader.rank}, world_size={loader.world_size}; pass both, or neither")
+    for name, low in least.items():
+        n = getattr(loader, name)
+        if (name, n) != ("shuffle_seed", None) and (type(n) is not int or n < low):
+            raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
+    if not 0 <= loader.rank < loader.world_size:
+        raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks count from 0")
+    if loader.num_lanes % loader.world_size:
+        raise ValueError(f"{loader.num_lanes} lanes cannot be shared evenly by {loader.world_size} ranks; "
+                         f"choose num_lanes a multiple of {loader.world_size}, or a world size in "
+                         f"{divisors(loader.num_lanes)}")
 
 
-def show(tokenizer, data_dir, T, columns=72, colour=False):
-    """Rows of every packer, a block a document: ] ends it, > is where it was cut, < goes on with it."""
-    for packing, tails in CHOICES:
-        loader = PackedLoader(Outline(tokenizer), 256, T, "train", packing=packing, tails=tails,
-                              data_dir=data_dir, prefetch=0)
-        inputs, targets = next(loader)
-        stats = loader.stats()
-        loader.close()
-        yield f"{packing_name(packing, tails)}   {describe_stats(stats)}"
-        rows = torch.cat([inputs[-5:, :1], targets[-5:]], dim=1).numpy()
-        for row in rows:
-            yield "  " + draw_row(row, columns, colour)
-        yield ""
+def sources_of(data_dir, epochs):
+    """data_dir and epochs as {source: weight} and {source: epochs}."""
+    if isinstance(data_dir, list | tuple | set):
+        raise ValueError(f"data_dir={data_dir!r}; several folders take weights: "
+                         f"{dict.fromkeys(map(str, data_dir), 1)}")
+    given = data_dir if isinstance(data_dir, dict) else {find_data(data_dir and os.fspath(data_dir)): 1}
+    weights = {source_name(path): weight for path, weight in given.items()}
+    if not weights:
+        raise ValueError("data_dir is an empty dict; name at least one source: {folder: weight}")
+    if len(weights) < len(given):
+        raise ValueError(f"data_dir names a source twice: {', '.join(map(str, given))}; name each once, with "
+                         "its whole weight")
+    for name, weight in weights.items():
+        if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+            raise ValueError(f"weight {weight!r} of source {name}; a weight is a positive number, a share "
+                             "of the tokens")
+    epochs = ({source_name(path): n for path, n in epochs.items()} if isinstance(epochs, dict)
+              else dict.fromkeys(weights, epochs))
+    if unknown := epochs.keys() - weights.keys():
+        raise ValueError(f"epochs names {sorted(unknown)}, data_dir has {sorted(weights)}")
+    for n in epochs.values():
+        if n is not None and (type(n) is not int or n < 1):
+            raise ValueError(f"epochs={n!r}; expected an int, 1 or more, or None: without end")
+    return weights, {name: epochs.get(name) for name in weights}
 
 
-def draw_row(row, columns, colour):
-    """One character for every len(row) / columns tokens."""
-    starts = [0, *(i for i in range(1, len(row)) if row[i] & FIRST)]
-    text = ""
-    for k, (a, b) in enumerate(itertools.pairwise([*starts, len(row)])):
-        width = round(b * columns / len(row)) - round(a * columns / len(row))
-        whole_start = row[a] & FIRST and (b - a == 1 or row[a + 1] & SECOND)
-        block = ("[" if whole_start else "<") + "=" * (width - 2) + ("]" if row[b - 1] & LAST else ">")
-        block = block[:width] if width < 2 else block
-        text += f"\033[30;{41 + k % 6}m{block}\033[0m" if colour else block
-    return text
+def source_name(path):
+    """a, a/ and ./a are one source."""
+    return str(path).rstrip("/") if "://" in str(path) else os.path.normpath(path)
 
 
-def packing_name(packing, tails):
-    return f"{packing} {tails}" if packing == "exactfit" else packing
+WRAPPER = """a tokenizer needs get_bos_token_id() and an encode that prepends, as in
+    class Wrapped:
+        def get_bos_token_id(self):
+            return BOS
+        def encode(self, texts, prepend, num_threads):
+            return [[prepend, *ids] for ids in YOURS.encode_batch(texts)]    # lists of ints"""
 
 
-def lost_share(stats):
-    """Of the tokens that left the buffer."""
-    return stats["tokens_dropped"] / (stats["tokens_dropped"] + stats["tokens_delivered"])
+def check_tokenizer(tokenizer):
+    """That it has one of the faces, and puts BOS in front."""
+    try:
+        bos = tokenizer.get_bos_token_id()
+        if hasattr(tokenizer, "encode_documents"):
+            ids = tokenizer.encode_documents([memoryview(b"a"), None])[0].tolist()
+        else:
+            (ids,) = tokenizer.encode(["a"], prepend=bos, num_threads=1)
+        first, *rest = ids
+    except Exception as error:
+        raise ValueError(f"{type(tokenizer).__name__} cannot be used ({type(error).__name__}: {error}); "
+                         f"{WRAPPER}") from error
+    if first != bos or not rest:
+        raise ValueError(f"{type(tokenizer).__name__} makes {ids} of 'a', without BOS ({bos}) in front; "
+                         f"{WRAPPER}")
 
 
-def describe_stats(stats):
-    return (f"lost {lost_share(stats):.1%}, fit but cut {stats['cut_share']:.2%}, "
-            f"longest wait {stats['longest_wait_rows']:,} rows")
+def tokenizer_fingerprint(tokenizer):
+    """A tokenizer without a fingerprint of its own is known by what it makes of a line of text."""
+    if hasattr(tokenizer, "fingerprint"):
+        return tokenizer.fingerprint()
+    probe = "The quick brown fox,\n\tjumps over 1234567890 lazy dogs; na\u00efve \u4f60\u597d <|endoftext|>"
+    ids = [tokenizer.get_bos_token_id(), *tokenizer.encode([probe])[0]]
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
 
 
-def compare(tokenizer, data_dir, B, T):
-    """
-    Lines of a table. Fit but cut: of all documents. Held: tokens in the buffer at the end, in rows. Speed:
-    from text, all threads.
-    """
-    yield f"{'packing':<15}{'lost':>8}{'fit but cut':>13}{'longest wait':>14}{'held':>13}{'M tokens/s':>12}"
-    for packing, tails in CHOICES:
-        options = {"packing": packing, "tails": tails, "data_dir": data_dir}
-        outline = PackedLoader(Outline(tokenizer), B, T, "train", prefetch=0, **options)
-        for _ in range(max(1, 4096 // B)):
-            next(outline)
-        stats = outline.stats()
-        packers = [stream.packer for stream in outline._pipeline.lanes[0].streams.values()]
-        held = sum(len(document.ids) for packer in packers
-                   for document in getattr(packer, "buffer", {}).values()) / (T + 1)
-        outline.close()
-        loader = PackedLoader(tokenizer, B, T, "train", **options)
-        speed_of(delivered(loader), 2)    # fills the buffer
-        speed = speed_of(delivered(loader), 4)
-        loader.close()
-        yield (f"{packing_name(packing, tails):<15}{lost_share(stats):>8.1%}{stats['cut_share']:>13.2%}"
-               f"{stats['longest_wait_rows']:>9,} rows{held:>8,.0f} rows{speed / 1e6:>12.2f}")
+def check_enough_documents(source, n):
+    if n < source.num_lanes:
+        raise ValueError(f"{n} documents in {len(source.shards)} shards ({source.shards[-1].path}) cannot "
+                         f"feed {source.num_lanes} lanes; launch with num_lanes (and a world size) of at "
+                         f"most {n}, or add data")
 
 
-def speed_of(counts, seconds):
-    """Tokens per second, from an iterator that makes some and says how many; first, what lies ready goes."""
-    for duration in (0.3, seconds):
-        began, tokens = time.perf_counter(), 0
-        while time.perf_counter() - began < duration:
-            tokens += next(counts)
-    return tokens / (time.perf_counter() - began)
+def check_ranks(loader):
+    """A group that came into being since the loader was made would give every rank the same rows."""
+    asked = loader.arguments["rank"] is not None
+    if not asked and (loader.rank, loader.world_size) != (found := ranks_of_this_process()):
+        raise RuntimeError(f"this loader was made for rank {loader.rank} of {loader.world_size}, but here is "
+                           f"rank {found[0]} of {found[1]}; make it when torch.distributed is initialised, "
+                           f"or pass rank={found[0]}, world_size={found[1]}")
 
 
-def delivered(loader):
-    return (inputs.numel() for inputs, _ in loader)
+def check_iterated_here(loader):
+    worker = int.from_bytes(loader._worker[:], "little")
+    if worker not in (0, os.getpid()):
+        raise RuntimeError("a DataLoader worker iterates over this loader, and knows its state; "
+                           "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0")
 
 
-def tokenized(pool, loader):
-    """By the pool alone, of the loader's documents."""
-    reader = next(iter(loader.readers.values()))
-    return (len(chunk.ids) for chunk in pool.chunks(reader, reader.slices(0, Cursor()), 2 * pool.threads))
+def check_enough_row_groups(source):
+    most = max(len(shard.rows) for shard in source.shards)
+    if most < source.num_lanes:
+        raise ValueError(f"no shard of {source.name} has more than {most} row groups, so that of "
+                         f"{source.num_lanes} ranks the last get none; use PackedLoader, which deals parts")
 
 
-class SharedEncoding:
-    """nanochat's way to tokenize: 128 documents a call, all threads on one Encoding."""
-
-    def __init__(self, tokenizer):
-        self.inner = tokenizer
-
-    def get_bos_token_id(self):
-        return self.inner.get_bos_token_id()
-
-    def encode(self, texts, prepend=None, num_threads=8):
-        encoded = self.inner.enc.encode_ordinary_batch(texts, num_threads=num_threads)
-        return [[prepend, *ids] for ids in encoded]
-
-
-def measure(folder, data_dir, packing, tails, B, T, threads, seconds):
-    """One line of the benchmark, in a process of its own. threads=1 means one core as well."""
-    from tokenizer import RustBPETokenizer
-
-    if threads == 1 and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    tokenizer, before = RustBPETokenizer.from_directory(folder), peak_memory()
-
-    def make():
-        return PackedLoader(tokenizer, B, T, "train", packing=packing, tails=tails, data_dir=data_dir,
-                            threads=threads)
-
-    loader = make()
-    first, _ = timed(lambda: next(loader))
-    speed_of(delivered(loader), len(loader.readers))    # a mixture has a buffer a source to fill
-    memory = (peak_memory() - before) / (1 << 20)
-    pool = TokenizingPool(tokenizer, threads)
-    ours, alone = delivered(loader), tokenized(pool, loader)
-    pairs = [(speed_of(ours, seconds), speed_of(alone, seconds)) for _ in range(3)]
-    again, state = make(), loader.state_dict()
-    resume, _ = timed(lambda: (again.load_state_dict(state), next(again)))
-    loader.close(), again.close(), pool.close()
-    speed, top = (float(np.median(column)) for column in zip(*pairs, strict=True))
-    return speed, speed / top, first, resume, memory
+def check_worker(loader):
+    info = get_worker_info()
+    worker = int.from_bytes(loader._worker[:], "little")
+    if info is not None and worker not in (0, os.getpid()) and not loader._is_finite():
+        raise ValueError("another DataLoader worker has iterated over this loader, and this one would begin "
+                         "where it began; go on with one iterator, or use torchdata's StatefulDataLoader")
+    if info is not None and info.num_workers > 1:
+        raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
+                         "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
+    if info is not None and loader._is_finite() and loader.world_size > 1 and loader.uneven != "free":
+        raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
+                         'num_workers=0, or to this loader uneven="free"')
 
 
-def timed(action):
-    began = time.perf_counter()
-    result = action()
-    return time.perf_counter() - began, result
+def check_group(loader):
+    if not dist.is_initialized():
+        raise ValueError(f"a finite run (epochs) keeps {loader.world_size} ranks in step through "
+                         "torch.distributed; call torch.distributed.init_process_group() before, or "
+                         'pass uneven="free" and let every rank end by itself')
 
 
-def peak_memory():
-    """Bytes of this process so far. Linux's ru_maxrss would begin with the parent's."""
-    if os.path.exists("/proc/self/status"):
-        with open("/proc/self/status") as status:
-            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # macOS counts bytes
+def check_even(counts):
+    if min(counts) < max(counts):
+        raise ValueError('uneven="error": the lanes have different numbers of rows: ' + ", ".join(
+            f"lane {number}: {rows}" for number, rows in enumerate(counts)))
 
 
-def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
-    """
-    Lines of a table. Ceiling: the pool alone, its tokens thrown away, in turns with the loader. 4 x: the
-    same data as a mixture of four sources.
-    """
-    from tokenizer import RustBPETokenizer
-
-    threads = cores_of_this_rank()
-    tokenizer = RustBPETokenizer.from_directory(tokenizer_dir)
-    loader = PackedLoader(tokenizer, B, T, "train", data_dir=data_dir)
-    own = tokenized(TokenizingPool(tokenizer, threads), loader)
-    shared = tokenized(TokenizingPool(SharedEncoding(tokenizer), threads, batch=128), loader)
-    pairs = [(speed_of(own, seconds), speed_of(shared, seconds)) for _ in range(3)]
-    ours, theirs = (float(np.median(column)) for column in zip(*pairs, strict=True))
-    yield (f"B = {B}, T = {T}, {threads} cores; {ours / 1e6:.2f} M tokens/s by {threads} threads with an "
-           f"Encoding each, {theirs / 1e6:.2f} sharing one: {ours / theirs:.2f} times")
-    yield (f"{'from':<11}{'packing':<15}{'threads':>8}{'M tokens/s':>12}{'of ceiling':>12}{'first batch':>13}"
-           f"{'resume':>9}{'memory':>9}")
-    with tempfile.TemporaryDirectory() as tokens:
-        with contextlib.redirect_stderr(io.StringIO()):
-            tokenize(data_dir, tokens, tokenizer_dir)
-        fresh = multiprocessing.get_context("spawn")
-        kinds = [("text", data_dir), ("tokens", tokens)]
-        mixtures = [("4 x " + kind, dict.fromkeys(four_names(folder, f"{tokens}/{kind}"), 1))
-                    for kind, folder in kinds if "://" not in folder]
-        jobs = [*itertools.product(kinds, CHOICES, sorted({1, threads})),
-                *itertools.product(mixtures, CHOICES[-1:], [threads])]
-        for (kind, folder), (packing, tails), n in jobs:
-            with ProcessPoolExecutor(1, mp_context=fresh) as process:    # its own peak of memory
-                job = process.submit(measure, tokenizer_dir, folder, packing, tails, B, T, n, seconds)
-                speed, share, first, resume, memory = job.result()
-            share = f"{share:.2f}" if "text" in kind else "-"
-            yield (f"{kind:<11}{packing_name(packing, tails):<15}{n:>8}{speed / 1e6:>12.2f}{share:>12}"
-                   f"{first:>11.2f} s{resume:>7.2f} s{memory:>6.0f} MB")
+def check_version(state):
+    if not isinstance(state, dict):
+        raise ValueError(f"a state is a dict, as state_dict() gives it, not {state!r:.40}")
+    if "version" not in state and {"pq_idx", "rg_idx"} <= state.keys():
+        raise ValueError("this is a state of nanochat's own loader: it says where rank 0 was, and neither "
+                         "which documents were buffered nor where the other ranks were, so no loader goes on "
+                         "exactly from it; start anew, or set `next` of each lane in a fresh state_dict()")
+    if state.get("version") != VERSION:
+        raise ValueError(f"this state has version {state.get('version')!r}, this code reads {VERSION}; "
+                         "resume with the code that wrote it")
+    if lacking := {"rows", "config", "sources", "lanes"} - state.keys():
+        raise ValueError(f"this state lacks {sorted(lacking)}; load it as state_dict() gave it")
 
 
-def four_names(folder, prefix):
-    """Four sources made of one."""
-    names = [f"{prefix}{i}" for i in range(4)]
+def check_config(loader, saved):
+    """The state's number of lanes, which becomes the loader's unless it was asked for another."""
+    ours, lanes = config_of(loader), saved["num_lanes"]
+    if loader.arguments["num_lanes"] is None:
+        ours["num_lanes"] = lanes
+    differences = [f"{key} of the state is {saved.get(key, 'not there')!r}, of this loader "
+                   f"{ours.get(key, 'not there')!r}" for key in {**saved, **ours}
+                   if saved.get(key, "not there") != ours.get(key, "not there")]
+    if differences:
+        raise ValueError(f"{'; '.join(differences)}; resume with the same, or start a new run without the "
+                         "state")
+    if lanes % loader.world_size:
+        raise ValueError(f"this state has {lanes} lanes, which {loader.world_size} ranks cannot share "
+                         f"evenly; resume with a world size in {divisors(lanes)}")
+    return lanes
+
+
+def check_lanes(loader, rows, num_lanes, lanes):
+    mine = lanes_of_rank(rows, loader.rank, loader.world_size, num_lanes)
+    if missing := [number for number in mine if number not in lanes]:
+        raise ValueError(f"this state lacks lanes {missing} of {num_lanes}: it is one rank's; load "
+                         "merge_states([...]) of the states of all ranks, taken at one step")
+
+
+def report_weights(loader, saved):
+    """On rank 0, a line for each source of a mixture that has another weight now."""
+    before = {name: source["weight"] for name, source in saved.items()}
+    names = before | loader.weights
+    if loader.rank or len(names) == 1:
+        return
     for name in names:
-        os.symlink(os.path.abspath(folder), name)
-    return names
+        was, now = before.get(name, 0), loader.weights.get(name, 0)
+        if was != now:
+            print(f"data: source {name}: weight {was} -> {now}"
+                  + ("" if was else "; it begins at its first document"))
 
 
-def main():
-    parser = argparse.ArgumentParser(description="Look at the packers and measure them.")
-    parser.add_argument("--show", action="store_true", help="draw rows of every packer")
-    parser.add_argument("--compare", action="store_true", help="what each packer loses, cuts and costs")
-    parser.add_argument("--bench", action="store_true", help="tokens per second, from text and from tokens")
-    parser.add_argument("--data", help="folder of shards; default: where dataset.py puts them, or built in")
-    parser.add_argument("--tokenizer", help="its folder; default: the one trained on the data")
-    parser.add_argument("--B", type=int, default=32, help="rows of a batch")
-    parser.add_argument("--T", type=int, default=2048, help="tokens of a row")
-    flags = parser.parse_args()
-    if not (flags.show or flags.compare or flags.bench):
-        parser.error("choose --show, --compare or --bench")
-    with errors_in_one_line():
-        print_tables(flags)
+def name_of(function):
+    return function if function is None else getattr(function, "__name__", type(function).__name__)
 
 
-def print_tables(flags):
-    from tokenizer import find_tokenizer
-
-    data_dir = find_data(flags.data)
-    tokenizer, folder = find_tokenizer(flags.tokenizer, [data_dir], 32768)
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    chosen = [(flags.show, show(tokenizer, data_dir, flags.T, colour=colour)),
-              (flags.compare, compare(tokenizer, data_dir, flags.B, flags.T)),
-              (flags.bench, bench(folder, data_dir, flags.B, flags.T))]
-    for wanted, lines in chosen:
-        for line in lines if wanted else ():
-            print(line, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]

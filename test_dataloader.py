@@ -8,13 +8,15 @@ Fast code is compared with a slow and obvious reference in this file. Most tests
 are the bytes of the text, and shards of a few short documents, so that epochs end every few rows.
 """
 
-import base64
 import collections
+import contextlib
 import copy as copy_module
+import csv
 import functools
 import gc
 import glob
 import gzip
+import hashlib
 import http.server
 import importlib.util
 import itertools
@@ -26,8 +28,10 @@ import pickle
 import pickletools
 import random
 import re
+import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -62,13 +66,14 @@ from dataloader import (
     FlatPacker,
     Lane,
     PackedLoader,
-    Slice,
+    Ref,
     choose_best_fit,
     fill_gap,
     merge_states,
     turns,
     whole_numbers,
 )
+from dev import bench, prepare
 from tokenizer import (
     BYTES_PER_TASK,
     HARD,
@@ -106,9 +111,9 @@ class ByteTokenizer:
     def fingerprint(self):
         return self.name
 
-    def encode_documents(self, texts, limit=None):
+    def encode_documents(self, texts):
         self.encoded.append(len(texts))
-        ids = [[] if text is None else [BOS, *as_bytes(text)][:limit] for text in texts]
+        ids = [[] if text is None else [BOS, *as_bytes(text)] for text in texts]
         arrays = [np.array(document, np.uint16) for document in ids]
         return np.concatenate(arrays), np.cumsum([0, *map(len, arrays)])
 
@@ -168,7 +173,8 @@ def close_what_was_made():
 
 
 def make(data, *, B=2, T=16, split="train", tokenizer=None, **options):
-    options = {"threads": 2, "buffer_size": 6, **options}
+    """A loader of one lane a rank, unless it is told otherwise."""
+    options = {"threads": 2, "buffer_size": 6, "num_lanes": options.get("world_size", 1), **options}
     made.append(PackedLoader(tokenizer or ByteTokenizer(), B, T, split, data_dir=data, **options))
     return made[-1]
 
@@ -204,8 +210,6 @@ def run(data, *, steps, world=1, state=None, state_at=None, **options):
 # ---------------------------------------------------------------------------------------------------------
 # Data: the built-in corpus, shards, reading
 
-DATASET_PY = dataset.__file__
-
 
 def make_texts(n, seed=0):
     """Documents of all lengths and scripts, every one different."""
@@ -233,10 +237,27 @@ def read_all(folder):
     return [text for s in shards for i in range(len(s.rows)) for text in s.read(i).to_pylist()]
 
 
-def run_dataset(*args, **env):
-    """`python dataset.py ARGS` as a user types it."""
-    return subprocess.run([sys.executable, DATASET_PY, *map(str, args)], capture_output=True, text=True,
+DATASET, PREPARE = [sys.executable, "dataset.py"], [sys.executable, "-m", "dev.prepare"]
+
+
+def run_command(command, *args, **env):
+    """`python dataset.py ARGS` or `python -m dev.prepare ARGS` as a user types it."""
+    return subprocess.run([*command, *map(str, args)], capture_output=True, text=True, cwd=HERE,
                           env={**os.environ, **env}, timeout=60)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def base_of_the_tests(tmp_path_factory):
+    """Indexes of the tests' folders do not go where the user's go."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NANOLOADER_BASE_DIR", str(tmp_path_factory.mktemp("nanoloader")))
+        yield
+
+
+def open_shard(folder, name):
+    """From its own footer, without an index."""
+    path = os.path.join(folder, name)
+    return dataset.open_shard(str(folder), name, dataset.File(os.path.getsize(path), None))
 
 
 @pytest.fixture
@@ -250,7 +271,8 @@ def quick(monkeypatch):
 @pytest.fixture
 def threads_for_processes(monkeypatch):
     """convert() without the second that it takes to start processes."""
-    monkeypatch.setattr(dataset, "ProcessPoolExecutor", lambda n, mp_context: ThreadPoolExecutor(n))
+    pool = contextlib.contextmanager(lambda executor, workers: (yield ThreadPoolExecutor(workers or 2)))
+    monkeypatch.setattr(prepare, "executor_or_pool", pool)
 
 
 @pytest.fixture(scope="module")
@@ -258,7 +280,7 @@ def builtin(tmp_path_factory):
     """The built-in corpus, made by three processes that start at once."""
     base = str(tmp_path_factory.mktemp("base"))
     code = "import sys; sys.path.insert(0, sys.argv[1]); import dataset; print(dataset.find_data())"
-    processes = [subprocess.Popen([sys.executable, "-c", code, os.path.dirname(DATASET_PY)], text=True,
+    processes = [subprocess.Popen([sys.executable, "-c", code, HERE], text=True,
                                   env={**os.environ, "NANOLOADER_BASE_DIR": base}, stdout=subprocess.PIPE)
                  for _ in range(3)]
     outputs = [process.communicate(timeout=60)[0].splitlines() for process in processes]
@@ -299,6 +321,7 @@ def test_find_data_prefers_given_then_downloaded_then_builtin(tmp_path, monkeypa
 
 def test_last_shard_is_val_and_listing_opens_no_file(tmp_path, monkeypatch):
     texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     monkeypatch.setattr(dataset, "read_metadata", None)
     train, val = dataset.list_shards(str(tmp_path), "train"), dataset.list_shards(str(tmp_path), "val")
     assert [s.name for s in train + val] == [f"shard_{i:05d}.parquet" for i in range(3)]
@@ -315,12 +338,12 @@ def test_each_unusable_folder_has_its_own_error(tmp_path):
     make_shards(tmp_path, counts=(8,))
     with pytest.raises(ValueError, match="only one parquet file"):
         dataset.list_shards(str(tmp_path), "val")
-    pq.write_table(pa.table({"raw": ["a"], "n": [1]}), tmp_path / "shard_00001.parquet")
-    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'raw', 'n'.*--text-key raw"):
-        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+    pq.write_table(pa.table({"n": [1], "raw": ["a"]}), tmp_path / "shard_00001.parquet")
+    with pytest.raises(OSError, match=r"00001.parquet.* no column `text`, only 'n', 'raw'.*--text_key raw"):
+        dataset.list_shards(str(tmp_path), "val")
     pq.write_table(pa.table({"text": [1]}), tmp_path / "shard_00001.parquet")
     with pytest.raises(OSError, match="holds int64, not strings"):
-        _ = dataset.list_shards(str(tmp_path), "val")[0].rows
+        dataset.list_shards(str(tmp_path), "val")
 
 
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(),
@@ -329,14 +352,14 @@ def test_foreign_parquet_of_any_string_type_reads_the_same(tmp_path, kind):
     texts = [*make_texts(50), None, ""]
     pq.write_table(pa.table({"id": range(52), "text": pa.array(texts).cast(kind)}), tmp_path / "a.parquet",
                    row_group_size=20)
-    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    shard = open_shard(tmp_path, "a.parquet")
     assert shard.rows == [20, 20, 12] and shard.kind == "text" and shard.dtype is None
     assert [text for i in range(3) for text in shard.read(i).to_pylist()] == texts
 
 
 def test_text_is_read_beside_a_column_of_another_kind_of_tokens(tmp_path):
     pq.write_table(pa.table({"text": ["a b"], "tokens": [2]}), tmp_path / "a.parquet")
-    shard = dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet"))
+    shard = open_shard(tmp_path, "a.parquet")
     assert shard.kind == "text" and shard.read(0).to_pylist() == ["a b"]
 
 
@@ -344,8 +367,8 @@ def test_invalid_utf8_in_a_shard_is_an_error(tmp_path):
     buffers = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
     broken = pa.Array.from_buffers(pa.string(), 1, buffers)
     pq.write_table(pa.table({"text": broken}), tmp_path / "a.parquet")
-    with pytest.raises(OSError, match=r"a.parquet, row group 0.*dataset.py verify"):
-        dataset.Shard(str(tmp_path), "a.parquet", os.path.getsize(tmp_path / "a.parquet")).read(0)
+    with pytest.raises(OSError, match=r"a.parquet, row group 0.*dev.prepare verify"):
+        open_shard(tmp_path, "a.parquet").read(0)
 
 
 def test_shard_that_changed_is_an_error(tmp_path):
@@ -357,7 +380,7 @@ def test_shard_that_changed_is_an_error(tmp_path):
         shard = dataset.list_shards(str(tmp_path), "train")[0]
         assert shard.read(1)
         path.unlink() if now is None else path.write_bytes(now)
-        with pytest.raises(OSError, match=r"00000.parquet, row group 1: .*python dataset.py verify --data"):
+        with pytest.raises(OSError, match=r"00000.parquet, row group 1: .*-m dev.prepare verify --data"):
             shard.read(1)
         path.write_bytes(whole)
 
@@ -403,8 +426,8 @@ def check_corruptions(folder, n, seed):
         with open(path, "wb") as file:
             file.write(damaged)
         dataset.read_metadata.cache_clear()
-        shard = dataset.Shard(str(folder), "shard_00000.parquet", len(damaged))
         try:
+            shard = open_shard(folder, "shard_00000.parquet")
             seen = [text for i in range(len(shard.rows)) for text in shard.read(i).to_pylist()]
             outcome = "harmless" if seen == want else "OTHER TEXT"
         except dataset.ShardError as error:
@@ -422,6 +445,167 @@ def test_corrupted_shard_never_yields_other_text(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# The index: what is in a folder, known before the first read
+
+def count_footers(monkeypatch):
+    """The names of the shards whose footers are read from now on."""
+    names, read = [], dataset.read_entry
+    counted = lambda folder, item: names.append(item[0]) or read(folder, item)    # noqa: E731
+    monkeypatch.setattr(dataset, "read_entry", counted)
+    return names
+
+
+def test_index_says_what_the_footers_say(tmp_path):
+    make_shards(tmp_path)
+    before = dataset.list_shards(str(tmp_path), "train") + dataset.list_shards(str(tmp_path), "val")
+    ended = run_command(DATASET, "index", tmp_path)
+    assert "3 shards, 12 row groups, 92 documents" in ended.stdout, ended.stderr
+    after = dataset.list_shards(str(tmp_path), "train") + dataset.list_shards(str(tmp_path), "val")
+    assert [vars(shard) for shard in before] == [vars(shard) for shard in after]
+    assert [shard.rows for shard in after] == [[8] * 5, [8] * 5, [8, 4]]
+    index = json.loads((tmp_path / "index.json").read_bytes())
+    assert index.pop("shards")["shard_00002.parquet"] == {
+        "bytes": after[2].size, "text_bytes": after[2].size, "rows": [8, 4]}
+    assert index == {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+
+
+def test_footers_of_a_folder_without_an_index_are_read_once(tmp_path, monkeypatch):
+    """... until the folder changes, even to a shard of the same size; nothing is written into it."""
+    make_shards(tmp_path)
+    before, names = sorted(os.listdir(tmp_path)), count_footers(monkeypatch)
+    for split in ("train", "val"):
+        assert dataset.list_shards(str(tmp_path), split)
+    assert sorted(names) == sorted(os.listdir(tmp_path)) == before
+    os.utime(tmp_path / "shard_00001.parquet", ns=(0, 0))
+    dataset.list_shards(str(tmp_path), "train")
+    assert len(names) == 6
+    for path in glob.glob(os.environ["NANOLOADER_BASE_DIR"] + "/index/*.json"):
+        with open(path, "w") as file:
+            file.write('{"modified": ')    # torn
+    dataset.list_shards(str(tmp_path), "train")
+    assert len(names) == 9
+
+
+def test_one_process_of_a_node_reads_the_footers(tmp_path):
+    """Four start at once: one says what it found, and every one knows."""
+    make_shards(tmp_path / "data")
+    code = f"import dataset; print(len(dataset.list_shards({str(tmp_path / 'data')!r}, 'train')))"
+    processes = [subprocess.Popen([sys.executable, "-c", code], text=True, cwd=HERE, stdout=subprocess.PIPE,
+                                  stderr=subprocess.PIPE,
+                                  env={**os.environ, "NANOLOADER_BASE_DIR": str(tmp_path / "base")})
+                 for _ in range(4)]
+    out, err = zip(*(process.communicate(timeout=60) for process in processes), strict=True)
+    assert out == ("2\n",) * 4
+    said = f"{tmp_path}/data: 92 documents; 2 train shards, 1 val (the last file, shard_00002.parquet)\n"
+    assert sorted(err) == ["", "", "", said]
+
+
+def test_folder_that_does_not_fit_its_index_is_an_error(tmp_path):
+    make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
+    path = tmp_path / "shard_00001.parquet"
+    whole, again = path.read_bytes(), f"python dataset.py index {tmp_path}"
+    for now, problem in ((None, "shard_00001.parquet is in the index only"),
+                         (whole + b"x", f"00001.parquet has {len(whole) + 1:,} bytes, {len(whole):,} in")):
+        path.unlink() if now is None else path.write_bytes(now)
+        with pytest.raises(ValueError, match=f"{problem}.*{again}"):
+            dataset.list_shards(str(tmp_path), "train")
+    path.write_bytes(whole)
+    (tmp_path / "shard_00009.parquet").write_bytes(whole)
+    with pytest.raises(ValueError, match=f"shard_00009.parquet is not in the index; .*{again}"):
+        dataset.list_shards(str(tmp_path), "train")
+    assert run_command(DATASET, "index", tmp_path).returncode == 0
+    assert dataset.list_shards(str(tmp_path), "val")[0].name == "shard_00009.parquet"
+    with pytest.raises(ValueError, match="cannot write to s3://b"):
+        dataset.write_index("s3://b/x")
+
+
+@pytest.mark.parametrize("change", [
+    b"", b"{", b"[]", b"3", {"format": 2}, {"kind": "images"}, {"dtype": "object"}, {"shards": []},
+    {"shards": {"a.parquet": {"bytes": 1}}},
+    {"shards": {"a.parquet": {"bytes": 1, "text_bytes": 1, "rows": [-1]}}},
+    {"shards": {"a.parquet": {"bytes": 1, "text_bytes": 1, "rows": ["8"]}}}], ids=repr)
+def test_damaged_index_is_an_error(tmp_path, change):
+    make_shards(tmp_path)
+    data = change if isinstance(change, bytes) else json.dumps(dataset.write_index(str(tmp_path)) | change)
+    (tmp_path / "index.json").write_bytes(data if isinstance(data, bytes) else data.encode())
+    with pytest.raises(ValueError, match=r"index.json is no index of shards .*python dataset.py index"):
+        dataset.list_shards(str(tmp_path), "train")
+
+
+@pytest.mark.parametrize("name", [
+    "../x.parquet", "/x.parquet", "a/../../x.parquet", "http://127.0.0.1:9/x.parquet",
+    "//127.0.0.1/x.parquet", "..\\x.parquet", "", "x.json", "./x.parquet"])
+def test_names_in_an_index_stay_below_its_folder(tmp_path, quick, name, byte_tokenizer):
+    """Checked where the index is read: nothing is asked of another host, tokenize writes nowhere else."""
+    make_shards(tmp_path / "in")
+    index = dataset.write_index(str(tmp_path / "in"))
+    index["shards"][name] = index["shards"]["shard_00000.parquet"]
+    with UnrulyServer({"/in/index.json": json.dumps(index).encode()}) as server:
+        url = f"{server.url}/in/index.json"
+        for call in (lambda: dataset.list_shards(url, "train"),
+                     lambda: prepare.tokenize(url, str(tmp_path / "out" / "deep"))):
+            with pytest.raises(ValueError, match="is no name for a shard"):
+                call()
+        assert {path for path, _ in server.requests} == {"/in/index.json"}
+    assert os.listdir(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize("names, train, val, words", [
+    (["train-0-of-2", "train-1-of-2", "test-0-of-1", "validation-0-of-1"], [0, 1], [3],
+     "2 train shards, 1 val (by their names), 1 test (left out)"),
+    (["data/train-0-of-2", "data/train-1-of-2", "data/test-0-of-1"], [0], [1],
+     "1 train shards, 1 val (the last file, data/train-1-of-2.parquet), 1 test (left out)"),
+    (["training", "valid"], [0], [1], "(by their names)"),
+    (["val_1", "a", "b"], [1, 2], [0], "(by their names)"),
+    (["tester", "trainer", "value"], [0, 1], [2], "(the last file, value.parquet)"),
+    (["part-00000-5f.snappy", "part-00001-5f.snappy", "part-00002-5f.snappy"], [0, 1], [2], "the last file"),
+])
+def test_splits_are_taken_from_names_that_say_them(tmp_path, capsys, names, train, val, words):
+    """Hugging Face's layouts, also in data/; what others put beside their shards is no shard."""
+    texts = [f"{name} {i}" for i, name in enumerate(names)]
+    for name, text in zip(names, texts, strict=True):
+        os.makedirs(os.path.dirname(tmp_path / name), exist_ok=True)
+        pq.write_table(pa.table({"text": [text]}), tmp_path / f"{name}.parquet")
+    for name in ("_SUCCESS", "_metadata.parquet", "._train-0.parquet", ".part-0.parquet.crc", "README.md"):
+        (tmp_path / name).write_text("no shard")
+    empty = pa.table({"text": pa.array([], pa.string())})
+    pq.write_table(empty, tmp_path / os.path.dirname(names[-1]) / "z.parquet")
+    for split, places in (("train", train), ("val", val)):
+        shards = dataset.list_shards(str(tmp_path), split)
+        assert [shard.read(0).to_pylist() for shard in shards] == [[texts[i]] for i in places]
+    assert capsys.readouterr().err.count(words) == 1
+
+
+def test_link_to_nothing_is_an_error(tmp_path):
+    make_shards(tmp_path)
+    os.symlink("/nowhere", tmp_path / "shard_00001a.parquet")
+    with pytest.raises(OSError, match=r"shard_00001a\.parquet"):
+        dataset.list_shards(str(tmp_path), "train")
+
+
+def test_a_folder_of_two_kinds_is_an_error(tmp_path, byte_tokenizer):
+    make_shards(tmp_path / "text")
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    os.rename(tmp_path / "tokens" / "shard_00001.parquet", tmp_path / "text" / "shard_00003.parquet")
+    with pytest.raises(ValueError, match=r"two kinds, .*shard_00003.parquet"):
+        dataset.list_shards(str(tmp_path / "text"), "train")
+
+
+def test_ten_thousand_shards_are_listed_in_a_moment(tmp_path):
+    """With an index: no footer is opened, and a Shard costs microseconds."""
+    for i in range(10_000):
+        (tmp_path / f"shard_{i:05d}.parquet").touch()
+    entry = {"bytes": 0, "text_bytes": 100_000_000, "rows": [1024] * 50}
+    index = {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+    index["shards"] = {f"shard_{i:05d}.parquet": entry for i in range(10_000)}
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    began = time.process_time()
+    assert len(dataset.list_shards(str(tmp_path), "train")) == 9_999
+    assert time.process_time() - began < 2, "0.5 s on a quiet machine"
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Download: from servers that misbehave
 
 
@@ -433,7 +617,7 @@ class UnrulyServer(http.server.ThreadingHTTPServer):
     def __init__(self, files, faults=(), forever=None, sha256=False):
         super().__init__(("127.0.0.1", 0), UnrulyHandler)
         self.files, self.faults, self.forever, self.sha256 = files, list(faults), forever, sha256
-        self.requests, self.pace = [], 0
+        self.requests, self.pace, self.retry_after = [], 0, "1"
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -460,7 +644,7 @@ class UnrulyHandler(http.server.BaseHTTPRequestHandler):
         if data is None or isinstance(fault, int):
             self.send_response(404 if data is None else fault)
             if fault in (429, 503):
-                self.send_header("Retry-After", "1")
+                self.send_header("Retry-After", server.retry_after)
             self.end_headers()
             return
         tag = f'"{hash(data)}"'
@@ -520,8 +704,9 @@ def test_download_from_bad_server_ends_intact(tmp_path, public, quick, seed):
         assert dataset.download([name[1:] for name in public], str(tmp_path), server.url, workers=3) == {}
         assert not server.faults
     assert intact(tmp_path, public) == set(public)
-    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".parquet") == ["SHA256SUMS"]
-    assert dataset.verify(str(tmp_path))
+    others = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".parquet")
+    assert others == ["SHA256SUMS", "index.json"]
+    assert prepare.verify(str(tmp_path))
 
 
 @pytest.mark.parametrize("fault", [500, 404, "stall", "wrong bytes", "too short"])
@@ -567,18 +752,15 @@ def test_download_that_is_stopped_keeps_its_part(tmp_path, public, quick):
     stop.set()
     with UnrulyServer(public) as server:
         part = str(tmp_path / "part")
-        assert not dataset.fetch_rest(server.url + name, part, dataset.Progress(1, "shards"), stop)
+        dataset.fetch_rest(server.url + name, part, dataset.Progress(1, "shards"), stop)
     assert 0 < os.path.getsize(part) < len(public[name])
 
 
 @pytest.mark.parametrize("headers", [
     {"X-Linked-ETag": f'"{"ab" * 32}"'},
-    {"Repr-Digest": f"md5=:AAAA:, sha-256=:{base64.b64encode(bytes.fromhex('ab' * 32)).decode()}:"},
-    {"Digest": f"SHA-256={base64.b64encode(bytes.fromhex('ab' * 32)).decode()}"},
-    {"x-amz-checksum-sha256": base64.b64encode(bytes.fromhex("ab" * 32)).decode()},
     {"ETag": f'"{"ef" * 32}"', "Digest": "md5=AAAA"},
 ], ids=lambda headers: next(iter(headers)))
-def test_sha256_is_taken_from_what_servers_state(headers):
+def test_sha256_is_taken_from_what_hugging_face_states(headers):
     want = None if "md5=AAAA" in headers.values() else "ab" * 32
     empty = SimpleNamespace(headers={}, history=[])
     assert dataset.stated_sha256(SimpleNamespace(headers=headers, history=[empty])) == want
@@ -593,6 +775,45 @@ def test_download_honours_retry_after(tmp_path, public, quick):
         assert time.time() - start >= 1
 
 
+@pytest.mark.parametrize("forever, words", [
+    (429, "the server answered 429 Too Many Requests; next attempt in"), ("stall", "no byte of it comes"),
+    ("nobody", "refused; next attempt in"), ("lock", "another download is at it")])
+def test_download_says_what_it_waits_for(tmp_path, public, monkeypatch, capsys, forever, words):
+    monkeypatch.setattr(dataset, "IDLE_SECONDS", 0.1)
+    stopping = []
+
+    def stop_soon(seconds):
+        stopping.append(seconds)
+        if len(stopping) > 20:
+            raise KeyboardInterrupt
+        sleep(seconds)
+
+    sleep = time.sleep
+    monkeypatch.setattr(dataset.time, "sleep", stop_soon)
+    with UnrulyServer(public, forever=forever) as server, dataset.lock_file(f"{tmp_path}/held.lock"):
+        url = "http://127.0.0.1:9" if forever == "nobody" else server.url
+        name = "held" if forever == "lock" else "shard_00001.parquet"
+        with pytest.raises(KeyboardInterrupt):
+            dataset.download([name], str(tmp_path), url)
+    assert f"waiting: {name}" in (said := capsys.readouterr().err) and words in said
+
+
+def test_download_indexes_what_it_brought(tmp_path, public, quick):
+    """... and extends that index; a stop in between leaves a folder without one, not with a wrong one."""
+    names = [name[1:] for name in public]
+    with UnrulyServer(public) as server:
+        for some in (names[:2], names[:3], names[2:]):
+            assert dataset.download(some, str(tmp_path), server.url) == {}
+            index = json.loads((tmp_path / "index.json").read_bytes())
+            assert list(index["shards"]) == sorted(os.listdir(tmp_path))[2:]
+        os.remove(tmp_path / names[0])
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr(dataset, "index_what_is_there", lambda folder: None)
+        assert dataset.download(names, str(tmp_path), server.url) == {}
+        monkeypatch.undo()
+    assert not (tmp_path / "index.json").exists()
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
     """Two downloaders in one folder; one is stopped midway: the other ends with all files intact."""
@@ -600,8 +821,8 @@ def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
     files = {**public, val: public["/shard_00004.parquet"]}
     with UnrulyServer(files) as server:
         server.pace = 0.06
-        command = [sys.executable, DATASET_PY, "-n", "5", "-w", "2", "--base-url", server.url]
-        start = functools.partial(subprocess.Popen, [*command, "--out", tmp_path], text=True,
+        command = [*DATASET, "-n", "5", "-w", "2", "--base_url", server.url]
+        start = functools.partial(subprocess.Popen, [*command, "--out", tmp_path], text=True, cwd=HERE,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         first = start()
         while not list(tmp_path.glob("*.part")):
@@ -622,7 +843,7 @@ def test_download_shared_by_two_processes_one_stopped(tmp_path, public, how):
 def test_download_command_lists_what_is_missing(tmp_path, public):
     """`python dataset.py -n 2`: val is fetched too; what is missing is listed; the exit status says so."""
     with UnrulyServer(public) as server:
-        ended = run_dataset("-n", 2, "-w", 4, "--base-url", server.url + "/", "--out", tmp_path)
+        ended = run_command(DATASET, "-n", 2, "-w", 4, "--base_url", server.url + "/", "--out", tmp_path)
     assert ended.returncode == 1 and "Traceback" not in ended.stderr
     assert "2 of 3 shards are in" in ended.stdout
     assert "missing: shard_06542.parquet" in ended.stdout and "404" in ended.stdout
@@ -660,7 +881,7 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
     """All formats in, runs far smaller than the corpus: all documents come back, shuffled, val at the end."""
     texts = make_texts(1000)
     make_inputs(tmp_path / "in", texts)
-    report = dataset.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content", workers=2,
+    report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content", workers=2,
                              shard_bytes=sum(len(t.encode()) for t in texts) // 6)
     seen = read_all(tmp_path / "out")
     assert sorted(seen) == sorted(texts) and seen != texts
@@ -668,7 +889,9 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
     assert report["bytes"] == sum(len(t.encode()) for t in texts)
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
     assert 64 <= sum(val.rows) < 100, "lanes enough, of little text"
-    assert report["shards"] == 6 == len(os.listdir(tmp_path / "out"))
+    assert report["shards"] == 6
+    names = [f"shard_{number:05d}.parquet" for number in range(6)]
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.json", *names]
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
@@ -676,7 +899,7 @@ def test_convert_tells_what_it_left_out_of_a_folder(tmp_path):
     (tmp_path / "in" / ".hidden").mkdir(parents=True)
     for name in ("a.jsonl", "b.jsonl.bz2", ".hidden/c.jsonl"):
         (tmp_path / "in" / name).write_bytes(json_lines(make_texts(30), "text"))
-    ended = run_dataset("convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
+    ended = run_command(PREPARE, "convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
     assert "1 files -> 30 documents" in ended.stdout, ended.stderr
     assert f"2 other files in these folders were left out: {tmp_path}/in/.hidden/c.jsonl " in ended.stdout
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
@@ -687,28 +910,51 @@ def test_convert_gives_the_same_shards_for_any_number_of_workers(tmp_path):
     make_inputs(tmp_path / "in", make_texts(300))
     for workers in (1, 3):
         out = f"{tmp_path}/out{workers}"
-        dataset.convert([f"{tmp_path}/in/*.json*"], out, "raw_content", workers=workers)
+        prepare.convert([f"{tmp_path}/in/*.json*"], out, "raw_content", workers=workers)
     assert read_all(tmp_path / "out1") == read_all(tmp_path / "out3") != []
 
 
-def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
+def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch, threads_for_processes):
     """Runs of 2 kB and many of them give the order that one big run gives."""
     make_inputs(tmp_path / "in", make_texts(300))
-    (tmp_path / "build" / "runs").mkdir(parents=True)
-    files, _ = dataset.find_inputs([str(tmp_path / "in")])
-    orders = []
+    orders, counts, gather = [], [], prepare.gather_all
+    counted = lambda pool, building, size: (    # noqa: E731
+        counts.append(len(prepare.list_runs(building))), gather(pool, building, size))[1]
+    monkeypatch.setattr(prepare, "gather_all", counted)
+    monkeypatch.setattr(prepare, "group_files", lambda files, total: [(0, list(enumerate(files)))])
     for run_bytes in (1 << 30, 2000):
-        monkeypatch.setattr(dataset, "RUN_BYTES", run_bytes)
-        for old in (tmp_path / "build" / "runs").iterdir():
-            old.unlink()
-        for task in dataset.group_files(files, 1 << 40):
-            dataset.scatter_task(task, str(tmp_path / "build"), "raw_content", False, 0)
-        runs = dataset.list_runs(str(tmp_path / "build"))
-        _, text = dataset.histogram(runs)
-        pieces = [dataset.gather_piece(runs, *p) for p in dataset.pieces_of(text, 0, dataset.SLOTS)]
-        orders.append((len(runs), len(pieces), [t for piece in pieces for t in piece.to_pylist()]))
-    assert orders[0][0] == orders[0][1] == 1 and min(orders[1][:2]) > 5
-    assert orders[0][2] == orders[1][2]
+        monkeypatch.setattr(prepare, "RUN_BYTES", run_bytes)
+        prepare.convert([str(tmp_path / "in")], f"{tmp_path}/{run_bytes}", "raw_content", workers=1)
+        orders.append(read_all(f"{tmp_path}/{run_bytes}"))
+    assert counts[0] == 1 and counts[1] > 5
+    assert orders[0] == orders[1] and len(orders[0]) == 300
+
+
+TORN_GZIP = gzip.compress(json_lines(make_texts(900), "text"))[:-2000]
+
+
+@pytest.mark.parametrize("name, data, message, documents", [
+    ("a.json.gz", TORN_GZIP, "behind line [0-9]+: torn: ", 300),
+    ("a.json.gz", b"no gzip at all", "behind its beginning: torn: ", 0),
+    ("a.json.zst", b"no zstd at all", "behind its beginning: torn: ", 0),
+    ("a.parquet", b"PAR1 no parquet", "behind its beginning: torn: ", 0),
+    ("a.jsonl", TORN_GZIP, "the file: torn: by its first bytes it is .gz, not .jsonl; name it .gz", 0),
+    ("a.json", b"PAR1", "the file: torn: by its first bytes it is .parquet, not .json", 0),
+    ("a.arrow", b"ARROW1 no arrow", "behind its beginning: torn: ", 0),
+    ("a.csv", b'text\n"one more"\n"never ends\n', "behind line 2: torn: unexpected end of data", 1),
+    ("a.csv", b"text\ncaf\xe9\n", "behind its beginning: torn: 'utf-8' codec", 0),
+], ids=lambda value: value if isinstance(value, str) else "")
+def test_torn_file_is_an_error_that_says_what_is_lost(
+        tmp_path, threads_for_processes, name, data, message, documents):
+    """... also with skip_bad; with skip_torn what could be read is kept, the rest is counted and shown."""
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "good.jsonl").write_bytes(json_lines(["one", "two"], "text"))
+    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip_torn"):
+        prepare.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
+    report = prepare.convert([str(tmp_path)], str(tmp_path / "out"), skip_torn=True, workers=1)
+    assert report["bad"] == 1 and re.search(message, report["shown"][0])
+    seen = read_all(tmp_path / "out")
+    assert {"one", "two"} <= set(seen) and len(seen) >= 2 + documents
 
 
 @pytest.mark.parametrize("name, data, message", [
@@ -722,22 +968,21 @@ def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch):
     ("a.json", b'[{"text": "a"},\n {"text": "b"', "line 2: not JSON"),
     ("a.json", b'[{"text": "a"},\n', "line 2: not JSON"),
     ("a.json", b'[{"text": "a"}]\n{"text": "b"}', "the rest of the file: not JSON"),
-    ("a.json.gz", gzip.compress(json_lines(["x"] * 9, "text"))[:-20], "the rest of the file: "),
-    ("a.json.gz", b"no gzip at all", "the rest of the file: "),
-    ("a.json.zst", b"no zstd at all", "the rest of the file: "),
-    ("a.parquet", b"PAR1 no parquet", "the rest of the file: "),
     ("a.txt", b"caf\xe9", "the file: not UTF-8"),
+    ("a.md", b"caf\xe9", "the file: not UTF-8"),
+    ("a.csv", b"n,txt\n1,x\n", "line 2: no key 'text', only keys 'n', 'txt'"),
+    ("a.tsv", b"n\ttext\n1\n", "line 2: 'text' holds NoneType"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_bad_document_is_an_error_with_file_and_line(tmp_path, threads_for_processes, name, data, message):
     """... and with skip_bad it is counted and shown, and the others are kept."""
     (tmp_path / name).write_bytes(data)
     with open(tmp_path / "good.jsonl", "wb") as file:
         file.write(json_lines(["one", "two"], "text"))
-    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip-bad") as error:
-        dataset.convert([str(tmp_path)], str(tmp_path / "out"), workers=1)
+    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip_bad") as error:
+        prepare.convert([str(tmp_path)], str(tmp_path / "out"), workers=1)
     assert "\n" not in str(error.value)
     assert sorted(os.listdir(tmp_path)) == sorted([name, "good.jsonl"]), "an error leaves nothing behind"
-    report = dataset.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
+    report = prepare.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True, workers=1)
     assert report["bad"] == 1 and re.search(message, report["shown"][0])
     assert {"one", "two"} <= set(read_all(tmp_path / "out"))
 
@@ -746,42 +991,144 @@ def test_killed_convert_leaves_no_shards_and_the_same_command_starts_over(tmp_pa
     """SIGKILL midway: nothing under the output folder; run again, everything is there."""
     texts = make_texts(400)
     make_inputs(tmp_path / "in", texts)
-    command = [sys.executable, DATASET_PY, "convert", f"{tmp_path}/in/**", "--text-key", "raw_content",
-               "--out", f"{tmp_path}/out", "-w", "1"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    while not list(tmp_path.glob("out.convert.tmp/runs/*")):
+    arguments = ["convert", f"{tmp_path}/in/**", "--text_key", "raw_content", "--out", f"{tmp_path}/out",
+                 "-w", "1"]
+    process = subprocess.Popen([*PREPARE, *arguments], cwd=HERE, stderr=subprocess.DEVNULL)
+    while not list(tmp_path.glob("out.convert-*/runs/*")):
         assert process.poll() is None
         time.sleep(0.001)
     process.kill()
     process.wait(timeout=10)
     assert not (tmp_path / "out").exists()
-    ended = run_dataset(*command[2:])
+    ended = run_command(PREPARE, *arguments)
     assert ended.returncode == 0 and "400 documents" in ended.stdout, ended.stderr
     assert sorted(read_all(tmp_path / "out")) == sorted(texts)
-    ended = run_dataset(*command[2:])
+    ended = run_command(PREPARE, *arguments)
     assert ended.returncode == 1 and "is not empty" in ended.stderr and "Traceback" not in ended.stderr
 
 
-def test_convert_splits_long_documents_into_small_row_groups(tmp_path, threads_for_processes, monkeypatch):
+def test_convert_splits_long_documents_into_small_row_groups(monkeypatch):
     """A row group ends at 1,024 documents or at ROW_GROUP_BYTES; one longer document has one of its own."""
-    monkeypatch.setattr(dataset, "ROW_GROUP_BYTES", 1000)
-    lengths = [600, 600, 5000], [1] * 30, [], [9]
-    arrays = [pa.array(["x" * n for n in some], pa.large_string()) for some in lengths]
-    groups = list(dataset.cut_row_groups(arrays, rows=20))
-    assert [len(group) for group in groups] == [1, 1, 1, 20, 11]
-    assert [t for g in groups for t in g.to_pylist()] == [t for a in arrays for t in a.to_pylist()]
+    monkeypatch.setattr(prepare, "ROW_GROUP_BYTES", 1000)
+    lengths = np.array([600, 600, 5000, *[1] * 30, 9])
+    groups = list(prepare.plan_row_groups(lengths, rows=20))
+    assert [b - a for a, b in groups] == [1, 1, 1, 20, 11]
+    assert [i for a, b in groups for i in range(a, b)] == list(range(34))
+
+
+def test_one_long_document_is_not_val(tmp_path, threads_for_processes):
+    for i in range(100):
+        (tmp_path / f"{i}.txt").write_text("short " * (20_000 if i == 7 else 1))
+    for seed in range(30):
+        prepare.convert([str(tmp_path / "*.txt")], str(tmp_path / "out"), seed=seed, workers=1)
+        val, = dataset.list_shards(str(tmp_path / "out"), "val")
+        assert sum(val.rows) == 10 and max(len(text) for text in val.read(0).to_pylist()) < 10
+        shutil.rmtree(tmp_path / "out")
+
+
+def test_every_kind_of_file_converts(tmp_path, threads_for_processes):
+    """csv, tsv, md, feather, Arrow's file and stream, byte order marks, Spark's and Hugging Face's."""
+    texts = [f"{text}, a \"quoted\" line\nand one more" for text in make_texts(8)]
+    (tmp_path / "in").mkdir()
+    for number, (name, delimiter) in enumerate([("a.csv", ","), ("b.tsv.gz", "\t")]):
+        opened = gzip.open if name.endswith(".gz") else open
+        with opened(tmp_path / "in" / name, "wt", encoding="utf-8-sig", newline="") as file:
+            rows = csv.writer(file, delimiter=delimiter)
+            rows.writerows([["n", "text"], [1, texts[number]]])
+    (tmp_path / "in" / "c.md").write_text(texts[2], encoding="utf-8-sig")
+    kinds = [("d.feather", pa.ipc.new_file), ("e.arrow", pa.ipc.new_file), ("f.arrow", pa.ipc.new_stream)]
+    for (name, opened), text in zip(kinds, texts[3:6], strict=True):
+        table = pa.table({"text": pa.array([text], pa.large_string()), "n": [1]})
+        with opened(str(tmp_path / "in" / name), table.schema) as writer:
+            writer.write_table(table)
+    (tmp_path / "in" / "state.json").write_text('{"_fingerprint": "0"}')
+    (tmp_path / "in" / "_SUCCESS").write_text("")
+    for part, some in enumerate([texts[6:8], []]):
+        table = pa.table({"text": pa.array(some, pa.string())})
+        pq.write_table(table, tmp_path / "in" / f"part-0000{part}-4a5f.c000.snappy.parquet")
+    report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), workers=1)
+    assert sorted(read_all(tmp_path / "out")) == sorted(texts) and report["files"] == 8
+    assert [os.path.basename(path) for path in report["others"]] == ["_SUCCESS", "state.json"]
+
+
+def test_a_text_file_is_cut_when_asked(tmp_path, threads_for_processes):
+    """At blank lines, else at line ends, else at spaces, else within no character; not a byte is lost."""
+    text = "\n\n".join(make_texts(40)) + "ä" * 5000
+    (tmp_path / "input.txt").write_text(text, encoding="utf-8-sig", newline="")
+    prepare.convert([str(tmp_path / "input.txt")], str(tmp_path / "out"), cut_bytes=1001, workers=1)
+    with open(tmp_path / "input.txt", "rb") as file:
+        parts = [part for _, part, _ in prepare.text_documents(file, 1001)]
+    assert b"".join(parts) == text.encode() and max(map(len, parts)) <= 1001
+    assert sorted(part.decode() for part in parts) == sorted(read_all(tmp_path / "out"))
+    assert sum(part.endswith(b"\n\n") for part in parts) > 2
+
+
+def test_folders_are_entered_once_and_must_be_readable(tmp_path, threads_for_processes):
+    """A loop of links multiplies no document; a folder that cannot be read is an error."""
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "deep" / "a.jsonl").write_bytes(json_lines(make_texts(20), "text"))
+    os.symlink("..", tmp_path / "in" / "deep" / "loop")
+    report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), workers=1)
+    assert report["documents"] == 20
+    real, refuse = os.scandir, str(tmp_path / "in" / "deep")
+
+    def scandir(path):
+        if str(path) == refuse:
+            raise PermissionError(13, "Permission denied", refuse)
+        return real(path)
+
+    with pytest.MonkeyPatch.context() as patch:    # root may read everything
+        patch.setattr(os, "scandir", scandir)
+        with pytest.raises(PermissionError, match="deep"):
+            prepare.convert([str(tmp_path / "in")], str(tmp_path / "out2"), workers=1)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_of_convert_end_with_it(tmp_path, how):
+    """Killed or stopped midway: within seconds no worker is left, and the next run works."""
+    (tmp_path / "in").mkdir()
+    for i in range(4):
+        (tmp_path / "in" / f"{i}.jsonl").write_bytes(json_lines(["some text " * 50] * 40_000, "text"))
+    arguments = ["convert", f"{tmp_path}/in", "--out", f"{tmp_path}/out", "-w", "2"]
+    process = subprocess.Popen([*PREPARE, *arguments], cwd=HERE, stderr=subprocess.PIPE, text=True,
+                               start_new_session=True)
+    while not list(tmp_path.glob("out.convert-*/runs/*")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    children = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and group_of(pid) == process.pid]
+    assert len(children) >= 3
+    process.send_signal(how) if how == signal.SIGKILL else os.killpg(process.pid, how)
+    _, words = process.communicate(timeout=30)
+    deadline = time.time() + 20
+    while [pid for pid in children if group_of(pid) == process.pid]:
+        assert time.time() < deadline, "workers live on"
+        time.sleep(0.05)
+    if how == signal.SIGINT:
+        assert "Traceback" not in words and "stopped" in words, words
+        assert sorted(os.listdir(tmp_path)) == ["in"]
+    ended = run_command(PREPARE, *arguments)
+    assert "160,000 documents" in ended.stdout, ended.stderr
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def group_of(pid):
+    """Of a process that lives."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        state, _, group = file.read().rpartition(")")[2].split()[:3]
+        return int(group) if state != "Z" else None
 
 
 @pytest.mark.parametrize("inputs, message", [
-    (["nothing*.jsonl"], "no such files; expected .jsonl, .json"), (["a.csv"], "cannot convert a.csv"),
+    (["nothing*.jsonl"], "no such files; expected .jsonl, .json"),
+    (["a.pdf"], "cannot convert a.pdf.*a line .\"text"),
     (["http://127.0.0.1:9/a.jsonl"], "fetch it first"), (["one.txt"], "1 documents are too few"),
 ])
 def test_convert_says_what_it_cannot_take(tmp_path, monkeypatch, threads_for_processes, inputs, message):
     monkeypatch.chdir(tmp_path)
-    for name in ("a.csv", "one.txt"):
+    for name in ("a.pdf", "one.txt"):
         (tmp_path / name).write_text("a,b")
     with pytest.raises(ValueError, match=message):
-        dataset.convert(inputs, "out", workers=1)
+        prepare.convert(inputs, "out", workers=1)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -873,43 +1220,85 @@ def test_s3_inputs_convert(tmp_path, s3, threads_for_processes):
             out.write((tmp_path / "in" / name).read_bytes())
     want = sorted(texts[0::8] + texts[1::8] + texts[2::8])
     for number, pattern in enumerate(["bucket/raw", "bucket/raw/*.json*", "bucket/ra*"]):
-        dataset.convert([f"s3://{pattern}{s3.query}"], f"{tmp_path}/{number}", "raw_content", workers=1)
+        prepare.convert([f"s3://{pattern}{s3.query}"], f"{tmp_path}/{number}", "raw_content", workers=1)
         assert sorted(read_all(tmp_path / str(number))) == want
 
 
-def list_of(folder):
-    return "".join(f"{path.name} {path.stat().st_size}\n" for path in folder.iterdir()).encode()
-
-
-def test_http_list_of_shards_gives_the_same_documents(tmp_path, quick):
-    """data_dir may be the URL of a list `name bytes`; dropped connections, stalls and 503 are tried again."""
+def test_http_index_gives_the_same_documents(tmp_path, quick):
+    """data_dir may be the URL of an index.json; dropped connections, stalls and 503 are tried again."""
     texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     files = {f"/d/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
-    files["/d/shards.txt"] = list_of(tmp_path)
     faults = [None, None, "cut", 500, None, "stall", None, "cut"]
     with UnrulyServer(files, faults) as server:
-        assert read_all(f"{server.url}/d/shards.txt") == texts
+        assert read_all(f"{server.url}/d/index.json") == texts
         assert not server.faults
         ranges = [asked for path, asked in server.requests if path.endswith(".parquet")]
         assert len(ranges) > 5 and all(ranges), "a whole shard was fetched"
-        server.files["/d/shards.txt"] = b"shard_00000.parquet\n"
-        with pytest.raises(ValueError, match="line 1: expected `name bytes`"):
-            dataset.list_shards(f"{server.url}/d/shards.txt", "train")
+        server.files["/d/index.json"] = b"shard_00000.parquet 1925\n"
+        with pytest.raises(ValueError, match=r"d/index.json is no index of shards .*python dataset.py index"):
+            dataset.list_shards(f"{server.url}/d/index.json", "train")
 
 
 def test_remote_shard_that_stays_away_is_an_error(tmp_path, quick, monkeypatch):
     """After READ_ATTEMPTS the error names shard, row group and command."""
     monkeypatch.setattr(dataset, "READ_ATTEMPTS", 3)
     make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
     files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
-    files["/list"] = list_of(tmp_path)
     with UnrulyServer(files) as server:
-        shard = dataset.list_shards(f"{server.url}/list", "train")[0]
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
         assert shard.rows
         server.forever, server.requests[:] = 500, []
         with pytest.raises(dataset.ShardError, match=r"00000.parquet, row group 1: .*500.*--data http"):
             shard.read(1)
         assert len(server.requests) == 3
+
+
+def test_busy_server_is_waited_for_longer_than_a_broken_one(tmp_path, quick, monkeypatch):
+    """More answers of 429 and 503 than READ_ATTEMPTS; Retry-After is honoured; in the end it is an error."""
+    texts = make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
+    files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    with UnrulyServer(files, [429]) as server:
+        began = time.monotonic()
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
+        assert time.monotonic() - began >= 1, "its Retry-After"
+        server.retry_after, server.faults = "", [429, 503] * dataset.READ_ATTEMPTS
+        assert shard.read(0).to_pylist() == texts[:8] and not server.faults
+        monkeypatch.setattr(dataset, "BUSY_SECONDS", 0.1)
+        server.forever = 429
+        with pytest.raises(dataset.ShardError, match="answered 429"):
+            shard.read(1)
+
+
+def test_no_more_requests_than_the_cap_are_in_flight(tmp_path, quick, monkeypatch):
+    """32 threads, a cap of 3; every third answer is 429 or 503, some are cut: the documents are the same."""
+    texts = make_shards(tmp_path, counts=(120, 12))
+    dataset.write_index(str(tmp_path))
+    files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
+    get, under_way, most = dataset.http_get, [], []
+
+    def counted_get(*arguments):
+        under_way.append(1)
+        most.append(len(under_way))
+        try:
+            return get(*arguments)
+        finally:
+            under_way.pop()
+
+    monkeypatch.setattr(dataset, "http_get", counted_get)
+    monkeypatch.setattr(dataset, "REQUESTS_AT_ONCE", 3)
+    dataset.count_requests_anew()
+    with UnrulyServer(files) as server, ThreadPoolExecutor(32) as pool:
+        server.retry_after, server.pace = "", 0.005
+        server.faults = [{0: 429, 5: 503}.get(i % 6, "cut" if i % 10 == 7 else None) for i in range(60)]
+        shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
+        seen = pool.map(shard.read, range(15))
+        assert [text for array in seen for text in array.to_pylist()] == texts[:120]
+        assert max(most) == 3
+    monkeypatch.undo()
+    dataset.count_requests_anew()
 
 
 def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
@@ -928,9 +1317,9 @@ def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
 
 @pytest.fixture
 def byte_tokenizer(monkeypatch):
-    """`from tokenizer import get_tokenizer` gives the ByteTokenizer."""
+    """get_tokenizer() gives the ByteTokenizer."""
     made = ByteTokenizer()
-    monkeypatch.setitem(sys.modules, "tokenizer", SimpleNamespace(get_tokenizer=lambda folder=None: made))
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda folder=None: made)
     return made
 
 
@@ -941,7 +1330,7 @@ def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
     texts[-1], texts[-2] = None, ""
     last = [pa.array(texts[80:86]), pa.array(texts[86:])]
     dataset.write_shard(f"{tmp_path}/text/shard_00002.parquet", last)
-    n = dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
+    n = prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
     assert n == sum(1 + len(text.encode()) for text in texts if text is not None)
     for split in ("train", "val"):
         both = [dataset.list_shards(f"{tmp_path}/{kind}", split) for kind in ("text", "tokens")]
@@ -957,44 +1346,86 @@ def test_tokenize_goes_on_where_it_was_stopped(tmp_path, byte_tokenizer, monkeyp
     """Stopped midway, the folder is refused; the same call keeps what is done; another tokenizer: refused."""
     make_shards(tmp_path / "text")
     text, out = str(tmp_path / "text"), str(tmp_path / "out")
-    total = dataset.tokenize(text, str(tmp_path / "whole"))
+    total = prepare.tokenize(text, str(tmp_path / "whole"))
     real, calls = byte_tokenizer.encode_documents, []
     monkeypatch.setattr(ByteTokenizer, "encode_documents", lambda self, texts: calls.append(1) or real(texts))
     monkeypatch.setattr(dataset, "sync", lambda path: 1 / 0 if "00002" in path else None)
     with pytest.raises(ZeroDivisionError):
-        dataset.tokenize(text, out, threads=1)
+        prepare.tokenize(text, out, threads=1)
     assert sorted(os.listdir(out)) == ["shard_00000.parquet", "shard_00001.parquet"]
-    with pytest.raises(OSError, match=r"no source\.json stands beside it"):
-        _ = dataset.list_shards(out, "val")[0].kind
+    with pytest.raises(ValueError, match=r"no index\.json stands beside .*let `.* tokenize` end"):
+        dataset.list_shards(out, "val")
     monkeypatch.undo()
-    tokenizer = SimpleNamespace(get_tokenizer=lambda folder=None: byte_tokenizer)
-    monkeypatch.setitem(sys.modules, "tokenizer", tokenizer)
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda folder=None: byte_tokenizer)
     before = os.stat(f"{out}/shard_00000.parquet").st_mtime_ns
-    assert dataset.tokenize(text, out) == total
+    assert prepare.tokenize(text, out) == total
     assert os.stat(f"{out}/shard_00000.parquet").st_mtime_ns == before
     monkeypatch.setattr(ByteTokenizer, "fingerprint", lambda self: "another")
     with pytest.raises(ValueError, match="made of other text or by another tokenizer"):
-        dataset.tokenize(text, out)
+        prepare.tokenize(text, out)
     with pytest.raises(ValueError, match="holds tokens already"):
-        dataset.tokenize(out, str(tmp_path / "twice"))
+        prepare.tokenize(out, str(tmp_path / "twice"))
     with pytest.raises(ValueError, match="is the folder of the text"):
-        dataset.tokenize(text, f"{tmp_path}/out/../text")
+        prepare.tokenize(text, f"{tmp_path}/out/../text")
 
 
 def test_verify_finds_damage_and_exits_non_zero(tmp_path):
     """A table with nulls counted; a flipped byte: DAMAGED, what to type next, exit status 1."""
     make_shards(tmp_path)
     dataset.write_shard(f"{tmp_path}/shard_00003.parquet", [pa.array(["a", None, None], pa.string())])
-    ended = run_dataset("verify", "--data", tmp_path)
+    ended = run_command(PREPARE, "verify", "--data", tmp_path)
     assert ended.returncode == 0 and "4 of 4 shards intact, 95 documents, 2 null" in ended.stdout
     data = bytearray((tmp_path / "shard_00001.parquet").read_bytes())
     data[len(data) // 3] ^= 4
     (tmp_path / "shard_00001.parquet").write_bytes(data)
-    ended = run_dataset("verify", "--data", tmp_path)
+    ended = run_command(PREPARE, "verify", "--data", tmp_path)
     assert ended.returncode == 1 and ended.stderr == ""
     assert re.search(r"shard_00001.parquet +DAMAGED .*row group", ended.stdout)
     assert "3 of 4 shards intact" in ended.stdout
     assert f"next: rm {tmp_path}/shard_00001.parquet\n" in ended.stdout
+
+
+def test_verify_advises_to_remove_only_what_is_proven_damaged(tmp_path, capsys, monkeypatch, quick):
+    """Not a sound file with another column, nor one that is not ours to read, missing, new, or far away."""
+    folder = tmp_path / "it's here"
+    make_shards(folder, counts=(8, 8, 8, 8))
+    dataset.write_index(str(folder))
+    pq.write_table(pa.table({"raw": ["sound"]}), folder / "shard_00000.parquet")
+    (folder / "shard_00001.parquet").unlink()
+    damaged = bytearray((folder / "shard_00002.parquet").read_bytes())
+    damaged[len(damaged) // 3] ^= 4
+    (folder / "shard_00002.parquet").write_bytes(damaged)
+    real = dataset.open_file
+
+    def open_file(folder, name, size):
+        if "00003" in name:
+            raise PermissionError(13, "Permission denied")
+        return real(folder, name, size)
+
+    monkeypatch.setattr(dataset, "open_file", open_file)
+    assert not prepare.verify(str(folder))
+    words = capsys.readouterr().out
+    assert re.search("00000.parquet +PROBLEM .*no column `text`, only 'raw'", words)
+    assert re.search(r"00001.parquet +PROBLEM +it is in index.json, but not there", words)
+    assert re.search("00002.parquet +DAMAGED .*row group 0", words) and "0 of 4 shards intact" in words
+    assert re.search("00003.parquet +PROBLEM .*Permission denied", words)
+    advice = f"next: rm {shlex.quote(f'{folder}/shard_00002.parquet')}\n"
+    assert words.count("next: rm") == words.count(advice) == 1
+    monkeypatch.undo()
+    make_shards(folder, counts=(8, 8, 8, 8))
+    shutil.copy(folder / "shard_00000.parquet", folder / "shard_00004.parquet")
+    assert not prepare.verify(str(folder))
+    words = capsys.readouterr().out
+    assert "4 of 5 shards intact" in words and "next: rm" not in words
+    assert re.search("00004.parquet +PROBLEM +it is not what index.json says; .*dataset.py index", words)
+    dataset.write_index(str(folder))
+    assert prepare.verify(str(folder)) and capsys.readouterr()
+    files = {f"/{path.name}": path.read_bytes() for path in folder.iterdir()}
+    files["/shard_00002.parquet"] = bytes(len(files["/shard_00002.parquet"]))
+    with UnrulyServer(files) as server:
+        assert not prepare.verify(f"{server.url}/index.json")
+    words = capsys.readouterr().out
+    assert re.search("00002.parquet +PROBLEM ", words) and "rm" not in words
 
 
 def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
@@ -1002,35 +1433,39 @@ def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 2]}), path)
     (tmp_path / "SHA256SUMS").write_text(f"{dataset.sha256_of(path)}  a.parquet\n")
-    assert dataset.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
+    assert prepare.verify(str(tmp_path)) and "SHA-256" in capsys.readouterr().out
     pq.write_table(pa.table({"text": ["one", "two"], "more": [1, 3]}), path)
-    assert not dataset.verify(str(tmp_path))
+    assert not prepare.verify(str(tmp_path))
     (tmp_path / "SHA256SUMS").write_text("0123  a.parquet\n")
     with pytest.raises(ValueError, match=r"SHA256SUMS, line 1: expected `SHA-256  name`, saw '0123"):
-        dataset.verify(str(tmp_path))
+        prepare.verify(str(tmp_path))
 
 
 def test_stats_counts_documents_bytes_tokens_and_lanes(tmp_path, byte_tokenizer, capsys):
     texts = make_shards(tmp_path / "text")
-    dataset.stats(str(tmp_path / "text"))
+    prepare.stats(str(tmp_path / "text"))
     size = sum(len(text.encode()) for text in texts[:80])
     words = capsys.readouterr().out
     assert re.search(rf"train +2 +10 +80 +0 +{size / 1e6:.1f}  about", words)
     assert re.search(r"val +2 to 2 row groups a shard; at most 12 lanes, and up to 2 that share no", words)
-    dataset.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
-    dataset.stats(str(tmp_path / "tokens"))
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    prepare.stats(str(tmp_path / "tokens"))
     assert f"  {size + 80:,}\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, status, message", [
-    ((), 0, "python dataset.py -n 8"), (("--help",), 0, "COMMAND"), (("foo",), 2, "invalid choice: 'foo'"),
-    (("-n", "0"), 1, "error: -n 0: expected how many train shards"), (("-n", "many"), 2, "invalid int value"),
-    (("verify", "--data", "/does/not/exist"), 1, "error: no parquet files in /does/not/exist; get some with"),
-    (("convert", "nothing.jsonl"), 1, "error: nothing.jsonl: no such files"),
-    (("convert", "x", "--out", "s3://b/x"), 1, "error: cannot write to s3://b/x"),
+@pytest.mark.parametrize("command, arguments, status, message", [
+    (DATASET, "", 0, "python dataset.py -n 8"), (DATASET, "--help", 0, "COMMAND"),
+    (DATASET, "foo", 2, "invalid choice: 'foo'"), (PREPARE, "foo", 2, "invalid choice: 'foo'"),
+    (DATASET, "-n 0", 1, "error: -n 0: expected how many train shards"),
+    (DATASET, "-n 2 -w 0", 1, "error: -w 0: expected how many downloads at once"),
+    (DATASET, "-n many", 2, "invalid int value"), (PREPARE, "--help", 0, "python -m dev.prepare convert"),
+    (PREPARE, "verify --data /does/not/exist", 1,
+     "error: no parquet files in /does/not/exist; get some with"),
+    (PREPARE, "convert nothing.jsonl", 1, "error: nothing.jsonl: no such files"),
+    (PREPARE, "convert x --out s3://b/x", 1, "error: cannot write to s3://b/x"),
 ])
-def test_command_line_errors_are_one_glad_line(tmp_path, arguments, status, message):
-    ended = run_dataset(*arguments, NANOLOADER_BASE_DIR=str(tmp_path))
+def test_command_line_errors_are_one_glad_line(tmp_path, command, arguments, status, message):
+    ended = run_command(command, *arguments.split(), NANOLOADER_BASE_DIR=str(tmp_path))
     assert ended.returncode == status and message in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     assert status != 1 or ended.stderr.count("\n") == 1
@@ -1129,12 +1564,17 @@ def test_documents_of_every_kind_in_one_chunk():
     """str, bytes and memoryview give the same ids; an empty document is a BOS, a null one has no tokens."""
     tok, text = small_tokenizer(), standard_library()[3][:5000] + "é漢😀"
     data = text.encode()
-    ids, bounds = tok.encode_documents([text, None, "", data, b"", memoryview(data).cast("b"), None])
+    texts = [text, None, "", data, b"", memoryview(data).cast("b"), None]
+    ids, bounds = tok.encode_documents(texts)
     whole = plain_ids(tok, text)
     assert ids.tolist() == [*whole, 1015, *whole, 1015, *whole]
     n = len(whole)
     assert bounds.tolist() == [0, n, n, n + 1, 2 * n + 1, 2 * n + 2, 3 * n + 2, 3 * n + 2]
     assert ids.dtype == tok.dtype == np.uint16 and bounds.dtype == np.int64
+    for kind in pa.string(), pa.large_string(), pa.binary(), pa.large_binary():
+        array = pa.array([None if piece is None else text[:len(piece)] for piece in texts], kind).slice(1)
+        same, _ = tok.encode_documents(array)
+        assert same.tolist() == tok.encode_documents(array.cast(pa.string()).to_pylist())[0].tolist()
     for nothing in [], [None], [None, None]:
         ids, bounds = tok.encode_documents(nothing)
         assert ids.tolist() == [] and bounds.tolist() == [0] * (len(nothing) + 1) and ids.dtype == tok.dtype
@@ -1296,8 +1736,8 @@ def assert_same_ids(pattern, texts):
     pieces = [text.encode() for text in texts]
     (ids, bounds), (want, want_bounds) = fast.encode(pieces), exact.encode(pieces)
     for i, piece in enumerate(pieces):
-        got = ids[bounds[i]:bounds[i + 1]].tolist()
-        assert got == want[want_bounds[i]:want_bounds[i + 1]].tolist(), piece
+        mine, theirs = ids[bounds[i]:bounds[i + 1]], want[want_bounds[i]:want_bounds[i + 1]]
+        assert mine.tolist() == theirs.tolist(), piece
     assert bounds.tolist() == want_bounds.tolist() and not fast.failures
 
 
@@ -1652,7 +2092,7 @@ def test_command_trains_and_says_so(tmp_path, monkeypatch, capsys):
     assert f"{ratio:.2f} bytes per token" in said and f"engine: {tok.engine}" in said
     batches["train"] = None    # not even read where there is a tokenizer: checkpoints may need it
     before = [(tmp_path / name).read_bytes() for name in sorted(os.listdir(tmp_path))]
-    for flags, message in ((), "move it: mv "), (("--vocab_size", "99999999999"), "move it: mv "):
+    for flags, message in ((), "move this one: mv "), (("--vocab_size", "99999999999"), "move this one: mv "):
         monkeypatch.setattr(sys, "argv", ["tokenizer.py", "--out", str(tmp_path), *flags])
         with pytest.raises(SystemExit, match=message):
             tokenizer_module.main()
@@ -1672,26 +2112,21 @@ def chunk_of(lengths, first=0):
     for i, n in enumerate(lengths):
         ids += [BOS, *(1000 * (first + i) + k for k in range(1, n))][:n]
         bounds.append(len(ids))
-    rows = range(first + len(lengths))
-    return Chunk(np.array(ids, np.int64), bounds, Slice(1, 0, 0, rows, 0, 0), first)
+    return Chunk(np.array(ids, np.int64), bounds, Ref(doc=first))
 
 
-def pack(packer, lengths, batch=None):
+def puller(lengths, batch=3):
+    """What packers pull: chunks of so many documents."""
+    chunks = (chunk_of(lengths[i:i + batch], i) for i in range(0, len(lengths), batch))
+    return lambda: next(chunks, None)
+
+
+def pack(packer, lengths, batch=3):
     """All rows of a finite run of a packer over documents of these lengths."""
-    chunk, i, rows = chunk_of(lengths), 0, []
-    while True:
-        ended = i == len(lengths)
-        row = packer.row(ended)
-        if row is None:
-            if batch:
-                packer.take(chunk_of(lengths[i:i + batch], i), 0)
-                i = min(len(lengths), i + batch)
-            else:
-                i = packer.take(chunk, i)
-        elif row:
-            rows.append(np.concatenate(row).tolist())
-        else:
-            return rows
+    pull, rows = puller(lengths, batch), []
+    while row := packer.row(pull):
+        rows.append(np.concatenate(row).tolist())
+    return rows
 
 
 def documents_of(lengths):
@@ -1734,14 +2169,14 @@ def test_flat_packer_is_the_stream_cut_every_T_tokens(lengths, T):
 
 @given(sizes, st.integers(1, 20), st.integers(1, 12), st.integers(1, 5))
 def test_bestfit_packer_is_nanochats_rule(lengths, T, buffer_size, batch):
-    assert pack(BestFitPacker(T, buffer_size), lengths, batch) == bestfit_reference(
+    assert pack(BestFitPacker(T, buffer_size, batch), lengths, batch) == bestfit_reference(
         lengths, T, buffer_size, batch)
 
 
 def test_bestfit_packer_is_nanochats_rule_over_10_000_rows():
     lengths = np.random.default_rng(0).lognormal(3.5, 1.1, 30_000).astype(int) + 1
     want = bestfit_reference(lengths.tolist(), 100, 50, 16)
-    assert pack(BestFitPacker(100, 50), lengths.tolist(), 16) == want
+    assert pack(BestFitPacker(100, 50, 16), lengths.tolist(), 16) == want
     assert len(want) > 10_000
 
 
@@ -1767,7 +2202,7 @@ def test_gap_is_filled_exactly_wherever_any_subset_does(gap, lengths):
 @given(sizes, st.integers(2, 24), st.integers(1, 10), st.booleans())
 def test_exactfit_rows_hold_every_token_once_and_whole_documents(lengths, T, buffer_size, keep):
     """Every piece begins with BOS; without the BOS of the pieces, the rows are the documents."""
-    rows = pack(ExactFitPacker(T, np.array([BOS]), buffer_size, "keep" if keep else "drop"), lengths)
+    rows = pack(ExactFitPacker(T, buffer_size, "keep" if keep else "drop"), lengths)
     assert all(len(row) == T + 1 for row in rows[:-1])
     pieces = [piece for row in rows for piece in split_at_bos(row)]
     got = collections.Counter(token for piece in pieces for token in piece if token != BOS)
@@ -1788,50 +2223,55 @@ def split_at_bos(row):
 @given(st.lists(st.integers(2, 30), max_size=40), st.integers(4, 24), st.integers(1, 8), st.booleans())
 def test_exactfit_opens_with_the_oldest_and_cuts_only_where_no_subset_fits(lengths, T, buffer_size, keep):
     """The buffer is read before every row, which must be what the rule makes of it; all subsets are tried."""
-    packer, cropped = ExactFitPacker(T, np.array([BOS]), buffer_size, "keep" if keep else "drop"), []
+    packer, cropped = ExactFitPacker(T, buffer_size, "keep" if keep else "drop"), []
     cut_to_fit = packer._cut_to_fit
     packer._cut_to_fit = lambda left: cropped.append(left) or cut_to_fit(left)
-    chunk, i = chunk_of(lengths), 0
-    while True:
-        before = [(len(document.ids), document.ref[4]) for document in packer.buffer.values()]
-        row = packer.row(i == len(lengths))
-        if row is None:
-            i = packer.take(chunk, i)
-        elif row:
-            opener = min(before[0][0], T + 1)
-            gap, reachable = T + 1 - opener, {0}
-            for n, offset in before[1:]:
-                reachable |= {s + n for s in reachable if offset == 0 and s + n <= gap}
-            assert len(split_at_bos(np.concatenate(row).tolist())[0]) == opener
-            assert gap - sum(cropped) == max(reachable)
-            cropped.clear()
-        else:
-            break
+    pull, buffers = puller(lengths), note_buffers(packer)
+    while row := packer.row(pull):
+        before = buffers[-1]
+        opener = min(before[0][0], T + 1)
+        gap, reachable = T + 1 - opener, {0}
+        for n, token in before[1:]:
+            reachable |= {s + n for s in reachable if token == 0 and s + n <= gap}
+        assert len(split_at_bos(np.concatenate(row).tolist())[0]) == opener
+        assert gap - sum(cropped) == max(reachable)
+        cropped.clear()
+
+
+def note_buffers(packer):
+    """A list that gets, for every row, the buffer that it is chosen from: (tokens left, token) of each."""
+    buffers, pop = [], packer._pop
+
+    def note(arrival):
+        if len(buffers) <= packer.rows - first:
+            buffers.append([(dataloader.tokens_left(d), d.ref.token) for d in packer.buffer.values()])
+        return pop(arrival)
+
+    first, packer._pop = packer.rows, note
+    return buffers
 
 
 def test_exactfit_buffer_grows_with_the_rows():
     """So that the first batch of many lanes comes soon."""
-    packer, chunk, i, held = ExactFitPacker(99, np.array([BOS]), 200, "keep"), chunk_of([20] * 1000), 0, []
+    packer, pull = ExactFitPacker(99, 200, "keep"), puller([20] * 1000, 1)
+    buffers = note_buffers(packer)
     for _ in range(100):
-        i = packer.take(chunk, i)
-        held.append(len(packer.held()))
-        packer.row(False)
-    assert held == [min(200, 32 + 4 * row) for row in range(100)]
+        packer.row(pull)
+    assert [len(buffer) for buffer in buffers] == [min(200, 32 + 4 * row) for row in range(100)]
 
 
 def test_exactfit_drop_counts_what_it_drops():
-    packer = ExactFitPacker(8, np.array([BOS]), 4, "drop")
-    assert len(pack(packer, [100] * 50)) == 50 and packer.dropped == 50 * (100 - 9)
+    packer = ExactFitPacker(8, 4, "drop")
+    assert len(pack(packer, [100] * 50)) == 50 and packer.counts["dropped"] == 50 * (100 - 9)
 
 
 @pytest.mark.parametrize("rows_long", [3, 50])
 def test_exactfit_rows_of_one_document_stand_far_apart(rows_long):
     """Where all documents are long, however long: by a quarter of the buffer at least."""
     T, seen, nearest = 8, {}, math.inf
-    packer, chunk, i = ExactFitPacker(T, np.array([BOS]), 128, "keep"), chunk_of([rows_long * T] * 800), 0
+    packer, pull = ExactFitPacker(T, 128, "keep"), puller([rows_long * T] * 800)
     for row in range(1500):
-        i = packer.take(chunk, i)
-        number = np.concatenate(packer.row(False))[1] // 1000    # of the document that opens it
+        number = np.concatenate(packer.row(pull))[1] // 1000    # of the document that opens it
         if row > 100:
             nearest = min(nearest, row - seen.get(number, -math.inf))
         seen[number] = row
@@ -1848,33 +2288,39 @@ def test_exactfit_on_lognormal_lengths(tails, buffer_size, most_cut):
     T, n = 2048, int(os.environ.get("NANOLOADER_DOCUMENTS", 20_000))
     lengths = np.maximum(1, np.random.default_rng(1).lognormal(6.15, 1.13, n)).astype(int).tolist()
     bounds = [0, *itertools.accumulate(lengths)]
-    packer, i, rows, seconds = ExactFitPacker(T, np.array([BOS]), buffer_size, tails), 0, 0, 0.0
-    came, longest_wait = {}, 0    # of whole documents in the buffer: (rows, documents before it)
-    chunk = Chunk(np.broadcast_to(np.int64(0), bounds[-1]), bounds, Slice(1, 0, 0, range(n), 0, 0), 0)
+    packer, i, rows, seconds = ExactFitPacker(T, buffer_size, tails), 0, 0, 0.0
+    waiting, longest_wait = {}, 0    # whole documents in the buffer: {number: (row, documents before it)}
+    zeros = np.zeros(2 * max(lengths) + 32 * 10_000, np.uint16)
+
+    def pull():
+        nonlocal i
+        cuts = bounds[i:i + 32 + 1]
+        chunk = Chunk(zeros[:cuts[-1] - cuts[0]], [cut - cuts[0] for cut in cuts], Ref(doc=i))
+        waiting.update({i + k: (rows, len(packer.buffer) + k) for k in range(len(cuts) - 1)})
+        i += len(cuts) - 1
+        return chunk
+
     while i < n:
-        began, before = time.perf_counter(), i
-        i = packer.take(chunk, i)
-        seconds += time.perf_counter() - began
-        came.update({k: (rows, len(packer.buffer) - (i - k)) for k in range(before, i)})
         began = time.perf_counter()
-        packer.row(False)
+        packer.row(pull)
         seconds += time.perf_counter() - began
-        left = {document.ref[3] for document in packer.buffer.values() if document.ref[4] == 0}
-        for k in came.keys() - left:
-            row, ahead = came.pop(k)
+        left = {document.ref.doc for document in packer.buffer.values() if document.ref.token == 0}
+        for k in waiting.keys() - left:
+            row, ahead = waiting.pop(k)
             longest_wait = max(longest_wait, rows - row)
             assert rows - row <= ahead, "it waited for more rows than there were documents before it"
         rows += 1
     fitting = sum(length <= T + 1 for length in lengths)
     reach = T + 1 if tails == "drop" else max(lengths)
     within = sum(min(length, reach) for length in lengths)
-    held = sum(min(len(document.ids), reach) for document in packer.buffer.values())
+    held = sum(min(dataloader.tokens_left(document), reach) for document in packer.buffer.values())
     delivered = rows * (T + 1) + held
-    assert packer.cut <= most_cut * fitting
+    assert packer.counts["cut"] <= most_cut * fitting
     assert within <= delivered <= 1.001 * within, "each piece of a cut document has a BOS of its own"
-    print(f"\n{tails}, buffer {buffer_size}: of {n:,} documents {packer.cut} fit a row yet were cut; lost "
-          f"{max(0, 1 - delivered / bounds[-1]):.2%}, beyond a row {1 - within / bounds[-1]:.2%}; longest "
-          f"wait {longest_wait} rows; {1e6 * seconds / rows:.1f} us a row")
+    lost, beyond = max(0, 1 - delivered / bounds[-1]), 1 - within / bounds[-1]
+    print(f"\n{tails}, buffer {buffer_size}: of {n:,} documents {packer.counts['cut']} fit a row yet were "
+          f"cut; lost {lost:.2%}, beyond a row {beyond:.2%}; longest wait {longest_wait} rows; "
+          f"{1e6 * seconds / rows:.1f} us a row")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1892,6 +2338,31 @@ def test_rows_are_the_same_for_every_world_size(corpus, packing, tails, world, B
     rows, _ = run(corpus, steps=48 // (world * B), world=world, B=B, threads=threads, prefetch=prefetch,
                   **same)
     assert rows == want[:len(rows)] and rows
+
+
+FROZEN = {    # of rows; those of a version of the state never change
+    ("flat", "keep"): "a09c336609661d35", ("bestfit", "keep"): "86043ee300f391a6",
+    ("exactfit", "keep"): "c5f7a2a146940af0", ("exactfit", "drop"): "6ad203b016185328"}
+
+
+@pytest.fixture(scope="module")
+def frozen_corpus(tmp_path_factory):
+    """8,000 documents in row groups of several chunks; how large these are does not hang on compression."""
+    documents = numbered([(7 * i * i + 3) % 61 * (8 if i % 37 == 0 else 1) for i in range(8000)])
+    groups = grouped(documents, [2500, 1500, 2000])
+    return write_shards(tmp_path_factory.mktemp("frozen"), [groups[:2], groups[2:], [["val"]]])
+
+
+@pytest.mark.parametrize("packing, tails", FROZEN)
+def test_rows_of_a_version_never_change(frozen_corpus, packing, tails):
+    """Promise 1 over releases: where this fails, rows have changed, and the version of the state must too."""
+    digest = hashlib.sha256()
+    for seed in (None, 3):
+        rows, _ = run(frozen_corpus, steps=400, B=8, T=64, num_lanes=2, packing=packing, tails=tails,
+                      shuffle_seed=seed, buffer_size=40, tokenizer_batch_size=16)
+        digest.update(np.array(rows, "<i8").tobytes())
+    assert dataloader.VERSION == 2
+    assert digest.hexdigest()[:16] == FROZEN[packing, tails]
 
 
 @st.composite
@@ -1944,10 +2415,10 @@ def test_resume_gives_the_rows_of_an_uninterrupted_run(data, tmp_path_factory):
 def note_what_was_crossed(state, leg):
     parts = [part for lane in state["lanes"].values() for part in lane.values()]
     crossed["resumed twice"] += leg == 2
-    crossed["behind an epoch's end"] += any(part["cursor"][0] > 1 for part in parts)
-    crossed["half a document held"] += any(ref[4] > 0 for part in parts for ref in part["buffer"])
+    crossed["behind an epoch's end"] += any(part["next"][0] > 1 for part in parts)
+    crossed["half a document held"] += any(ref[3] > 0 for part in parts for ref in part["held"])
     crossed["half a document of an epoch that ended"] += any(
-        ref[4] > 0 and ref[0] < part["cursor"][0] for part in parts for ref in part["buffer"])
+        ref[3] > 0 and ref[0] < part["next"][0] for part in parts for ref in part["held"])
     crossed["several sources"] += any(len(lane) > 1 for lane in state["lanes"].values())
 
 
@@ -1957,22 +2428,21 @@ def test_the_draws_above_were_not_vacuous():
 
 
 def tokenized_copy(folder, out, tokenizer=None):
-    """The token shards of text shards, as `dataset.py tokenize` writes them, but here in a few lines."""
+    """The token shards of text shards, as `dev.prepare tokenize` writes them, but here in a few lines."""
     tokenizer = tokenizer or ByteTokenizer()
     out.mkdir(parents=True)
-    sizes = {}
     for name in sorted(os.listdir(folder)):
         file = pq.ParquetFile(os.path.join(folder, name))
-        sizes[name] = os.path.getsize(os.path.join(folder, name))
         schema = pa.schema([("tokens", pa.binary())], {
-            "nanoloader.dtype": "uint16", "nanoloader.tokenizer": tokenizer.fingerprint()})
+            "nanoloader.dtype": "uint16", "nanoloader.tokenizer": tokenizer.fingerprint(),
+            "nanoloader.text_size": str(os.path.getsize(os.path.join(folder, name)))})
         with pq.ParquetWriter(out / name, schema) as writer:
             for g in range(file.num_row_groups):
                 texts = file.read_row_group(g).column("text").to_pylist()
                 tokens = [text if text is None else np.array([BOS, *text.encode()], np.uint16).tobytes()
                           for text in texts]
                 writer.write_table(pa.table({"tokens": pa.array(tokens, pa.binary())}, schema))
-    (out / "source.json").write_text(json.dumps(sizes))
+    dataset.write_index(str(out))
     return str(out)
 
 
@@ -2073,7 +2543,7 @@ def test_null_documents_are_counted_and_a_lane_of_nothing_else_is_an_error(tmp_p
     data = write_shards(tmp_path / "none", [[["a"], [None]], [["val"]]])
     loaders = [make(data, B=1, T=4, rank=rank, world_size=2) for rank in range(2)]
     next(loaders[0])
-    with pytest.raises(ValueError, match=r"none: lane 1 got nothing but null"):
+    with pytest.raises(ValueError, match=r"none got no token for a whole epoch"):
         next(loaders[1])
 
 
@@ -2101,14 +2571,19 @@ def test_shuffle_is_another_order_every_epoch_and_the_same_for_every_world_size(
                       shuffle_seed=seed)
         documents[world] = rows
     assert documents[1] == documents[4]
-    reader = make(corpus, shuffle_seed=seed, num_lanes=5).readers[corpus]
-    slices = [list(reader.slices(lane, [1, -1, -1, 0, 0], epochs=2)) for lane in range(5)]
-    epochs = [[[(s.shard, s.row_group, *s.rows) for s in lane if s.epoch == epoch] for lane in slices]
+    source = make(corpus, shuffle_seed=seed, num_lanes=5).sources[corpus]
+    refs = [list(source.deal(lane, Ref(), epochs=2)) for lane in range(5)]
+    epochs = [[[describe(source, ref) for ref in lane if ref.epoch == epoch] for lane in refs]
               for epoch in (1, 2)]
     assert (epochs[0] == epochs[1]) == (seed is None)
     for epoch in epochs:
-        dealt = [s[:2] for lane in epoch for s in lane]
-        assert len(set(dealt)) == len(dealt) == 12 and {len(lane) for lane in epoch} == {2, 3}
+        row_groups = [documents[:2] for lane in epoch for documents in lane]
+        assert len(set(row_groups)) == len(row_groups) == 12 and {len(lane) for lane in epoch} == {2, 3}
+
+
+def describe(source, ref):
+    documents = source.documents(ref)
+    return documents.shard.name, documents.row_group, *map(int, documents.rows)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -2122,11 +2597,11 @@ def test_state_is_small_json_of_references_and_cheap(tmp_path):
         next(loader)
     state = loader.state_dict()
     (part,) = state["lanes"]["0"].values()
-    assert len(part["buffer"]) > 950 and part["cursor"][0] > 1
+    assert len(part["held"]) > 950 and part["next"][0] > 1
     assert state == json.loads(json.dumps(state)) and len(json.dumps(state)) < 64 * 1024
     began = time.perf_counter()
     for _ in range(20):
-        loader._pipeline.lanes[0].places()
+        loader._pipeline.lanes[0].standings()
     assert (time.perf_counter() - began) / 20 < 0.005, "100 microseconds on a quiet machine"
 
 
@@ -2176,12 +2651,12 @@ def test_loading_reads_each_row_group_of_the_buffer_once(tmp_path, packing, monk
     for _ in range(40):
         next(loader)
     state = loader.state_dict()
-    held = [tuple(ref[1:3]) for ref in state["lanes"]["0"][data]["buffer"]]
+    held = [Ref(*ref).group for ref in state["lanes"]["0"][data]["held"]]
     assert max(collections.Counter(held).values()) > 64
     reads, again = count_reads(monkeypatch), make(data, packing=packing, buffer_size=300, T=20, prefetch=0)
     again.load_state_dict(state)
-    again._start()
-    assert sorted(reads) == sorted({(f"shard_{shard:05d}.parquet", i) for shard, i in held})
+    next(again)
+    assert len(set(reads)) == len(reads) and {i for _, i in reads} >= {group % 5 for group in held}
 
 
 def test_loading_on_an_object_that_was_iterated_and_going_on_after_a_state(corpus):
@@ -2199,13 +2674,13 @@ def test_loading_on_an_object_that_was_iterated_and_going_on_after_a_state(corpu
 def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(corpus, tmp_path):
     _, state = run(corpus, steps=3, num_lanes=4, packing="exactfit")
     for change, options, words in [
-            ({"version": 99}, {}, "version"), ({}, {"T": 17}, "T of the state is 16"),
-            ({}, {"packing": "flat"}, "packing"), ({}, {"tails": "drop"}, "tails"),
+            ({"version": 99}, {}, "version"), ({}, {"packing": "flat"}, "packing"),
+            ({}, {"tails": "drop"}, "tails"),
             ({}, {"buffer_size": 7}, "buffer_size"), ({}, {"shuffle_seed": 1}, "shuffle_seed"),
             ({}, {"tokenizer": ByteTokenizer("other")}, "tokenizer"), ({}, {"num_lanes": 8}, "num_lanes"),
             ({}, {"world_size": 3, "rank": 0}, r"world size in \[1, 2, 4\]"),
-            ({}, {"split": "val"}, "split of the state")]:
-        loader = make(corpus, **{"packing": "exactfit", **options})
+            ({}, {"split": "val", "num_lanes": 2}, "split of the state")]:
+        loader = make(corpus, **{"packing": "exactfit", "num_lanes": None, **options})
         with pytest.raises(ValueError, match=words):
             loader.load_state_dict({**state, **change})
         assert next(loader), "the loader is as it was"
@@ -2217,70 +2692,84 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(corpus, tmp_pa
         merge_states([one_rank.state_dict()])
 
 
-def test_changed_shards_are_refused_and_appended_ones_come_last(corpus):
-    state = run(corpus, steps=3, packing="flat", shuffle_seed=1)[1]
+def test_a_setting_that_only_one_side_has_is_refused(corpus):
+    """In either direction: a state from code that was hacked, or loaded into it."""
+    for change in ({"config": {"augmented": True}}, {"config": {"tails": None}}):
+        state = run(corpus, steps=3)[1]
+        state["config"].update(change["config"])
+        with pytest.raises(ValueError, match=r"(augmented|tails) of the state is (True|None), of this"):
+            make(corpus).load_state_dict(state)
+    state = run(corpus, steps=3)[1]
+    del state["config"]["tails"]
+    with pytest.raises(ValueError, match="tails of the state is 'not there', of this loader 'keep'"):
+        make(corpus).load_state_dict(state)
+
+
+def test_changed_shards_are_refused_and_appended_ones_come_in_the_next_epoch(corpus):
+    same = {"packing": "flat", "shuffle_seed": 1, "num_lanes": 2}
+    state = run(corpus, steps=3, **same)[1]
     os.rename(f"{corpus}/shard_00001.parquet", f"{corpus}/shard_00001a.parquet")
     with pytest.raises(ValueError, match="put the same files back"):
-        make(corpus, packing="flat", shuffle_seed=1).load_state_dict(state)
+        make(corpus, **same).load_state_dict(state)
     os.rename(f"{corpus}/shard_00001a.parquet", f"{corpus}/shard_00001.parquet")
-    os.rename(f"{corpus}/shard_00003.parquet", f"{corpus}/shard_00009.parquet")    # val stays last
-    pq.write_table(pa.table({"text": ["appended"] * 5}), f"{corpus}/shard_00003.parquet")
-    loader = make(corpus, packing="flat", shuffle_seed=1, epochs=1)
-    loader.load_state_dict(state)
-    rest = [token for batch in loader for row in rows_of(batch) for token in real(row)[1:]]    # rows overlap
-    assert bytes(token for token in rest if token != BOS).endswith(b"appended" * 5)
-    late = run(corpus, steps=200, packing="flat", shuffle_seed=1, state=loader.state_dict())[1]
-    pq.write_table(pa.table({"text": ["too late"] * 5}), f"{corpus}/shard_00004.parquet")
-    with pytest.raises(ValueError, match="first epoch only"):
-        make(corpus, packing="flat", shuffle_seed=1).load_state_dict(late)
+    want = collections.Counter(itertools.chain(*(text.encode() for text in corpus_texts(corpus) * 2)))
+    head = run(corpus, steps=3, **same)[0]
+    for number in (3, 4):    # a second time in the second epoch
+        append_shard(corpus, number, ["appended"] * 5)
+        loader = make(corpus, **same, epochs=3)
+        loader.load_state_dict(state)
+        if number == 3:
+            while min(lane[corpus]["next"][0] for lane in loader.state_dict()["lanes"].values()) < 2:
+                head += rows_of(next(loader))
+            state = loader.state_dict()
+    tail = [row for batch in loader for row in rows_of(batch)]
+    assert loader.state_dict()["sources"][corpus]["shards"] == [[1, 3], [2, 4], [3, 5]]
+    targets = collections.Counter(token for row in head + tail for token in real(row)[1:])
+    want.update(itertools.chain(*(text.encode() for text in corpus_texts(corpus)), b"appended" * 5))
+    del targets[BOS]
+    assert targets == want
 
 
-def test_shards_that_come_when_a_lane_has_ended_are_delivered(tmp_path):
-    """Every document of 11 row groups once, by two lanes of which one had done its part of the first 7."""
-    groups = grouped(numbered([20] * 55, "d"), [5] * 10)
-    data = write_shards(tmp_path, [groups[:4], groups[4:7], [["val"]]])
-    first, rows = make(data, num_lanes=2, epochs=1, packing="flat", B=1), []
-    for batch in first:
-        rows += rows_of(batch)
-        state = first.state_dict()
-        ended = [part["taken"] is None for lane in state["lanes"].values() for part in lane.values()]
-        if any(ended):
-            break
-    assert ended in ([True, False], [False, True])
-    write_shards(tmp_path, [groups[:4], groups[4:7], groups[7:], [["val"]]])
-    second = make(data, epochs=1, packing="flat", B=1)
-    second.load_state_dict(state)
-    rows += [row for batch in second for row in rows_of(batch)]
-    targets = collections.Counter(token for row in rows for token in row[1:])
-    want = collections.Counter(itertools.chain(*(text.encode() for group in groups for text in group)))
-    assert all(targets[token] == n for token, n in want.items())
+def append_shard(folder, number, documents):
+    """A train shard behind the others; val stays last."""
+    last = sorted(name for name in os.listdir(folder) if name.endswith(".parquet"))[-1]
+    os.rename(f"{folder}/{last}", f"{folder}/shard_00009.parquet")
+    pq.write_table(pa.table({"text": documents}), f"{folder}/shard_{number:05d}.parquet")
 
 
-def test_nanochats_three_keys_resume_at_the_next_row_group_with_a_warning(corpus):
-    loader = make(corpus, packing="flat", B=1)
-    with pytest.warns(UserWarning, match="approximately"):
-        loader.load_state_dict({"pq_idx": 1, "rg_idx": 2, "epoch": 1})
-    next(loader)
+def test_one_ranks_state_does_not_tell_from_which_epoch_on_new_shards_count(corpus):
+    loader = make(corpus, num_lanes=2, rank=0, world_size=2)
     state = loader.state_dict()
-    assert (state["epoch"], state["pq_idx"], state["rg_idx"]) == (1, 1, 3)
+    append_shard(corpus, 3, ["appended"] * 5)
+    with pytest.raises(ValueError, match="one rank's"):
+        make(corpus, num_lanes=2, rank=0, world_size=2).load_state_dict(state)
 
 
-def test_nanochats_three_keys_with_more_lanes_than_row_groups_skip_none(tmp_path):
-    data = write_shards(tmp_path, [grouped(numbered([40] * 20, "x"), [4] * 5), [["val"]]])
-    loader = make(data, B=8, num_lanes=8, packing="flat", T=8)
-    with pytest.warns(UserWarning, match="approximately"):
-        loader.load_state_dict({"pq_idx": 0, "rg_idx": 1})
-    starts = {bytes(row[1:6]) for row in rows_of(next(loader))}
-    assert starts == {(f"x{i}." * 9)[:5].encode() for i in range(8, 16)}
-    for bad in ({"pq_idx": 9, "rg_idx": 0}, {"pq_idx": 0, "rg_idx": -1},
-                {"pq_idx": 0, "rg_idx": 0, "epoch": 0}):
-        with pytest.raises(ValueError, match=r"pq_idx of the state is .* has 1 shards"):
-            loader.load_state_dict(bad)
-    with pytest.raises(ValueError, match="no place in a shuffled order"):
-        make(data, shuffle_seed=1).load_state_dict({"pq_idx": 0, "rg_idx": 0})
+@pytest.mark.parametrize("state", [{"pq_idx": 1, "rg_idx": 2, "epoch": 1}, {"pq_idx": 1, "rg_idx": 2}])
+def test_nanochats_three_keys_are_refused(corpus, state):
+    with pytest.raises(ValueError, match="state of nanochat's own loader"):
+        make(corpus).load_state_dict(state)
 
 
-@pytest.mark.parametrize("path", ["sources/FOLDER/grown", "lanes/0/FOLDER/buffer", "lanes/0/FOLDER/cursor",
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_row_length_may_change_at_a_state(corpus, packing, tails):
+    """To and fro: flat and exactfit keep deliver every token of every document once all the same."""
+    same, state, targets = {"packing": packing, "tails": tails, "num_lanes": 2, "epochs": 2}, None, []
+    for T, steps in [(16, 5), (40, 3), (7, 9), (64, None)]:
+        loader = make(corpus, T=T, **same)
+        if state:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+        batches = list(itertools.islice(loader, steps))
+        targets += [token for batch in batches for row in rows_of(batch) for token in real(row)[1:]]
+        state = loader.state_dict()
+    if packing == "flat" or (packing, tails) == ("exactfit", "keep"):
+        want = collections.Counter(itertools.chain(*(text.encode() * 2 for text in corpus_texts(corpus))))
+        assert collections.Counter(token for token in targets if token != BOS) == want
+    else:
+        assert len(targets) > 500
+
+
+@pytest.mark.parametrize("path", ["sources/FOLDER/shards", "lanes/0/FOLDER/held", "lanes/0/FOLDER/next",
                                   "lanes/0/FOLDER", "rows"])
 @pytest.mark.parametrize("damage", ["left out", "null"])
 def test_a_damaged_state_is_refused(corpus, path, damage):
@@ -2296,8 +2785,9 @@ def test_a_damaged_state_is_refused(corpus, path, damage):
         make(corpus).load_state_dict(state)
 
 
-@pytest.mark.parametrize("state, words", [({}, "version None"), ({"epoch": 1}, "version None"), (
-    {"version": dataloader.VERSION, "rows": 0}, r"lacks \['lanes', 'num_lanes', 'sources'\]")])
+@pytest.mark.parametrize("state, words", [
+    ({}, "version None"), ({"epoch": 1}, "version None"), (None, "a state is a dict"),
+    ({"version": dataloader.VERSION, "rows": 0}, r"lacks \['config', 'lanes', 'sources'\]")])
 def test_what_is_no_state_is_refused(corpus, state, words):
     with pytest.raises(ValueError, match=words):
         make(corpus).load_state_dict(state)
@@ -2314,8 +2804,8 @@ def test_a_state_shares_nothing_with_the_loader(corpus):
     state = loader.state_dict()
     before = json.dumps(state)
     for part in state["lanes"]["0"].values():
-        part["cursor"][0] = part["buffer"][0][4] = 77
-    state["sources"][corpus]["grown"].append(77)
+        part["next"][0] = part["held"][0][3] = 77
+    state["sources"][corpus]["shards"][0][0] = 77
     assert json.dumps(loader.state_dict()) == before
 
 
@@ -2347,7 +2837,7 @@ def test_bad_arguments_say_what_to_choose(corpus, bad, words):
 
 RANK_PROGRAM = """
 import sys; sys.path.insert(0, {here!r})
-import itertools, json, os, time, torch.distributed as dist
+import itertools, json, os, time, torch.distributed as dist, dataloader
 from test_dataloader import made, make, rows_of
 dist.init_process_group("gloo")
 rank = dist.get_rank()
@@ -2358,6 +2848,13 @@ for n in range({before}):
     files = len(os.listdir("/dev/fd"))
     first = files if n < 2 else first
     assert files <= first + 2, (n, files, first)
+if {gather}:
+    loader = make({data!r}, num_lanes=4)
+    for _ in range(3):
+        next(loader)
+    print("RESULT", json.dumps([rank, json.dumps(dataloader.gather_states(loader)).replace("null", "None")
+                                if rank else json.dumps(dataloader.gather_states(loader)), []]), flush=True)
+    os._exit(0)
 loader, rows = make({data!r}, num_lanes=4, epochs=1, **{options!r}), []
 made.clear()
 try:
@@ -2378,13 +2875,14 @@ os._exit(0)
 """
 
 
-def on_two_ranks(data, leave=None, after=2, before=0, **options):
+def on_two_ranks(data, leave=None, after=2, before=0, gather=False, **options):
     """
     [(how it ended, rows per batch)] of two real processes over gloo; fails where one hangs. leave: how rank
-    1 does, `after` so many batches. before: so many runs have ended in these processes.
+    1 does, `after` so many batches. before: so many runs have ended in these processes. gather: only gather
+    the states after 3 batches of an endless run.
     """
     program = RANK_PROGRAM.format(here=HERE, data=data, options=options, leave=leave, after=after,
-                                  before=before)
+                                  before=before, gather=gather)
     # The store is ours, as it is torchrun's: no rank has to find a port that is still free.
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
@@ -2420,8 +2918,7 @@ def test_ranks_of_a_finite_run_end_at_the_same_batch(corpus, uneven):
 @pytest.mark.parametrize("leave, after", [("close", 0), ("close", 2), ("del", 2), ("exit", 2)])
 def test_no_rank_hangs_where_another_stops_early(corpus, leave, after):
     (end, rows), _ = on_two_ranks(corpus, leave=leave, after=after)
-    why = "its process ended" if leave == "exit" else "it closed its loader"
-    assert f"lost a rank: {why} too soon" in end
+    assert "lost a rank: it ended, or closed its loader, too soon" in end
     assert len(rows) >= after
 
 
@@ -2432,13 +2929,12 @@ def test_finite_runs_one_after_another_leave_no_open_files(corpus):
 
 
 def test_a_dataloader_worker_cannot_meet_other_ranks(corpus, monkeypatch):
-    loader = make(corpus, epochs=1)
     monkeypatch.setattr(dataloader, "get_worker_info", lambda: SimpleNamespace(num_workers=1))
+    loader = make(corpus, epochs=1)
     assert iter(loader) is loader
-    monkeypatch.setattr(loader, "_group", object())
+    monkeypatch.setattr(dataloader, "in_step", lambda *_: (_ for _ in ()))
     with pytest.raises(ValueError, match="num_workers=0"):
-        iter(loader)
-    loader._group = None
+        iter(make(corpus, epochs=1, rank=0, world_size=2))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -2456,10 +2952,10 @@ def test_a_batch_that_was_yielded_is_never_written_again(corpus):
 
 
 class Poisoned(ByteTokenizer):
-    def encode_documents(self, texts, limit=None):
+    def encode_documents(self, texts):
         if any(text is not None and b"poison" in bytes(text) for text in texts):
             raise BaseException("boom")    # as tiktoken's panics: no Exception
-        return super().encode_documents(texts, limit)
+        return super().encode_documents(texts)
 
 
 def test_an_error_in_a_thread_reaches_next_with_shard_row_group_and_row(tmp_path):
@@ -2524,13 +3020,13 @@ def slowly(*place):
         go_on.wait()
     return read(*place)
 dataset.read_metadata = slowly
-thread = threading.Thread(target=shard.footer)
+thread = threading.Thread(target=shard.read, args=(0,))
 thread.start()
 reading.wait()
 child = os.fork()
 if child == 0:
     signal.alarm(10)
-    os._exit(0 if shard.rows == [8, 4] else 1)
+    os._exit(0 if len(shard.read(0)) == 8 else 1)
 status = os.waitpid(child, 0)[1]
 go_on.set()
 thread.join()
@@ -2541,9 +3037,9 @@ os._exit(status)
 
 def test_close_wakes_a_next_that_waits(corpus):
     class Stuck(ByteTokenizer):
-        def encode_documents(self, texts, limit=None):
+        def encode_documents(self, texts):
             go_on.wait()
-            return super().encode_documents(texts, limit)
+            return super().encode_documents(texts)
 
     go_on = threading.Event()
     loader = make(corpus, tokenizer=Stuck())
@@ -2567,9 +3063,9 @@ def test_close_del_and_exit_return_at_once(corpus, how):
 import sys, time; sys.path.insert(0, {HERE!r})
 from test_dataloader import *
 class Slow(ByteTokenizer):
-    def encode_documents(self, texts, limit=None):
+    def encode_documents(self, texts):
         time.sleep(0.05)
-        return super().encode_documents(texts, limit)
+        return super().encode_documents(texts)
 loader = make({corpus!r}, tokenizer=Slow(), prefetch=4)
 made.clear()
 next(loader)
@@ -2607,21 +3103,112 @@ def test_memory_is_flat_over_20_epochs(corpus):
             gc.collect()
             sizes.append(tracemalloc.get_traced_memory()[0])
     tracemalloc.stop()
-    assert loader.state_dict()["epoch"] > 20
+    assert loader.state_dict()["lanes"]["0"][corpus]["next"][0] > 20
     assert sizes[1] < sizes[0] + 100_000, sizes
 
 
-@pytest.mark.parametrize("packer", [BestFitPacker(8, 4), ExactFitPacker(8, np.array([BOS]), 4, "keep")])
+@pytest.mark.parametrize("packer", [BestFitPacker(8, 4, 9), ExactFitPacker(8, 4, "keep")])
 def test_a_document_that_may_stay_long_does_not_keep_its_chunk_in_memory(packer):
-    chunk = chunk_of([3, 100, 4])
+    chunk = chunk_of([3, 100, 100, 100])
     alive = weakref.ref(chunk.ids)
-    packer.take(chunk, 0)
+    chunks = [chunk]
     del chunk
+    row = packer.row(lambda: chunks.pop() if chunks else None)
+    del row
     assert packer.held() and alive() is None
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The faces: torch's DataLoader, nanochat's generators, other tokenizers, tokens on disk
+
+@pytest.mark.parametrize("alone", ["RANK", "WORLD_SIZE"])
+def test_one_variable_of_a_launcher_without_the_other_is_an_error(corpus, alone, monkeypatch):
+    """As Lightning's and Fabric's own launchers leave them: every rank would get the same rows."""
+    monkeypatch.setenv(alone, "1")
+    with pytest.raises(ValueError, match=f"of RANK and WORLD_SIZE only {alone}=1 is set"):
+        make(corpus)
+    assert make(corpus, rank=1, world_size=2).rank == 1
+    for half in ({"rank": 0}, {"world_size": 2}):
+        with pytest.raises(ValueError, match="pass both, or neither"):
+            make(corpus, **half)
+
+
+def test_a_group_that_came_into_being_behind_the_loader_is_an_error(corpus, monkeypatch):
+    loader, asked = make(corpus, num_lanes=2), make(corpus, rank=0, world_size=1)
+    monkeypatch.setattr(dataloader, "ranks_of_this_process", lambda: (1, 2))
+    with pytest.raises(RuntimeError, match=r"rank 0 of 1, but here is rank 1 of 2; .* rank=1, world_size=2"):
+        next(loader)
+    assert next(asked)
+
+
+def test_a_workers_loader_is_not_the_main_process_s(corpus):
+    """Its state would say row 0; and a second worker would begin the run again."""
+    loader = make(corpus)
+    batches = torch.utils.data.DataLoader(loader, batch_size=None, num_workers=1)
+    assert len(list(itertools.islice(batches, 3))) == 3
+    with pytest.raises(RuntimeError, match="StatefulDataLoader"):
+        loader.state_dict()
+    with pytest.raises(ValueError, match="another DataLoader worker"):
+        next(iter(batches))
+    finite = torch.utils.data.DataLoader(make(corpus, epochs=1), batch_size=None, num_workers=1)
+    first, second = ([rows_of(batch) for batch in finite] for _ in range(2))
+    assert first == second and first
+
+
+def test_a_finite_loader_begins_again_with_a_new_iter(corpus):
+    loader = make(corpus, epochs=1)
+    first = [rows_of(batch) for batch in loader]
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(loader)
+    assert [rows_of(batch) for batch in loader] == first and len(first) > 10
+
+
+def test_states_of_the_batches_before(corpus):
+    """For those who fetch one batch ahead and save the state when they have trained on the one before."""
+    loader, states = make(corpus, packing="exactfit"), []
+    for _ in range(5):
+        states.append(loader.state_dict())
+        next(loader)
+    assert [loader.state_dict(batches_ago) for batches_ago in (5, 4, 3, 2, 1)] == states
+    with pytest.raises(ValueError, match="batches_ago=6: of 5 batches"):
+        loader.state_dict(6)
+
+
+def test_threads_that_share_a_loader_share_its_batches(corpus):
+    loader, want = make(corpus), make(corpus)
+    with ThreadPoolExecutor(4) as pool:
+        got = list(pool.map(lambda _: rows_of(next(loader)), range(60)))
+    assert sorted(got) == sorted(rows_of(next(want)) for _ in range(60))
+
+
+def test_a_loader_closes_itself_and_says_what_it_is(corpus):
+    with make(corpus, num_lanes=2) as loader:
+        next(loader)
+        what = "data, train, exactfit, B=2, T=16, rank 0 of 1, 2 lanes, row 2)"
+        assert repr(loader).startswith("PackedLoader(") and repr(loader).endswith(what)
+    with pytest.raises(RuntimeError, match="was closed"):
+        next(loader)
+
+
+class Forgetful(PlainTokenizer):
+    def encode(self, texts, prepend=None, num_threads=8):
+        return super().encode(texts)
+
+
+@pytest.mark.parametrize("tokenizer", [Forgetful(), object(), SimpleNamespace(get_bos_token_id=lambda: 1)])
+def test_a_tokenizer_that_puts_no_bos_in_front_is_refused_with_a_wrapper(corpus, tokenizer):
+    with pytest.raises(ValueError, match=r"without BOS|cannot be used") as error:
+        make(corpus, tokenizer=tokenizer)
+    assert "def encode(self, texts, prepend, num_threads):" in str(error.value)
+
+
+def test_states_of_all_ranks_are_gathered_on_rank_0(corpus):
+    ranks = on_two_ranks(corpus, gather=True)
+    (state, _), (nothing, _) = ranks
+    assert nothing == "None"
+    assert json.loads(state) == json.loads(json.dumps(run(corpus, steps=3, world=2, num_lanes=4)[1]))
+
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_torch_dataloader_takes_it_as_it_is(corpus, workers):
@@ -2641,19 +3228,19 @@ def test_a_fork_of_a_loader_that_runs_goes_on_from_its_place(corpus):
     loader, want = make(corpus), make(corpus)
     for _ in range(3):
         assert rows_of(next(loader)) == rows_of(next(want))
-    loader._pipeline.pid = -1    # as a child sees its parent's
+    loader._pid = -1    # as a child sees its parent's
     assert [rows_of(next(loader)) for _ in range(4)] == [rows_of(next(want)) for _ in range(4)]
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [1, 2, 3])
 def test_nanochats_generators_give_nanochats_rows(tmp_path, lanes, monkeypatch):
-    """Row groups are a multiple of the ranks: the order is nanochat's. Its rule, over its order, by scans."""
+    """Its rule, over its order, by scans; with 3 ranks the row groups of a shard are no multiple of them."""
     lengths = [(7 * i * i + 3) % 90 for i in range(96)]
     groups = grouped(numbered(lengths), [12] * 7)
     data = write_shards(tmp_path, [groups[:4], groups[4:], [["val"]]])
     monkeypatch.setattr(dataloader, "default_data_dir", lambda: data)
     for rank in range(lanes):
-        batches = [group[i:i + 5] for _ in range(400) for shard in (groups[:4], groups[4:])
+        batches = [group[i:i + 5] for _ in range(900) for shard in (groups[:4], groups[4:])
                    for group in shard[rank::lanes] for i in range(0, len(group), 5)]
         want = nanochat_rows(batches, T=40, buffer_size=20)
         monkeypatch.setenv("RANK", str(rank)), monkeypatch.setenv("WORLD_SIZE", str(lanes))
@@ -2725,17 +3312,145 @@ def test_a_run_stops_on_text_and_resumes_on_tokens(tmp_path, packing, tails):
 
 
 @pytest.mark.parametrize("packer, longest", [
-    (BestFitPacker(8, 4), 9), (ExactFitPacker(8, np.array([BOS]), 4, "drop"), 9 + 64)])
+    (BestFitPacker(8, 4, 9), 9), (ExactFitPacker(8, 4, "drop"), 9 + 64)])
 def test_no_more_of_a_document_is_held_than_may_be_delivered(packer, longest):
     """Also where it comes whole, from tokens on disk."""
-    packer.take(chunk_of([3, 100, 4]), 0)
+    packer.row(puller([3, 4, 100, 100, 100]))
     assert max(len(document.ids) for document in packer.held()) == longest
+
+
+def test_null_slots_of_a_token_shard_that_hold_bytes_are_null(tmp_path):
+    """As other programs may write them: Arrow leaves open what the slot of a null holds."""
+    text = write_shards(tmp_path / "text", [[["ab", None, "c"]], [["val"]]])
+    ids = np.array([BOS, 97, 98, BOS, 120, 121, BOS, 99], np.uint16)
+    offsets, valid = np.array([0, 6, 12, 16], np.int32), np.packbits([True, False, True], bitorder="little")
+    array = pa.Array.from_buffers(pa.binary(), 3, [pa.py_buffer(buffer) for buffer in (valid, offsets, ids)])
+    assert array.null_count == 1 and array.buffers()[2].size == 16
+    loader = make(tokenized_copy(text, tmp_path / "tokens"), B=1, T=8, packing="flat", epochs=1)
+    for source in loader.sources.values():
+        for shard in source.shards:
+            shard.read = lambda row_group: array
+    rows = [real(row) for batch in loader for row in rows_of(batch)]
+    assert rows == [[BOS, 97, 98, BOS, 99]]
 
 
 def test_token_shards_of_another_tokenizer_are_refused(corpus, tmp_path):
     tokens = tokenized_copy(corpus, tmp_path / "tokens", ByteTokenizer("another"))
     with pytest.raises(RuntimeError, match="another"):
         next(make(tokens))
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Transformations: what is delivered in place of a document
+
+def fill_in_the_middle(ids, ref, place):
+    """Another cut of each document in every epoch: its middle goes last, by a draw that its Ref decides."""
+    draw = np.random.default_rng(ref[:3])
+    a, b = sorted(draw.integers(1, len(ids) + 1, 2))
+    return np.concatenate([ids[:a], ids[b:], ids[a:b]])
+
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_a_transformation_that_depends_on_the_epoch_resumes_exactly(corpus, packing, tails):
+    same = {"packing": packing, "tails": tails, "num_lanes": 2, "transform": fill_in_the_middle}
+    want, state = run(corpus, steps=150, **same)
+    assert max(lane[corpus]["next"][0] for lane in state["lanes"].values()) > 1
+    for stop in (7, 130):
+        head, state = run(corpus, steps=stop, **same)
+        held = [Ref(*ref) for lane in state["lanes"].values() for ref in lane[corpus]["held"]]
+        assert stop == 7 or any(ref.epoch > 1 for ref in held)
+        assert head + run(corpus, steps=150 - stop, state=state, **same)[0] == want
+    plain = run(corpus, steps=150, **{**same, "transform": None})[0]
+    assert plain != want
+
+
+def test_a_state_with_a_transformation_needs_it_again(corpus):
+    state = run(corpus, steps=3, transform=fill_in_the_middle)[1]
+    with pytest.raises(ValueError, match="transform of the state is 'fill_in_the_middle', of this loader"):
+        make(corpus).load_state_dict(state)
+
+
+def test_a_transformation_may_leave_documents_out(corpus):
+    """By what is in them or by where they stand; what is left out is delivered by no packer."""
+    def keep_even(ids, ref, place):
+        assert os.path.dirname(place.path) == corpus
+        return ids if pq.ParquetFile(place.path).read_row_group(place.row_group)["text"][place.row].as_py()[
+            :1] in "02468" else None
+
+    want = [text for text in corpus_texts(corpus) if text[:1] in "02468"]
+    for packing in ("flat", "exactfit"):
+        loader = make(corpus, packing=packing, epochs=1, transform=keep_even, shuffle_seed=1)
+        tokens = [token for batch in loader for row in rows_of(batch) for token in real(row)[1:]]
+        counts = collections.Counter(token for token in tokens if token != BOS)
+        assert counts == collections.Counter(itertools.chain(*(text.encode() for text in want)))
+
+
+def test_a_number_of_each_document_beside_each_of_its_tokens(corpus):
+    """Wide integers pass every packer: ids below, the document's number above."""
+    def numbered_ids(ids, ref, place):
+        return ids + (1 + place.row_group << 32)
+
+    for packing, tails in PACKINGS:
+        plain = make(corpus, packing=packing, tails=tails)
+        wide = make(corpus, packing=packing, tails=tails, transform=numbered_ids)
+        for _ in range(30):
+            (inputs, targets), (wide_inputs, wide_targets) = next(plain), next(wide)
+            assert torch.equal(wide_inputs & 0xFFFF, inputs) and torch.equal(wide_targets & 0xFFFF, targets)
+            assert ((wide_inputs >> 32 >= 1) & (wide_inputs >> 32 <= 4)).all()
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Promise 8: every token can be traced
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_every_token_is_the_one_that_the_trace_names(sources, tmp_path, packing, tails):
+    """In mixtures of text and tokens, shuffled, past epochs, with a transformation, after elastic resumes."""
+    a, b, _ = sources.values()
+    data = {a: 1, tokenized_copy(b, tmp_path / "tokens"): 0.4}
+    same = {"packing": packing, "tails": tails, "num_lanes": 4, "shuffle_seed": 2, "T": 30,
+            "transform": fill_in_the_middle}
+    _, state = run(data, steps=30, world=4, B=1, **same)
+    _, state = run(data, steps=40, world=2, B=2, state=state, **same)
+    assert min(part["next"][0] for lane in state["lanes"].values() for part in lane.values()) > 1
+    checked = 0
+    for rank in range(2):
+        loader = make(data, rank=rank, world_size=2, B=3, **same)
+        loader.load_state_dict(state)
+        for pieces_of_rows, batch in zip(dataloader.trace(loader, state), loader, strict=False):
+            for pieces, row in zip(pieces_of_rows, rows_of(batch), strict=True):
+                assert [id for piece in pieces for id in encode_again(piece, same["transform"])] == list(row)
+                checked += len(row)
+            if checked > 4000 * (rank + 1):
+                break
+    assert checked > 8000
+
+
+def encode_again(piece, transform):
+    column = pq.ParquetFile(piece.place.path).read_row_group(piece.place.row_group).column(0)
+    document = column[piece.place.row].as_py()
+    ids = (np.array([BOS, *document.encode()]) if isinstance(document, str)
+           else np.frombuffer(document, np.uint16).astype(np.int64))
+    return transform(ids, piece.ref, piece.place).tolist()[piece.start:piece.stop]
+
+
+def test_the_trace_of_a_finite_run_leaves_out_what_fills_its_last_rows(corpus):
+    loader = make(corpus, epochs=1, T=40, num_lanes=4)
+    lengths = [sum(piece.stop - piece.start for piece in row) for batch in dataloader.trace(loader)
+               for row in batch]
+    assert lengths == [len(real(row)) for batch in loader for row in rows_of(batch)] and 0 in lengths
+
+
+def test_document_boundaries_as_varlen_attention_takes_them():
+    """Against a scan; the shape is the same whatever the rows hold."""
+    assert [x.tolist() for x in dataloader.document_boundaries(torch.tensor([[9, 5, 9, 7]]), 9, 3)] == [
+        [[0, 1, 0, 1]], [0, 2, 4, 4]]
+    draw = np.random.default_rng(0)
+    for _ in range(200):
+        rows = draw.integers(0, 4, (3, 7))
+        positions, cu_seqlens = dataloader.document_boundaries(torch.from_numpy(rows), 0, 21)
+        starts = [i for i, id in enumerate(rows.flatten()) if id == 0 or i % 7 == 0]
+        assert cu_seqlens.tolist() == starts + [21] * (22 - len(starts)) and cu_seqlens.dtype == torch.int32
+        assert positions.flatten().tolist() == [i - max(s for s in starts if s <= i) for i in range(21)]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -2760,13 +3475,67 @@ def test_a_file_gets_its_name_when_it_is_safe_on_disk(tmp_path, monkeypatch):
 
 def test_show_draws_documents_in_80_columns(corpus):
     for colour in (False, True):
-        lines = list(dataloader.show(ByteTokenizer(), corpus, T=64, colour=colour))
+        lines = list(bench.show(ByteTokenizer(), corpus, T=64, colour=colour))
         plain = [re.sub("\033\\[[0-9;]*m", "", line) for line in lines]
         assert max(map(len, plain)) <= 80 and (plain == lines) == (not colour)
         rows = [line.strip() for line in plain if line.startswith("  ")]
         assert len(rows) == 20 and all(len(row) == 72 for row in rows)
         assert all(row[0] == "[" for row in rows[5:10]), "bestfit: every row begins with a document"
         assert any(">" in row for row in rows), "cut ends are marked"
+
+
+def test_show_marks_where_documents_begin_and_end():
+    assert bench.outline(np.array([BOS, 1, 2, 3]), Ref(), None).tolist() == [1, 2, 0, 4]
+    assert bench.outline(np.array([BOS, 1]), Ref(), None).tolist() == [1, 6]
+    assert bench.outline(np.array([BOS]), Ref(), None).tolist() == [5]
+    assert bench.draw_row([1, 2, 0, 4, 1, 0, 0, 1, 2, 0], 20, False) == "[======]<====>[====>"
+    assert bench.draw_row([0, 4, *[5] * 30], 16, False) == "<" + 15 * "["
+
+
+@pytest.mark.parametrize("packing, tails", PACKINGS)
+def test_compare_counts_what_the_loader_counts(corpus, packing, tails):
+    loader = make(corpus, packing=packing, tails=tails, T=30, B=100, prefetch=0, tokenizer_batch_size=5)
+    tally = bench.tally_rows(loader, 100)
+    next(loader)
+    stats = loader.stats()
+    assert tally.lost == bench.lost_share(stats["tokens_dropped"], 3000) and tally.cut == stats["cut_share"]
+    assert 0 < tally.longest_wait < 100 and tally.held > 0
+
+
+def test_compare_and_bench_print_a_line_each(tmp_path, monkeypatch):
+    data = write_shards(tmp_path / "data", [[numbered(range(3, 400, 3))]] * 4)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(numbered(range(100))), 300)
+    tokenizer.save(str(tmp_path / "tokenizer"))
+    lines = list(bench.compare(tokenizer, data, B=2, T=32, seconds=0.01))
+    assert [line[:14].rstrip() for line in lines[1:]] == ["flat", "bestfit", "exactfit drop", "exactfit keep"]
+
+    def a_few_jobs(*arguments):
+        wanted = {"text flat", "4 x tokens exactfit keep", "tokens memmap"}
+        return [job for job in jobs(*arguments) if f"{job.note}{job.kind} {job.reader}" in wanted
+                and (job.threads, job.engine) == (1, "tiktoken")]
+
+    jobs = bench.all_jobs
+    monkeypatch.setattr(bench, "all_jobs", a_few_jobs)
+    monkeypatch.setattr(bench, "cores_of_this_rank", lambda: 1)
+    monkeypatch.setattr(bench, "engines", lambda: ["tiktoken"])
+    lines = list(bench.bench(str(tmp_path / "tokenizer"), data, B=2, T=32, seconds=0.01))
+    assert [line[:25].split() for line in lines[2:]] == [
+        ["text", "flat"], ["4", "x", "tokens", "exactfit", "keep"], ["tokens", "memmap"]]
+    assert all(float(line[45:57]) > 0 for line in lines[2:])
+
+
+def test_the_memmap_of_the_benchmark_gives_the_rows_of_flat(tmp_path):
+    """So that both are asked for the same."""
+    data = write_shards(tmp_path / "data", [[numbered(range(3, 400, 3))]] * 4)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(numbered(range(100))), 300)
+    tokenizer.save(str(tmp_path / "tokenizer"))
+    prepare.tokenize(data, str(tmp_path / "tokens"), str(tmp_path / "tokenizer"))
+    folders = [str(tmp_path / name) for name in ("tokenizer", "data", "tokens", "ids")]
+    setting = bench.Setting(*folders, B=2, T=32, seconds=0.01)
+    bench.write_ids(setting)
+    ours = make(setting.tokens, packing="flat", B=2, T=32, tokenizer=tokenizer)
+    for want, batch in zip(itertools.islice(bench.memmap(None, setting), 50), ours, strict=False):
+        assert rows_of(batch) == rows_of(want)
 
 
 def test_stats_of_flat_count_what_it_cuts(tmp_path):
@@ -2793,13 +3562,13 @@ def test_stats_add_up(corpus):
         assert stats["rows"] == 200 and stats["tokens_delivered"] == 200 * 30
         assert (stats["tokens_dropped"] > 0) == (packing == "bestfit" or tails == "drop")
         assert stats["documents"] > 60 and 0 <= stats["cut_share"] < 1 and stats["waited_s"] > 0
-        assert stats["tokens_tokenized"] >= stats["tokens_delivered"]
+        assert stats["tokens_encoded"] >= stats["tokens_delivered"]
         assert sum(source["rows"] for source in stats["sources"].values()) == 200
 
 
 def test_command_line_says_what_to_choose():
-    done = subprocess.run([sys.executable, "dataloader.py"], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 2 and "choose --show, --compare or --bench" in done.stderr
+    done = subprocess.run([sys.executable, "-m", "dev.bench"], cwd=HERE, capture_output=True, text=True)
+    assert done.returncode == 2 and "arguments are required: {show,compare,bench}" in done.stderr
 
 
 def test_a_command_may_be_piped_into_head(monkeypatch):
@@ -2813,7 +3582,7 @@ def test_a_command_may_be_piped_into_head(monkeypatch):
 
 
 @pytest.mark.parametrize("command, words", [
-    (["dataloader.py", "--show", "--data", "/nowhere"], "error: no parquet files in /nowhere; get some with"),
+    (["-m", "dev.bench", "show", "--data", "/nowhere"], "error: no parquet files in /nowhere; get some with"),
     (["tokenizer.py", "--data", "/nowhere"], "error: no parquet files in /nowhere; get some with"),
 ])
 def test_errors_of_the_user_are_one_line(command, words):
@@ -2905,11 +3674,11 @@ def test_a_mixture_in_another_order_is_the_same_mixture(sources):
 
 def test_a_mixture_that_cannot_be_loaded_leaves_the_loader_as_it_was(sources, tmp_path, capsys):
     a, b, _ = sources.values()
-    few = write_shards(tmp_path / "few", [[["one", "two"]], [["val"]]])
-    state, other = run({a: 1}, steps=3, num_lanes=8)[1], run({b: 1}, steps=3)[1]
-    loader = make({a: 1, few: 1})
+    few = write_shards(tmp_path / "few", [[["few"] * 9], [["val"]]])
+    state, other = run({a: 1}, steps=3, num_lanes=16)[1], run({b: 1}, steps=3, num_lanes=8)[1]
+    loader = make({a: 1, few: 1}, num_lanes=None)
     before = loader.state_dict()
-    with pytest.raises(ValueError, match=r"2 documents in 1 shards .* cannot feed 8 lanes"):
+    with pytest.raises(ValueError, match=r"9 documents in 1 shards .* cannot feed 16 lanes"):
         loader.load_state_dict(state)
     with pytest.raises(ValueError, match="name at least one as it was"):
         loader.load_state_dict(other)
@@ -2936,7 +3705,7 @@ def test_shares_begin_anew_where_weights_change(sources):
 def test_shares_begin_anew_where_a_source_goes_on(sources):
     a, b, _ = sources.values()
     loader = make({a: 1, b: 1}, epochs={b: 1}, B=1)
-    while (state := loader.state_dict())["lanes"]["0"][b]["taken"] is not None:
+    while (state := loader.state_dict())["lanes"]["0"][b]["share"] is not None:
         next(loader)
     rows = run({a: 1, b: 1}, epochs={b: 9}, B=1, steps=40, state=state)[0]
     assert "".join(letters_of(rows)) == "ab" * 20
@@ -2964,16 +3733,16 @@ def test_shares_begin_anew_where_a_source_ends(weights):
         def __init__(self, name, n):
             self.rows = [[name]] * n
 
-        def next_row(self):
+        def row(self):
             return self.rows.pop() if self.rows else []
 
     total = sum(weights[1:])
     for rows_of_first in range(1, 30):
         streams = {i: Rows(i, 999 if i else rows_of_first) for i in range(len(weights))}
         lane = Lane(streams, dict(enumerate(weights)), dict.fromkeys(streams, 0))
-        while lane.taken[0] is not None:
-            last = lane.next_row()
-        behind = [*last, *(lane.next_row()[0] for _ in range(50))]
+        while lane.shares[0] is not None:
+            last = lane.row()
+        behind = [*last, *(lane.row()[0] for _ in range(50))]
         for k, (i, w) in itertools.product(range(1, 51), enumerate(weights)):
             assert i == 0 or abs(behind[:k].count(i) * total - w * k) < total, behind[:k]
 
@@ -2985,7 +3754,7 @@ def test_a_run_that_has_ended_goes_on_when_it_is_given_more_epochs(sources, pack
     first, second = (make({a: 9, b: 1}, packing=packing, T=50, epochs={a: n, b: 1}) for n in (1, 2))
     rows = [row for batch in first for row in rows_of(batch)]
     state = json.loads(json.dumps(first.state_dict()))
-    assert state["lanes"]["0"][a]["taken"] is None
+    assert state["lanes"]["0"][a]["share"] is None
     second.load_state_dict(state)
     rows += [row for batch in second for row in rows_of(batch)]
     targets = collections.Counter(itertools.chain(*(row[1:] for row in rows)))
@@ -3039,6 +3808,23 @@ def train_run(base, *arguments, ranks=0, status=0):
     output = process.communicate(timeout=120)[0]
     assert process.returncode == status, output
     return output
+
+
+def train_by_hand(bases, flags, **env):
+    """Two ranks as torchrun starts them, each with a base folder and flags of its own. -> their outputs"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes = []
+    for rank, (base, own) in enumerate(zip(bases, flags, strict=True)):
+        ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2,
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "NANOLOADER_BASE_DIR": base}
+        processes.append(subprocess.Popen(
+            train_command(base, "--data", "a", *own), cwd=base, text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, env={**os.environ, **{k: str(v) for k, v in ranks.items()}}))
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    assert all(process.returncode == 1 for process in processes), outputs
+    return outputs
 
 
 def train_log(folder):
@@ -3165,7 +3951,7 @@ def test_train_error_of_one_rank_is_told_once(train_base, train_whole):
     """Not as a traceback of each rank that waits for it."""
     for wrong in (["--data", "nowhere"], ["--out", train_whole[0]]):
         output = train_process(train_base, *wrong, ranks=2).communicate(timeout=120)[0]
-        assert output.count("error: ") == 1 and "all_gather" not in output, output
+        assert output.count("error: ") == 1 and "gather" not in output, output
 
 
 def test_train_rate_is_that_of_the_flag_also_when_resumed(train_base, train_whole):
@@ -3195,7 +3981,7 @@ def test_train_not_finite_stops_and_names_the_batch(train_base):
     """The state before the batch is kept, and it is one that a loader takes; no checkpoint is written."""
     out = train_base / "boom"
     told = train_run(train_base, "--lr", "1e39", "--steps", 9, "--out", out, status=1)
-    assert "error: step 1: loss nan" in told and "row group" in told
+    assert "error: step 1: loss nan" in told and "The batch begins at row 8 of the run" in told
     with open(out / "not_finite_0000001.json") as file:
         assert json.load(file)["rows"] == 8
     assert not train.list_checkpoints(str(out))
@@ -3216,7 +4002,7 @@ def test_train_checkpoint_holds_nothing_but_numbers_and_text(train_whole):
         pickled = file.read(next(name for name in file.namelist() if name.endswith("data.pkl")))
     used = {argument for code, argument, _ in pickletools.genops(pickled) if code.name == "GLOBAL"}
     assert used and all(name.split()[0] in ("torch", "torch._utils", "collections") for name in used), used
-    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py"):
+    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py", "dev/prepare.py"):
         with open(os.path.join(HERE, name)) as file:
             code = file.read()
         assert not re.search(r"import pickle|pickle\.load|allow_pickle|_object\(|_object_list\(", code)
@@ -3226,15 +4012,17 @@ def test_train_checkpoint_holds_nothing_but_numbers_and_text(train_whole):
 def test_train_doc_mask_is_each_document_by_itself():
     """Logits of a row of three documents equal those of three forwards."""
     torch.manual_seed(0)
-    model, bos = train.GPT(2, 300), 299
+    bos = 299
+    model, without = train.GPT(2, 300, bos=bos), train.GPT(2, 300)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.05)
     documents = [torch.cat([torch.tensor([bos]), torch.randint(0, 299, (n,))]) for n in (5, 17, 9)]
     row = torch.cat(documents)[None]
-    together = model(row, mask=train.document_mask(row, bos, flex=False))[0]
+    without.load_state_dict(model.state_dict())
+    together = model(row)[0]
     alone = torch.cat([model(document[None])[0] for document in documents])
     assert torch.allclose(together, alone, atol=1e-4)
-    assert not torch.allclose(model(row)[0], alone, atol=1e-2), "the mask made no difference"
+    assert not torch.allclose(without(row)[0], alone, atol=1e-2), "the mask made no difference"
 
 
 def test_train_muon_takes_the_matrices_of_blocks_only():
@@ -3257,30 +4045,47 @@ def test_train_rates_rise_stay_and_fall():
         [1 / 30, 0.5, 1, 1, 1, 0.5, 0.0025])
 
 
-def test_train_full_disk_is_told_and_leaves_no_rest(tmp_path, monkeypatch):
-    train.save_checkpoint(str(tmp_path), 1, {"step": 1})
+def train_content(step, **more):
+    return {"version": train.VERSION, "step": step, **more}
+
+
+def train_save(folder, step, checkpoints=None, **more):
+    """-> whether it was saved"""
+    checkpoints = checkpoints or train.Checkpoints(str(folder), None)
+    checkpoints.save(step, [], more)
+    return checkpoints.hold(step)
+
+
+def test_train_full_disk_is_told_and_leaves_no_rest(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(train, "merge_states", list)
+    checkpoints = train.Checkpoints(str(tmp_path), None)
+    assert train_save(tmp_path, 1, checkpoints)
     def full(content, file):
         file.write(b"half")
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(torch, "save", full)
-    assert "No space left" in train.save_checkpoint(str(tmp_path), 2, {"step": 2})
+    assert not train_save(tmp_path, 2, checkpoints) and checkpoints.hold(1)
+    told = capsys.readouterr().out
+    assert "warning: step 2 could not be saved" in told and "No space left" in told
+    assert f"the last good checkpoint stays: {tmp_path / 'step_0000001.pt'}" in told
     assert os.listdir(tmp_path) == ["step_0000001.pt"]
     assert train.newest_checkpoint(str(tmp_path)) == str(tmp_path / "step_0000001.pt")
 
 
 def test_train_goes_on_where_the_log_cannot_be_written_and_says_so_once(tmp_path, capsys):
     os.mkdir(tmp_path / "log.jsonl")    # an OSError, as a full disk is
-    log = train.Log(str(tmp_path), {})
+    log = train.Log(str(tmp_path), None, 0.0, {})
     for step in range(3):
         log.write({"step": step})
     assert capsys.readouterr().out.count("log.jsonl: ") == 1
 
 
-def test_train_last_two_checkpoints_are_kept_and_a_changed_one_is_passed_over(tmp_path, capsys):
+def test_train_last_two_checkpoints_are_kept_and_a_changed_one_is_passed_over(tmp_path, monkeypatch, capsys):
     """One bit of a weight: torch.load alone would take it."""
+    monkeypatch.setattr(train, "merge_states", list)
+    checkpoints = train.Checkpoints(str(tmp_path), None)
     for step in (1, 2, 3):
-        content = {"step": step, "weight": torch.arange(1000.0)}
-        assert train.save_checkpoint(str(tmp_path), step, content) is None
+        assert train_save(tmp_path, step, checkpoints, weight=torch.arange(1000.0))
     older, newest = train.list_checkpoints(str(tmp_path))
     assert newest.endswith("step_0000003.pt") and train.newest_checkpoint(str(tmp_path)) == newest
     with open(newest, "r+b") as file:
@@ -3297,7 +4102,7 @@ def choose(**flags):
 
 def test_train_no_checkpoint_is_taken_or_left_out_unseen(tmp_path):
     for step in (1, 2):
-        train.save_checkpoint(str(tmp_path), step, {"step": step})
+        train.write_checkpoint(train.checkpoint_path(tmp_path, step), train_content(step))
     older, newest = train.list_checkpoints(str(tmp_path))
     assert choose(out=str(tmp_path)) == (str(tmp_path), newest) == choose(resume=newest)
     assert choose(resume=older, out=str(tmp_path / "new")) == (str(tmp_path / "new"), older)
@@ -3310,6 +4115,299 @@ def test_train_no_checkpoint_is_taken_or_left_out_unseen(tmp_path):
         choose(out=str(tmp_path))
     with pytest.raises(ValueError, match=r"step_0000002.pt is torn \(BadZipFile: .*\); take the one"):
         choose(resume=newest)
+
+
+def test_train_deletes_no_file_that_it_did_not_write(tmp_path):
+    for name in ("thesis.tmp", "step_1.pt.tmp", "step_0000003.pt.tmp", "step_0000003.pt.tmp.tmp"):
+        (tmp_path / name).write_text("mine")
+    choose(out=str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["step_0000003.pt.tmp.tmp", "step_1.pt.tmp", "thesis.tmp"]
+
+
+def test_train_runs_of_one_second_have_a_folder_each(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "runs/20260101-000000")
+    with ThreadPoolExecutor(5) as threads:
+        folders = list(threads.map(lambda _: choose(resume="none")[0], range(5)))
+    assert sorted(folders) == ["runs/20260101-000000", *(f"runs/20260101-000000-{n}" for n in (2, 3, 4, 5))]
+
+
+@pytest.mark.parametrize("flags, words", [
+    ([["--lr", "0.01"], ["--lr", "0.02"]], "rank 1 differs from rank 0: --lr is 0.02, not 0.01"),
+    ([["--eval_every", "5"], []], "rank 1 differs from rank 0: --eval_every is 900, not 5"),
+])
+def test_train_ranks_of_other_flags_are_named(train_base, flags, words):
+    first, second = train_by_hand([train_base] * 2, flags)
+    assert f"error: {words}" in first and "Traceback" not in first + second and "error" not in second
+
+
+def test_train_rank_of_other_data_is_named(train_base, tmp_path):
+    shutil.copytree(train_base / "a", tmp_path / "a")
+    os.remove(tmp_path / "a" / "shard_1.parquet")
+    first, second = train_by_hand([train_base, tmp_path], [[], []])
+    assert re.search(r"error: rank 1 differs from rank 0: shard \S*shard_1.parquet is not there, not", first)
+    assert "Traceback" not in first + second and "error" not in second
+    shutil.rmtree(tmp_path / "a")
+    first, second = train_by_hand([train_base, tmp_path], [[], []])
+    assert "error: rank 1: no parquet files in a" in first and "Traceback" not in first + second
+
+
+def test_train_prints_on_a_terminal_of_ascii(train_base, train_whole, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert train_run(train_base, "--sample", "d\u00e9f ", "--out", train_whole[0]).startswith("d\\xe9f ")
+
+
+@pytest.mark.parametrize("content", [{"hello": 1}, [1, 2], "torn"])
+def test_train_what_is_no_checkpoint_of_ours_is_passed_over(tmp_path, capsys, content):
+    ours, other = tmp_path / "step_0000001.pt", tmp_path / "step_0000002.pt"
+    train.write_checkpoint(str(ours), train_content(1))
+    if content == "torn":
+        shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "step_0000001.pt")
+        os.rename(tmp_path / "archive.zip", other)
+    else:
+        torch.save(content, other)
+    assert choose(out=str(tmp_path)) == (str(tmp_path), str(ours))
+    assert f"warning: {other} is no checkpoint of this train.py" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"step_0000002.pt is no checkpoint of this train.py"):
+        choose(resume=str(other), out=str(tmp_path / "new"))
+
+
+def test_train_val_of_nulls_is_an_error_before_the_first_step(train_base, tmp_path):
+    shutil.copytree(train_base / "a", tmp_path / "a")
+    nulls = pa.table({"text": pa.array([None] * 20, pa.string())})
+    pq.write_table(nulls, tmp_path / "a" / "shard_2.parquet", row_group_size=10)
+    output = train_run(train_base, "--data", tmp_path / "a", "--steps", 1, status=1)
+    assert f"error: the val split of {tmp_path / 'a'} has no text" in output and "Traceback" not in output
+
+
+def test_train_data_is_the_folder_of_that_very_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    os.mkdir("web:2")
+    assert train.parse_data(["web:2"]) == {"web:2": 1.0}
+    assert train.parse_data(["web:3"]) == {"web": 3.0}
+    assert train.parse_data(["web:2:0.5", "b:1"]) == {"web:2": 0.5, "b": 1.0}
+    with pytest.raises(ValueError, match="--data web:2: expected PATH, or several of PATH:WEIGHT"):
+        train.parse_data(["web:2", "b:1"])
+
+
+def test_train_vocab_size_is_not_ignored(train_base, train_whole, tmp_path):
+    """Where there is a tokenizer already, of another size."""
+    other = train.load_checkpoint(train_whole[0] / "step_0000020.pt")["tokenizer"]
+    folder = tmp_path / "tokenizer"
+    RustBPETokenizer.from_dict(other).save(folder)
+    n = RustBPETokenizer.from_dict(other).get_vocab_size()
+    output = train_run(train_base, "--tokenizer", folder, "--vocab_size", 4096, status=1)
+    assert f"--vocab_size 4096: {folder} has {n} tokens; leave --vocab_size out" in output
+    resume = ["--out", train_whole[0], "--resume", "auto"]
+    output = train_run(train_base, *resume, "--vocab_size", 4096, status=1)
+    assert "--vocab_size is 4096, in" in output and "resume with --vocab_size 512" in output
+
+
+def test_train_torn_checkpoint_is_none_of_the_two_that_are_kept(tmp_path, monkeypatch):
+    """Nor is anything deleted that is not ours."""
+    monkeypatch.setattr(train, "merge_states", list)
+    for step in (1, 2):
+        train.write_checkpoint(str(tmp_path / f"step_000000{step}.pt"), train_content(step))
+    (tmp_path / "step_0000003.pt").write_bytes(b"torn")
+    (tmp_path / "step_0000000.pt").write_bytes(b"somebody's")
+    checkpoints = train.Checkpoints(choose(out=str(tmp_path))[0], str(tmp_path / "step_0000002.pt"))
+    for step, kept in ((4, "0234"), (5, "0345")):
+        assert train_save(tmp_path, step, checkpoints)
+        assert sorted(os.listdir(tmp_path)) == [f"step_000000{k}.pt" for k in kept]
+
+
+def test_train_log_has_each_step_once_and_all_losses_after_a_resume(train_base, train_whole):
+    out = train_base / "killed"
+    shutil.copytree(train_whole[0], out)
+    os.remove(out / "step_0000020.pt")
+    with open(out / "log.jsonl", "a") as file:
+        file.write('{"step": 20, "lo')    # killed while it wrote
+    train_run(train_base, "--steps", 20, "--save_every", 10, "--out", out, "--resume", "auto")
+    log = train_log(out)
+    assert [r["step"] for r in log if "loss" in r] == list(range(20))
+    assert [r["step"] for r in log if "val_bpb" in r] == [20]
+    assert [r["from_step"] for r in log if "flags" in r] == [0, 10]
+    assert [step for step, _ in train.losses_in_log(out / "log.jsonl")] == list(range(20)), "for loss.png"
+
+
+def test_train_max_minutes_do_not_follow_the_wall_clock(monkeypatch):
+    stop = train.StopRequest(1)
+    monkeypatch.setattr(time, "time", lambda: 1e12)
+    assert not stop.agreed()
+    monkeypatch.setattr(time, "monotonic", lambda: 1e12)
+    assert stop.agreed() and stop.why == "--max_minutes"
+
+
+def test_train_threads_wait_passively_unless_the_user_says_otherwise():
+    """Set before torch is imported, which reads it once."""
+    code = "import sys; import train; import os; print(os.environ['OMP_WAIT_POLICY'])"
+    for policy, want in ((None, "passive"), ("active", "active")):
+        env = {**os.environ, "OMP_WAIT_POLICY": policy or ""}
+        if not policy:
+            del env["OMP_WAIT_POLICY"]
+        output = subprocess.check_output([sys.executable, "-c", code], env=env, cwd=HERE, text=True)
+        assert output.strip() == want
+    with open(train.__file__) as file:
+        code = file.read()
+    assert code.index("OMP_WAIT_POLICY") < code.index("import torch\n")
+
+
+def test_train_checkpoint_is_that_of_its_step_and_the_training_goes_on(tmp_path, monkeypatch):
+    """Weights that change while a thread writes them are not those that are written; the end waits for it."""
+    monkeypatch.setattr(train, "merge_states", list)
+    go, write, weight = threading.Event(), torch.save, torch.zeros(5)
+    monkeypatch.setattr(torch, "save", lambda content, file: go.wait(10) and write(content, file))
+    checkpoints = train.Checkpoints(str(tmp_path), None)
+    checkpoints.save(1, [], {"model": {"weight": weight}, "optimizers": [{"state": {0: weight[0]}}]})
+    weight += 1
+    assert not os.path.exists(tmp_path / "step_0000001.pt"), "save waited for the thread"
+    threading.Timer(0.1, go.set).start()
+    assert checkpoints.hold(1)
+    saved = train.load_checkpoint(tmp_path / "step_0000001.pt")
+    assert not saved["model"]["weight"].any() and not saved["optimizers"][0]["state"][0]
+
+
+def test_train_killed_while_it_writes_checkpoints_goes_on_bit_for_bit(train_base, train_whole):
+    """Killed where a file is half written, by a signal that nothing can catch, until the run is through."""
+    out, kills = train_base / "kills", 0
+    more = ["--steps", 20, "--save_every", 1, "--out", out, "--resume", "auto"]
+    while kills < 4:
+        process = train_process(train_base, *more)
+        saved = len(train_losses(out)) if out.exists() else 0
+        while process.poll() is None:
+            written = glob.glob(str(out / "*.pt.tmp"))
+            if written and os.path.exists(out / "log.jsonl") and len(train_log(out)) > saved + 4:
+                process.kill()
+        process.communicate()
+        kills += 1
+        if process.returncode == 0:
+            break
+    assert kills > 1, "never killed"
+    train_run(train_base, *more)
+    assert train_losses(out) == train_losses(train_whole[0])
+
+
+def test_train_eval_prints_what_the_run_printed(train_base, train_whole):
+    """And bits per byte of other data."""
+    folder, output = train_whole
+    last = next(line for line in output.splitlines() if line.startswith("step 20: val"))
+    checkpoint = folder / "step_0000020.pt"
+    assert last in train_run(train_base, "--eval", checkpoint)
+    other = train_run(train_base, "--eval", checkpoint, "--data", train_base / "b")
+    assert "step 20: val" in other and last not in other
+
+
+def test_train_init_begins_a_run_with_the_weights_of_another(train_base, train_whole):
+    out, checkpoint = train_base / "init", train_whole[0] / "step_0000020.pt"
+    train_run(train_base, "--init", checkpoint, "--steps", 2, "--out", out)
+    before, after = train_losses(train_whole[0]), train_losses(out)
+    assert sorted(after) == [0, 1] and after[0] < 0.8 * before[0]
+    told = train_run(train_base, "--init", checkpoint, "--depth", 2, status=1)
+    assert f"error: {checkpoint} is of another model (--depth 1)" in told
+    for flag in ("--init", "--eval"):
+        told = train_run(train_base, flag, "nowhere.pt", status=2)
+        assert f"{flag} nowhere.pt: no such file; expected a checkpoint" in told
+
+
+def test_train_device_that_is_not_there_is_one_line(train_base):
+    told = train_run(train_base, "--device", "xpu", status=2)
+    assert "--device xpu: torch sees none; leave --device out" in told and "Traceback" not in told
+
+
+def test_train_lines_of_the_gpu_on_a_cpu(train_base, train_whole):
+    """bfloat16 and a mask: near the losses of float32."""
+    want = train_losses(train_whole[0])
+    out = train_base / "bfloat16"
+    train_run(train_base, "--dtype", "bfloat16", "--steps", 20, "--out", out)
+    losses = train_losses(out)
+    assert losses != want and losses == pytest.approx(want, abs=0.05)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ON_CUDA = ["--device", "cuda", "--steps", 20, "--dtype", "float32", "--compile", "off",
+           "--optimizer", "adamw"]
+
+
+def train_on_cuda(base, name, *flags, **more):
+    train_run(base, *ON_CUDA, *flags, "--out", base / name, **more)
+    return train_losses(base / name)
+
+
+@needs_cuda
+@pytest.mark.parametrize("flags", [["--compile", "on"], ["--dtype", "bfloat16"], ["--micro_batch_size", 2],
+                                   ["--dtype", "bfloat16", "--compile", "on"]])
+def test_train_cuda_losses_are_those_of_plain_float32(train_base, train_whole, flags):
+    want = train_losses(train_whole[0])
+    losses = train_on_cuda(train_base, "cuda" + "".join(map(str, flags)), *flags)
+    assert losses == pytest.approx(want, abs=0.05)
+
+
+@needs_cuda
+def test_train_cuda_flex_attention_is_the_dense_mask(train_base):
+    dense = train_on_cuda(train_base, "cuda-dense", "--doc_mask", "--seq_len", 128)
+    flex = train_on_cuda(train_base, "cuda-flex", "--doc_mask", "--seq_len", 128, "--compile", "on")
+    assert flex == pytest.approx(dense, abs=0.02)
+
+
+@needs_cuda
+def test_train_cuda_resumes_bit_for_bit(train_base):
+    flags = ["--dtype", "bfloat16", "--save_every", 10]
+    want, out = train_on_cuda(train_base, "cuda-whole", *flags), train_base / "cuda-half"
+    train_first_half(train_base / "cuda-whole", out)
+    train_run(train_base, *ON_CUDA, *flags, "--out", out, "--resume", "auto")
+    assert train_losses(out) == {step: want[step] for step in range(10, 20)}
+
+
+@needs_cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_train_cuda_2_ranks_are_1_rank(train_base, optimizer):
+    flags = ["--optimizer", optimizer, "--micro_batch_size", 4]
+    want = train_on_cuda(train_base, f"cuda-one-{optimizer}", *flags)
+    losses = train_on_cuda(train_base, f"cuda-two-{optimizer}", *flags, ranks=2)
+    assert losses == pytest.approx(want, abs=1e-2)
+
+
+@needs_cuda
+def test_train_cuda_out_of_memory_names_the_flag(train_base):
+    big = ["--batch_size", 1 << 20, "--micro_batch_size", 1 << 20, "--eval_rows", 1]
+    told = train_run(train_base, *ON_CUDA, *big, "--out", train_base / "cuda-memory", status=1)
+    assert f"Lower --micro_batch_size (now {1 << 20}): the same run in less memory" in told
+
+
+@needs_cuda
+def test_train_cuda_defaults_print_mfu_and_the_wait_for_data(train_base):
+    """Depth 12, T = 2,048, compiled, bfloat16, Muon."""
+    flags = ["--device", "cuda", "--depth", 12, "--seq_len", 2048, "--batch_size", 32, "--eval_rows", 32]
+    output = train_run(train_base, *flags, "--steps", 5, "--out", train_base / "cuda-12")
+    last = next(r for r in train_log(train_base / "cuda-12") if r.get("step") == 4)
+    print(torch.cuda.get_device_name(), last, output)
+    assert last["ms"] > last["wait_ms"] >= 0 and last["memory_gb"] > 1
+
+
+@needs_cuda
+def test_train_cuda_batches_are_never_written_again(train_base):
+    loader = PackedLoader(ByteTokenizer(), 4, 64, "train", data_dir=str(train_base / "a"), device="cuda")
+    batches = [next(loader) for _ in range(50)]
+    copies = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
+    for _ in range(50):
+        next(loader)
+    torch.cuda.synchronize()
+    loader.close()
+    for batch, copy in zip(batches, copies, strict=True):
+        assert torch.equal(batch[0], copy[0]) and torch.equal(batch[1], copy[1])
+
+
+def test_train_whole_run_is_in_the_checkpoint(train_base, tmp_path):
+    """Sampled and resumed where the folder of its tokenizer holds another one by now."""
+    base = tmp_path / "base"
+    shutil.copytree(train_base / "a", base / "a")
+    train_run(base, "--steps", 2, "--out", "run")
+    for folder in glob.glob(str(base / "tokenizer*")):
+        shutil.rmtree(folder)
+    assert train_run(base, "--sample", "def ", "--out", "run").startswith("def ")
+    assert "resumed from" in train_run(base, "--steps", 3, "--out", "run", "--resume", "auto")
+    assert not glob.glob(str(base / "tokenizer*")), "another one was trained"
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ import argparse
 import contextlib
 import functools
 import glob
+import hashlib
+import itertools
 import json
 import math
 import os
@@ -25,10 +27,15 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import zipfile
 import zlib
 from datetime import timedelta
+from types import SimpleNamespace
+
+# Threads that wait for each other sleep: on shared cores spinning costs @@. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.distributed as dist
@@ -37,20 +44,19 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from dataloader import PackedLoader, cores_of_this_rank, merge_states, peak_memory
-from dataset import find_data, list_shards, parquets_iter_batched
+from dataloader import PackedLoader, cores_of_this_rank, merge_states
+from dataset import ShardError, find_data, list_shards, parquets_iter_batched, write_whole
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-FLAGS = [    # name, default on a CPU, default on CUDA, what it is
+FLAGS = [    # name, default on CUDA after that on everything else, what it is
     ("depth", 2, 12, "layers; the model is 64 * depth wide"),
     ("seq_len", 256, 2048, "T, tokens in a row"),
     ("batch_size", 8, 256, "rows in an optimizer step, over all ranks"),
     ("micro_batch_size", 16, 32, "most rows in one forward: less memory, the same run"),
     ("steps", 1800, 4600, "optimizer steps of the whole run"),    # CUDA: about 18 tokens a parameter
-    ("vocab_size", 2048, 32768, "of the tokenizer that is trained where there is none"),
     ("eval_every", 900, 250, "steps between evals"),
     ("eval_rows", 4096, 512, "val rows of each source in an eval, rounded up to whole batches"),
     ("save_every", 600, 500, "steps between checkpoints"),
@@ -63,26 +69,29 @@ CHOICES = [
     ("packing", ["exactfit", "bestfit", "flat"], "how documents become rows"),
     ("tails", ["keep", "drop"], "exactfit: what lies beyond a row"),
     ("compile", ["auto", "on", "off"], "auto: on CUDA, where there is a C compiler"),
+    ("dtype", ["float32", "bfloat16"], "of activations (cpu float32, cuda bfloat16); weights are float32"),
 ]
-SAME_ON_RESUME = ("depth", "seq_len", "optimizer", "packing", "tails", "shuffle", "doc_mask", "num_lanes")
+SAME_ON_RESUME = ("depth", "seq_len", "vocab_size", "optimizer", "packing", "tails", "shuffle", "doc_mask",
+                  "num_lanes")
 
 
 def parse_flags(argv=None):
+    """Parsed twice: the device and the optimizer decide what the defaults of the others are."""
     raw = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    p.add_argument("--device", choices=["cpu", "cuda"], default=device)
+    p.add_argument("--device", default=best_device(), help="cpu, cuda, or what torch.accelerator names (mps)")
     for name, cpu, cuda, text in FLAGS:
         p.add_argument(f"--{name}", type=type(cpu), metavar="N", help=f"{text} (cpu {cpu}, cuda {cuda})")
     for name, choices, text in CHOICES:
-        default = None if name == "optimizer" else choices[0]
-        p.add_argument(f"--{name}", choices=choices, default=default, help=text)
+        p.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
     p.add_argument("--lr", type=float, metavar="N",
                    help="peak learning rate of the blocks' matrices (adamw 0.0025, muon 0.02)")
-    p.add_argument("--data", nargs="+", metavar="PATH[:WEIGHT]",
+    p.add_argument("--data", nargs="+", default=[], metavar="PATH[:WEIGHT]",
                    help="folder or URI of shards; several take weights, shares of tokens (default: what "
                         "dataset.py downloaded, else the built-in corpus)")
     p.add_argument("--tokenizer", metavar="DIR", help="default: tokenizer.py's, else one trained on the data")
+    p.add_argument("--vocab_size", type=int, metavar="N",
+                   help="of the tokenizer that is trained where there is none (cpu 2048, cuda 32768)")
     p.add_argument("--shuffle", action="store_true", help="shuffle documents, by --seed")
     p.add_argument("--num_lanes", type=int, metavar="N",
                    help="world sizes that divide it give the same run (default: 8, or the smallest multiple "
@@ -92,34 +101,44 @@ def parse_flags(argv=None):
     p.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/DATE-TIME)")
     p.add_argument("--resume", default="none", metavar="auto|none|FILE",
                    help="auto: the newest whole checkpoint in --out, or of the newest run")
+    p.add_argument("--init", metavar="FILE", help="begin with the weights and the tokenizer of a checkpoint")
     p.add_argument("--max_minutes", type=float, metavar="N", help="then save and leave")
     p.add_argument("--profile", metavar="A:B", help="trace steps A to B-1 into the run's folder")
     p.add_argument("--sample", metavar="PROMPT", help="only generate, from the newest checkpoint")
-    return complete(p.parse_args(argv), p)
+    p.add_argument("--eval", metavar="FILE", help="only evaluate this checkpoint, on --data or its own")
+
+    cuda = p.parse_args(argv).device == "cuda"
+    p.set_defaults(optimizer="muon" if cuda else "adamw", dtype="bfloat16" if cuda else "float32",
+                   **{name: on_cuda if cuda else on_cpu for name, on_cpu, on_cuda, _ in FLAGS})
+    p.set_defaults(lr=LR[p.parse_args(argv).optimizer])
+    flags = p.parse_args(argv)
+    check_flags(flags, p)
+    return flags
 
 
-def complete(flags, p):
-    """Fill in the defaults of the device; one line and status 2 for what cannot be."""
-    cuda = flags.device == "cuda"
-    for name, *defaults, _ in [*FLAGS, ("optimizer", "adamw", "muon", "")]:
-        if getattr(flags, name) is None:
-            setattr(flags, name, defaults[cuda])
-    flags.lr = LR[flags.optimizer] if flags.lr is None else flags.lr
+def best_device():
+    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+
+
+def check_flags(flags, p):
+    """One line and status 2 for what cannot be."""
     for name, value in vars(flags).items():
         if name != "seed" and type(value) in (int, float) and not value > 0:
             p.error(f"--{name} {value}: expected a number above 0")
-    if cuda and not torch.cuda.is_available():
-        p.error("--device cuda: torch sees no GPU; leave --device out to train on the CPU")
+    if flags.device not in ("cpu", best_device()):
+        p.error(f"--device {flags.device}: torch sees none; leave --device out to train on {best_device()}")
+    for name in ("init", "eval"):
+        if (path := getattr(flags, name)) and not os.path.isfile(path):
+            p.error(f"--{name} {path}: no such file; expected a checkpoint")
     if flags.resume not in ("auto", "none") and not os.path.isfile(flags.resume):
         p.error(f"--resume {flags.resume}: no such file; expected auto, none or a checkpoint")
     try:
-        flags.sources = parse_data(flags.data or [])
+        parse_data(flags.data)
     except ValueError as error:
         p.error(str(error))
     steps = re.fullmatch(r"(\d+):(\d+)", flags.profile or "0:1")
     if not steps or int(steps[1]) >= int(steps[2]):
         p.error(f"--profile {flags.profile}: expected A:B, two steps, the first one below the second")
-    return flags
 
 
 def parse_data(specs):
@@ -127,9 +146,9 @@ def parse_data(specs):
     sources = {}
     for spec in specs:
         path, _, weight = spec.rpartition(":")
-        try:
+        with contextlib.suppress(ValueError):
             weight = float(weight)
-        except ValueError:
+        if isinstance(weight, str) or os.path.isdir(spec):    # a folder may be named web:2
             path, weight = spec, 1.0 if len(specs) == 1 else 0.0
         if not path or not 0 < weight < math.inf or path in sources:
             raise ValueError(f"--data {spec}: expected PATH, or several of PATH:WEIGHT, each path once and "
@@ -139,18 +158,129 @@ def parse_data(specs):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Ranks: all that knows of other processes. Alone, each function gives back what it was given
+# The run, from top to bottom
+
+def train(flags):
+    """-> exit status"""
+    # Ranks: each makes an equal part of a step's rows, in micro-batches
+    rank, local_rank, world = start_ranks(flags.device)
+    refuse_differences(lambda: {**flags_and_versions(flags), **shards_and_sizes(flags)})
+    device, cuda = set_up_device(flags, local_rank), flags.device == "cuda"
+    micro, accumulate = split_batch(flags.batch_size, world, flags.micro_batch_size)
+    stop = StopRequest(flags.max_minutes)
+    out, checkpoint = from_rank_0(on_some_ranks(rank == 0, lambda: choose_run(flags)))
+    saved = load_checkpoint(checkpoint) if checkpoint else None
+    settings = settle(flags, world, saved, checkpoint)
+
+    # Data: the loader deals rows to ranks by itself
+    sources = sources_of(flags)
+    tokenizer, where = tokenizer_of_run(flags, settings, saved, local_rank)
+    loader = PackedLoader(
+        tokenizer, micro, flags.seq_len, "train", data_dir=sources, packing=flags.packing, tails=flags.tails,
+        num_lanes=settings["num_lanes"], device=device if cuda else "cpu",
+        shuffle_seed=flags.seed if flags.shuffle else None)
+    n_val = -(-flags.eval_rows // flags.batch_size) * accumulate
+    val = {path: val_batches(tokenizer, micro, flags.seq_len, path, settings["num_lanes"], n_val)
+           for path in sources}
+
+    # Model and optimizer
+    torch.manual_seed(flags.seed)
+    bos = tokenizer.get_bos_token_id() if flags.doc_mask else None
+    model = GPT(flags.depth, tokenizer.get_vocab_size(), flags.dtype == "bfloat16", bos).to(device)
+    if flags.init:
+        load_weights(model, load_checkpoint(flags.init), flags.init)
+    compile_parts(model, flags.compile)
+    optimizers, step = make_optimizers(model, flags.optimizer, flags.lr), 0
+    if saved:
+        step = restore(saved, checkpoint, model, optimizers, loader)
+    net = model
+    if dist.is_initialized():
+        net = DistributedDataParallel(model, [local_rank] if cuda else None, gradient_as_bucket_view=True)
+
+    def save():    # all ranks together: each knows its own lanes and momenta
+        states, parts = gather_json(loader.state_dict()), [o.state_dict() for o in optimizers]
+        checkpoints.save(step, states, {"model": model.state_dict(), "optimizers": parts, "flags": settings,
+                                        "tokenizer": tokenizer.as_dict()})
+
+    # Loop
+    say(f"model: {count_parameters(model):,} parameters, depth {flags.depth}; tokenizer: "
+        f"{tokenizer.get_vocab_size():,} tokens, {where}")
+    say(f"a step: {flags.batch_size} rows of {flags.seq_len} tokens ({world} ranks x {accumulate} "
+        f"micro-batches x {micro} rows)")
+    say(f"data: {' '.join(sources)}; run: {out}")
+    mfu_of_one_token = model.flops_per_token(flags.seq_len) / (peak_flops(device) * world)
+    log = Log(out, flags, mfu_of_one_token, {
+        "flags": settings, "python": sys.version.split()[0], "torch": torch.__version__,
+        "parameters": count_parameters(model), "world_size": world, "from_step": step})
+    checkpoints, profiler = Checkpoints(out, checkpoint), start_profiler(flags.profile, out, step)
+    first, stopping = step, False
+    if step >= flags.steps:    # a finished run, started once more
+        evaluate(step, model, tokenizer, val, stop, log.write)
+    while step < flags.steps and not stopping:
+        began = time.perf_counter()
+        before = loader.state_dict()    # what the batch below is made of, in case that it breaks the model
+        batches = [next(loader) for _ in range(accumulate)]
+        waited = time.perf_counter() - began
+
+        share = set_rates(optimizers, step, flags.steps)
+        n_tokens = sum_over_ranks(sum((targets >= 0).sum() for _, targets in batches))
+        nats = torch.zeros((), device=device)
+        for i, (inputs, targets) in enumerate(batches):
+            with gradients_summed(net, now=i == len(batches) - 1):    # the forward inside it too
+                loss = net(inputs.to(device), targets.to(device)).sum()
+                (loss * (world / n_tokens)).backward()    # DDP divides by the world size
+            nats += loss.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+        loss, norm = (sum_over_ranks(nats) / n_tokens).item(), norm.item()    # waits for the GPU
+        if not math.isfinite(loss + norm):
+            return report_not_finite(out, step, loss, norm, before)
+
+        log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited, stop.seconds_left())
+        profiler.step()
+        step += 1
+        stopping = stop.agreed()
+        if not stopping and (step % flags.eval_every == 0 or step == flags.steps):
+            stopping = not evaluate(step, model, tokenizer, val, stop, log.write)
+        if not stopping and step % flags.save_every == 0:
+            save()
+    profiler.stop()
+    if not checkpoints.hold(step):
+        save()
+    is_saved = checkpoints.hold(step)
+    loader.close()
+    how = "done" if step >= flags.steps else f"stopped ({stop.why or 'by another rank'})"
+    where = f"checkpoint: {checkpoint_path(out, step)}" if is_saved else "this step is NOT saved"
+    say(f"{how} at step {step} of {flags.steps}; {step - first} steps took {log.seconds:.0f} s; {where}")
+    log.close()
+    return 0 if is_saved else 1
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Ranks: all that knows of other processes. Alone, each function gives back its argument
 
 def start_ranks(device):
     """-> rank, local rank, world size. Under torchrun a group is made on CPUs too: else N separate models."""
     if "RANK" not in os.environ:
         return 0, 0, 1
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # Tensors in CPU memory (flags, states) go over gloo, without a wait for the GPU; the rest over nccl.
-    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    # Tensors in CPU memory (flags, states) go over gloo, without a wait for the GPU; the rest over nccl, say.
+    backend = "gloo"
+    if device != "cpu":
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     dist.init_process_group(backend, timeout=timedelta(minutes=10))
     return dist.get_rank(), int(os.environ["LOCAL_RANK"]), dist.get_world_size()
+
+
+def is_first_rank():
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def say(text):
+    if is_first_rank():
+        print(text, flush=True)
 
 
 def sum_over_ranks(tensor):
@@ -169,53 +299,146 @@ def largest_of_ranks(number):
 
 
 def gather_json(value):
-    """All ranks' values, on every rank. Bytes, not objects: nothing is ever unpickled."""
+    """All ranks' values, on rank 0; [] on the others. Bytes, not objects: nothing is ever unpickled."""
     if not dist.is_initialized():
         return [value]
     data = json.dumps(value).encode()
     data = torch.frombuffer(bytearray(data.ljust(largest_of_ranks(len(data)))), dtype=torch.uint8)
-    parts = [torch.empty_like(data) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, data)
+    parts = [torch.empty_like(data) for _ in range(dist.get_world_size())] if is_first_rank() else []
+    dist.gather(data, parts or None)
     return [json.loads(part.numpy().tobytes()) for part in parts]
 
 
+def from_rank_0(value):
+    """Rank 0's value, on every rank."""
+    if not dist.is_initialized():
+        return value
+    data = json.dumps(value).encode() if is_first_rank() else b""
+    data = torch.frombuffer(bytearray(data.ljust(largest_of_ranks(len(data)))), dtype=torch.uint8)
+    dist.broadcast(data, 0)
+    return json.loads(data.numpy().tobytes())
+
+
 def on_some_ranks(mine, work):
-    """
-    work() where `mine`, while the others wait. -> what each rank made of it. Where it fails, that rank raises
-    and so tells why; the others leave without a word.
-    """
-    result = error = None
+    """-> work() where `mine`, while the others wait, who get None. Where it fails, all leave."""
+    result, error = None, ""
     try:
         result = work() if mine else None
     except (ValueError, OSError) as caught:
-        error = caught
-    found = gather_json([result, error is not None])
-    if error:
-        raise error
-    if any(failed for _, failed in found):
-        sys.exit(1)
-    return [result for result, _ in found]
+        error = f"rank {dist.get_rank()}: {caught}" if dist.is_initialized() else str(caught)
+    leave_together(gather_json(error))
+    return result
+
+
+def leave_together(errors):
+    """errors: of all ranks, on rank 0. It leaves with the first of them, the others without a word."""
+    failed = list(filter(None, from_rank_0(errors)))
+    if failed and dist.is_initialized():
+        why = f"error: {failed[0]}" if is_first_rank() else 1
+        dist.destroy_process_group()    # else its threads would abort the exit
+        sys.exit(why)
+    if failed:
+        raise ValueError(failed[0])
+
+
+def refuse_differences(describe):
+    """describe() -> {what: value}. Where a rank's is not rank 0's, an error names the rank and the first."""
+    mine = on_some_ranks(True, describe)
+    first, differences = from_rank_0(mine), []
+    for what in sorted(first.keys() | mine.keys()):
+        here, there = mine.get(what, "not there"), first.get(what, "not there")
+        if here != there:
+            differences.append(f"rank {dist.get_rank()} differs from rank 0: {what} is {here}, not {there}; "
+                               "start all ranks with the same flags, code and data")
+    leave_together(gather_json("".join(differences[:1])))
+
+
+def flags_and_versions(flags):
+    with open(__file__, "rb") as file:
+        code = hashlib.sha256(file.read()).hexdigest()[:16]
+    return {"Python": sys.version.split()[0], "torch": torch.__version__, "the sha256 of train.py": code,
+            **{f"--{name}": value for name, value in vars(flags).items()}}
+
+
+def shards_and_sizes(flags):
+    shards = [shard for path in sources_of(flags) for split in ("train", "val")
+              for shard in list_shards(path, split)]
+    return {f"shard {shard.path}": f"{shard.size:,} bytes" for shard in shards}
+
+
+def gradients_summed(net, now):
+    """A context: whether a backward in it sums the gradients over the ranks."""
+    if now or not isinstance(net, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return net.no_sync()
 
 
 class StopRequest:
     """SIGTERM, SIGINT, SIGUSR1 or the clock: finish the step, save, leave with status 0."""
 
     def __init__(self, minutes):
-        self.ends, self.why, self.since = time.time() + 60 * (minutes or math.inf), "", 0.0
+        self.ends, self.why, self.since = time.monotonic() + 60 * (minutes or math.inf), "", 0.0
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self.note)
 
     def note(self, number, frame):
-        # torchrun passes a Ctrl-C on to ranks that the terminal has told already: that is no second one.
-        if number == signal.SIGINT and self.why and time.time() > self.since + 1:
+        # torchrun passes a Ctrl-C on to ranks that the terminal has signalled already: that is no second one.
+        if number == signal.SIGINT and self.why and time.monotonic() > self.since + 1:
             os._exit(130)
-        self.why, self.since = self.why or signal.Signals(number).name, self.since or time.time()
+        self.why, self.since = self.why or signal.Signals(number).name, self.since or time.monotonic()
+
+    def seconds_left(self):
+        return max(0.0, self.ends - time.monotonic())
 
     def agreed(self):
         """Asked by all ranks together: once a step, once a batch of an eval."""
-        if time.time() > self.ends:
+        if not self.seconds_left():
             self.why = self.why or "--max_minutes"
         return bool(largest_of_ranks(int(self.why != "")))
+
+
+def sources_of(flags):
+    return parse_data(flags.data) or {find_data(): 1.0}
+
+
+def tokenizer_of_run(flags, settings, saved, local_rank):
+    """-> tokenizer, where it is from: a checkpoint, else --tokenizer, else found, or trained once a node."""
+    path = flags.init
+    saved = load_checkpoint(path) if path and not saved else saved
+    find = functools.partial(find_tokenizer, flags.tokenizer, sources_of(flags), settings["vocab_size"])
+    if saved:
+        tokenizer, where = RustBPETokenizer.from_dict(saved["tokenizer"]), "kept in the checkpoint"
+    else:
+        tokenizer, where = on_some_ranks(local_rank == 0, find) or find()
+    refuse_differences(lambda: {"the tokenizer": tokenizer.fingerprint()})
+    if saved and flags.tokenizer and find()[0].fingerprint() != tokenizer.fingerprint():
+        raise ValueError(f"{flags.tokenizer} is not the tokenizer of the checkpoint; leave --tokenizer out")
+    n, wanted = tokenizer.get_vocab_size(), flags.vocab_size
+    trained_here = where.endswith(f"-{wanted}")    # smaller than asked for where the text has few pairs
+    if not saved and wanted and n != wanted and not trained_here:
+        raise ValueError(f"--vocab_size {wanted}: {where} has {n} tokens; leave --vocab_size out, or pass "
+                         f"--tokenizer DIR after: python tokenizer.py --vocab-size {wanted} --out DIR")
+    return tokenizer, where
+
+
+def set_up_device(flags, local_rank):
+    if flags.device == "cpu":
+        torch.set_num_threads(cores_of_this_rank())
+    torch.set_float32_matmul_precision("high" if flags.device == "cuda" else "highest")
+    if flags.device == "cuda" and flags.doc_mask:
+        # cuDNN's backward: NaN with a mask where T % 128 == 64 (pytorch #196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return torch.device("cpu") if flags.device == "cpu" else torch.device(flags.device, local_rank)
+
+
+def split_batch(batch_size, world, most):
+    """-> rows in a micro-batch, at most `most`, and how many of them a rank makes.  48, 2, 16 -> 12, 2"""
+    if batch_size % world:
+        raise ValueError(f"--batch_size {batch_size} rows cannot be shared evenly by {world} ranks; "
+                         f"try --batch_size {-(-batch_size // world) * world}")
+    rows = batch_size // world
+    micro = max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
+    return micro, rows // micro
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -291,24 +514,30 @@ class Head(nn.Module):
 
 
 class GPT(nn.Module):
-    """inputs, targets: int64 (B, T) -> nats of each target, (B * T,), 0 where it is -100; without: logits."""
+    """
+    inputs, targets: int64 (B, T) -> nats of each target, (B * T,), 0 where it is -100; without: logits.
+    bos: attention stays inside documents, which begin with it.
+    """
 
-    def __init__(self, depth, vocab_size):
+    def __init__(self, depth, vocab_size, bf16=False, bos=None):
         super().__init__()
+        self.bf16, self.bos, self.flex = bf16, bos, False
         width, padded_vocab = 64 * depth, -(-vocab_size // 64) * 64
         self.head_dim = 128 if depth % 2 == 0 and depth >= 8 else 64
         self.embedding = nn.Embedding(padded_vocab, width)
         self.blocks = nn.ModuleList(Block(width, self.head_dim) for _ in range(depth))
         self.head = Head(width, padded_vocab)
 
-    def forward(self, inputs, targets=None, mask=None):
-        x = norm(self.embedding(inputs))
-        if x.is_cuda:
-            x = x.bfloat16()    # autocast alone would leave what runs past the blocks in fp32
-        cos, sin = rope_tables(inputs.size(1), self.head_dim, x.device, x.dtype)
-        for block in self.blocks:
-            x = block(x, cos, sin, mask)
-        return self.head(x, targets)
+    def forward(self, inputs, targets=None):
+        with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
+            mask = None if self.bos is None else document_mask(inputs, self.bos, self.flex)
+            x = norm(self.embedding(inputs))
+            if self.bf16:
+                x = x.bfloat16()    # autocast alone would leave what runs past the blocks in fp32
+            cos, sin = rope_tables(inputs.size(1), self.head_dim, x.device, x.dtype)
+            for block in self.blocks:
+                x = block(x, cos, sin, mask)
+            return self.head(x, targets)
 
     def flops_per_token(self, T):
         """Forward and backward, counted as in PaLM's appendix B: causal attention as if it were full."""
@@ -316,11 +545,27 @@ class GPT(nn.Module):
         return 6 * matrices + 12 * len(self.blocks) * T * self.embedding.embedding_dim
 
 
-def peak_flops():
-    """Dense bf16 peak of this GPU by its data sheet; None where it is not known."""
-    name = torch.cuda.get_device_name()
-    known = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
-    return next((flops for chip, flops in known.items() if chip in name), None)
+def count_parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+def compile_parts(model, choice):
+    """Block by block, which all share the code of the first; masks are flex attention's then, on CUDA."""
+    cuda = model.embedding.weight.is_cuda
+    possible = cuda and any(map(shutil.which, ("cc", "gcc", "clang")))
+    if choice == "on" or (choice == "auto" and possible):
+        torch._dynamo.config.optimize_ddp = False    # a block is compiled by itself: nothing to split
+        model.flex = cuda
+        for part in (*model.blocks, model.head):
+            part.compile(dynamic=False)
+
+
+def load_weights(model, saved, path):
+    try:
+        model.load_state_dict(saved["model"])
+    except RuntimeError as error:
+        raise ValueError(f"{path} is of another model (--depth {saved['flags']['depth']}): "
+                         f"{str(error).splitlines()[-1].strip()}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -395,7 +640,60 @@ def set_rates(optimizers, step, steps):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The yardstick and the sample
+# Evaluation: bits per byte of val documents, beside zlib's, and a sample
+
+def val_batches(tokenizer, B, T, path, num_lanes, n):
+    """
+    This rank's part of a source's first val rows, kept for the whole run. Packed by exactfit whatever
+    --packing says: every token once, and evals of different packings can be compared.
+    """
+    loader = PackedLoader(tokenizer, B, T, "val", data_dir=path, num_lanes=num_lanes, epochs=1)
+    batches = [batch for _, batch in zip(range(n), loader, strict=False)]
+    loader.close()
+    token_bytes = get_token_bytes(tokenizer)
+    n_bytes = sum(int(token_bytes[targets.clamp(min=0)].sum()) for _, targets in batches)
+    if not largest_of_ranks(n_bytes):
+        raise ValueError(f"the val split of {path} has no text: {list_shards(path, 'val')[-1].name} holds "
+                         "nothing but nulls and empty documents")
+    return batches
+
+
+def evaluate(step, model, tokenizer, val, stop, write):
+    """Print and write bits per byte of each source and over all; print a sample. -> False if asked to stop"""
+    device, token_bytes, totals = model.embedding.weight.device, get_token_bytes(tokenizer), {}
+    for path, batches in val.items():
+        totals[path] = count_nats(model, batches, token_bytes, stop, device)
+        if totals[path] is None:
+            return False
+    if len(val) > 1:
+        totals["all"] = [sum(column) for column in zip(*totals.values(), strict=True)]
+    for path, (nats, n_bytes) in totals.items():
+        bpb, zlib_bpb = nats / n_bytes / math.log(2), None
+        if path in val and is_first_rank():
+            zlib_bpb = zlib_bits_per_byte(path, n_bytes)
+        write({"step": step, "val_bpb": bpb, "val_bytes": n_bytes, "zlib_bpb": zlib_bpb, "source": path})
+        of = {"all": " over all sources"}.get(path, f" of {path}") if len(val) > 1 else ""
+        beside = f"; zlib -9: {zlib_bpb:.4f}" if zlib_bpb else ""
+        say(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}")
+    if is_first_rank():
+        with torch.compiler.set_stance("force_eager"):    # a shape of its own: nothing to compile for it
+            text = generate(model, tokenizer, batches[0][0].size(1), "def ", 64)
+        say("sample: " + text.replace("\n", "\n        "))
+    return True
+
+
+@torch.no_grad()
+def count_nats(model, batches, token_bytes, stop, device):
+    """Nats of the targets that stand for bytes, and these bytes; None where the run is asked to stop."""
+    totals = torch.zeros(2, dtype=torch.float64)
+    for inputs, targets in batches:
+        if stop.agreed():
+            return None
+        n_bytes = token_bytes[targets.cpu().clamp(min=0)].where(targets.cpu() >= 0, 0).flatten()
+        nats = model(inputs.to(device), targets.to(device)).cpu().double()
+        totals += torch.stack([nats[n_bytes > 0].sum(), n_bytes.sum()])
+    return sum_over_ranks(totals).tolist()
+
 
 @functools.cache
 def zlib_bits_per_byte(path, n_bytes):
@@ -426,62 +724,168 @@ def generate(model, tokenizer, T, prompt, n_tokens, temperature=0.8, top_k=50):
     return tokenizer.decode([i for i in ids if i != bos])
 
 
+def load_model(path, flags):
+    """-> model, tokenizer, flags and step of a checkpoint"""
+    saved = load_checkpoint(path)
+    tokenizer, depth = RustBPETokenizer.from_dict(saved["tokenizer"]), saved["flags"]["depth"]
+    bos = tokenizer.get_bos_token_id() if saved["flags"]["doc_mask"] else None
+    model = GPT(depth, tokenizer.get_vocab_size(), flags.dtype == "bfloat16", bos)
+    load_weights(model, saved, path)
+    return model.to(flags.device), tokenizer, argparse.Namespace(**saved["flags"]), saved["step"]
+
+
+def print_sample(flags):
+    """--sample: from the checkpoint that --resume names, else the newest."""
+    folder = flags.out or newest_run()
+    path = flags.resume if os.path.isfile(flags.resume) else folder and newest_checkpoint(folder)
+    if not path:
+        raise ValueError("no checkpoint in --out or runs/ yet; train one first: python train.py")
+    model, tokenizer, saved, _ = load_model(path, flags)
+    print(generate(model, tokenizer, saved.seq_len, flags.sample, 200))
+
+
+def print_eval(flags):
+    """--eval: the bits per byte that a run prints, of its last val rows or of other data's."""
+    _, _, world = start_ranks(flags.device)
+    model, tokenizer, saved, step = load_model(flags.eval, flags)
+    micro, accumulate = split_batch(saved.batch_size, world, saved.micro_batch_size)
+    n = -(-saved.eval_rows // saved.batch_size) * accumulate
+    val = {path: val_batches(tokenizer, micro, saved.seq_len, path, saved.num_lanes, n)
+           for path in sources_of(flags if flags.data else saved)}
+    evaluate(step, model, tokenizer, val, StopRequest(None), lambda record: None)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Checkpoints: a file that is whole or not there
 
-def list_checkpoints(folder):
-    return sorted(glob.glob(os.path.join(glob.escape(folder), "step_*.pt")))
+VERSION = 2    # of what a checkpoint holds
 
 
-def checkpoint_path(folder, step):
-    return os.path.join(folder, f"step_{step:07d}.pt")
+class Checkpoints:
+    """Rank 0's, written by a thread from a copy in memory; the newest two that are whole are kept."""
+
+    def __init__(self, folder, resumed_from):
+        self.folder, self.thread, self.kept, self.saved_at = folder, None, [], None
+        if is_first_rank() and resumed_from in list_checkpoints(folder):
+            older = [path for path in list_checkpoints(folder) if path < resumed_from and is_ours(path)]
+            self.kept, self.saved_at = [*older, resumed_from], load_checkpoint(resumed_from)["step"]
+
+    def save(self, step, states, content):
+        """A save that fails leaves the last good one, and the next is tried as if nothing had been."""
+        self.wait()
+        if is_first_rank():
+            copy = copy_to_memory({"version": VERSION, "step": step, **content})
+            self.thread = threading.Thread(target=self._write, args=(step, states, copy))
+            self.thread.start()
+
+    def _write(self, step, states, content):
+        path = checkpoint_path(self.folder, step)
+        try:
+            write_checkpoint(path, {**content, "loader": json.dumps(merge_states(states))})
+        except (ValueError, OSError, RuntimeError) as error:    # torch makes a RuntimeError of a full disk
+            free = shutil.disk_usage(self.folder).free / 1e9
+            last = (self.kept or ["none yet"])[-1]
+            say(f"warning: step {step} could not be saved ({free:.3f} GB free in {self.folder}: "
+                f"{str(error).splitlines()[0]}); the last good checkpoint stays: {last}")
+            return
+        self.kept, self.saved_at = [*(other for other in self.kept if other != path), path], step
+        while len(self.kept) > 2:
+            os.remove(self.kept.pop(0))
+
+    def wait(self):
+        if self.thread:
+            self.thread.join()
+
+    def hold(self, step):
+        """Asked by all ranks together: whether this step is saved, behind what the thread still writes."""
+        self.wait()
+        return bool(largest_of_ranks(int(self.saved_at == step)))
 
 
-def save_checkpoint(folder, step, content):
-    """Written beside, flushed, renamed; then all older ones but the newest go. -> what failed, or None"""
-    path = checkpoint_path(folder, step)
+def copy_to_memory(value):
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: copy_to_memory(part) for key, part in value.items()}
+    return [copy_to_memory(part) for part in value] if isinstance(value, list) else value
+
+
+def write_checkpoint(path, content):
+    """Written beside, flushed, renamed."""
     try:
         with open(path + ".tmp", "wb") as file:
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(path + ".tmp", path)
-        handle = os.open(folder, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
-        for older in [other for other in list_checkpoints(folder) if other < path][:-1]:
-            os.remove(older)
-    except (OSError, RuntimeError) as error:    # torch makes a RuntimeError of a full disk
+    finally:
         with contextlib.suppress(OSError):
             os.remove(path + ".tmp")
-        free = shutil.disk_usage(folder).free / 1e9
-        return f"{free:.3f} GB free in {folder}: {str(error).splitlines()[0]}"
-    return None
+    handle = os.open(os.path.dirname(path), os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
-def what_is_torn(path):
-    """Of a checkpoint, or None. torch.load would not look at the checksums of its records."""
+def restore(saved, path, model, optimizers, loader):
+    """-> the step to go on with"""
+    load_weights(model, saved, path)
+    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
+        peaks = [group["peak_lr"] for group in optimizer.param_groups]
+        optimizer.load_state_dict(state)
+        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
+            group["peak_lr"] = peak    # --lr may be another one now
+    loader.load_state_dict(json.loads(saved["loader"]))
+    say(f"resumed from {path}: step {saved['step']}")
+    return saved["step"]
+
+
+def list_checkpoints(folder):
+    paths = glob.glob(os.path.join(glob.escape(folder), "step_*.pt"))
+    return sorted(path for path in paths if re.fullmatch(r"step_\d{7}\.pt", os.path.basename(path)))
+
+
+def checkpoint_path(folder, step):
+    return os.path.join(folder, f"step_{step:07d}.pt")
+
+
+def load_checkpoint(path):
     try:
-        with zipfile.ZipFile(path) as file:
-            record = file.testzip()
-            return record and f"the checksum of {record} is wrong"
-    except Exception as error:    # a torn file can raise almost anything
-        return f"{type(error).__name__}: {error}"
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:    # what is no file of torch's raises almost anything
+        raise ValueError(f"{path} is no checkpoint of this train.py ({type(error).__name__})") from None
+    if not isinstance(content, dict) or content.get("version") != VERSION:
+        raise ValueError(f"{path} is no checkpoint of this train.py (it has no version {VERSION} in it)")
+    return content
+
+
+def is_ours(path):
+    with contextlib.suppress(ValueError):
+        return bool(load_checkpoint(path))
+    return False
 
 
 def check_whole(path):
-    if torn := what_is_torn(path):
+    """torch.load would not look at the checksums of its records."""
+    try:
+        with zipfile.ZipFile(path) as file:
+            record = file.testzip()
+        torn = record and f"the checksum of {record} is wrong"
+    except Exception as error:    # a torn file can raise almost anything
+        torn = f"{type(error).__name__}: {error}"
+    if torn:
         raise ValueError(f"{path} is torn ({torn}); take the one before it")
+    load_checkpoint(path)
     return path
 
 
 def newest_checkpoint(folder):
-    """The newest whole one, or None where there is none at all; warns of each torn one that it passes."""
+    """The newest whole one, or None where there is none at all; warns of each that it passes over."""
     paths = list_checkpoints(folder)
     for path in reversed(paths):
-        if not (torn := what_is_torn(path)):
-            return path
-        print(f"warning: {path} is torn ({torn}); trying the one before it", flush=True)
+        try:
+            return check_whole(path)
+        except ValueError as error:
+            print(f"warning: {error}", flush=True)
     if paths:
         raise ValueError(f"no checkpoint in {folder} is whole; start anew with another --out")
     return None
@@ -493,13 +897,23 @@ def newest_run():
     return os.path.dirname(max(paths, key=os.path.getmtime)) if paths else None
 
 
+def make_run_folder():
+    """Of runs that start in one second each gets its own."""
+    name = time.strftime("runs/%Y%m%d-%H%M%S")
+    for number in itertools.count(1):
+        folder = name if number == 1 else f"{name}-{number}"
+        with contextlib.suppress(FileExistsError):
+            os.makedirs(folder)
+            return folder
+
+
 def choose_run(flags):
     """-> the run's folder, made, and the checkpoint to go on from or None. Asked on rank 0 only."""
     auto, named = flags.resume == "auto", os.path.isfile(flags.resume)
     known = os.path.dirname(os.path.abspath(flags.resume)) if named else newest_run() if auto else None
-    out = flags.out or known or time.strftime("runs/%Y%m%d-%H%M%S")
+    out = flags.out or known or make_run_folder()
     os.makedirs(out, exist_ok=True)
-    for left_over in glob.glob(os.path.join(glob.escape(out), "*.tmp")):
+    for left_over in glob.glob(os.path.join(glob.escape(out), "step_" + 7 * "[0-9]" + ".pt.tmp")):
         os.remove(left_over)
     if named:
         newest = max(map(os.path.basename, list_checkpoints(out)), default="")
@@ -512,365 +926,168 @@ def choose_run(flags):
     return out, newest_checkpoint(out) if auto else None
 
 
-def load_checkpoint(path):
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+def settle(flags, world, saved, path):
+    """The flags, and where they left it open, what the checkpoint or the number of ranks says."""
+    open_ones = {"num_lanes": math.lcm(8, world), "vocab_size": 32768 if flags.device == "cuda" else 2048}
+    before = saved["flags"] if saved else open_ones
+    settings = {**vars(flags), **{name: getattr(flags, name) or before[name] for name in open_ones}}
+    if saved:
+        refuse_other_flags(before, settings, path)
+    return settings
 
 
-def refuse_other_flags(saved, flags, path):
+def refuse_other_flags(saved, settings, path):
     for name in SAME_ON_RESUME:
-        if saved[name] != getattr(flags, name):
+        if saved[name] != settings[name]:
             same = f"--{name} {saved[name]}"
             if isinstance(saved[name], bool):    # a switch
                 same = f"--{name}" if saved[name] else f"no --{name}"
-            raise ValueError(f"--{name} is {getattr(flags, name)}, in {path} it was {saved[name]}; resume "
-                             f"with {same}, or start anew: --resume none and another --out")
+            raise ValueError(f"--{name} is {settings[name]}, in {path} it was {saved[name]}; resume with "
+                             f"{same}, or start anew: --resume none and another --out")
 
 
 # ---------------------------------------------------------------------------------------------------------
 # What is printed and kept
 
+def report_not_finite(out, step, loss, norm, before):
+    """The loader's state before the batch is kept: loaded, next() gives the batch again. -> exit status"""
+    states = gather_json(before)
+    if is_first_rank():
+        path = os.path.join(out, f"not_finite_{step:07d}.json")
+        with open(path, "w") as file:
+            json.dump(merge_states(states), file)
+        say(f"error: step {step}: loss {loss}, gradient norm {norm}; no checkpoint was touched. The batch "
+            f"begins at row {states[0]['rows']} of the run; the loader's state before it: {path}")
+    return 1
+
+
+def peak_flops(device):
+    """Dense bf16 peak of this GPU by its data sheet; infinite where it is not known."""
+    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    known = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+    return next((flops for chip, flops in known.items() if chip in name), math.inf)
+
+
+def start_profiler(spec, out, step):
+    """--profile A:B, of rank 0, from `step` on"""
+    if not spec or not is_first_rank():
+        return SimpleNamespace(step=lambda: None, stop=lambda: None)
+    first, last = (max(0, int(number) - step) for number in spec.split(":"))
+    profiler = torch.profiler.profile(
+        schedule=torch.profiler.schedule(wait=first, warmup=0, active=max(1, last - first), repeat=1),
+        on_trace_ready=lambda done: done.export_chrome_trace(os.path.join(out, "trace.json")))
+    profiler.start()
+    return profiler
+
+
+def read_log(path):
+    """Its records; lines that are torn are left out."""
+    with contextlib.suppress(OSError), open(path) as file:
+        for line in file:
+            with contextlib.suppress(ValueError):
+                yield json.loads(line)
+
+
+def losses_in_log(path):
+    return [(record["step"], record["loss"]) for record in read_log(path) if "loss" in record]
+
+
+def peak_memory():
+    """Bytes that this process has used at most, 0 where the system does not tell."""
+    if os.path.exists("/proc/self/status"):    # Linux's ru_maxrss would begin with the parent's
+        with open("/proc/self/status") as status:
+            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    with contextlib.suppress(ImportError):    # there is none on Windows
+        import resource
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # macOS counts bytes
+    return 0
+
+
 class Log:
     """Rank 0's: lines on the screen; JSON lines, TensorBoard and a plot, if installed, in its folder."""
 
-    def __init__(self, folder, first):
-        self.folder, self.losses, self.board, self.failed = folder, [], None, False
+    def __init__(self, folder, flags, mfu_of_one_token, first):
+        self.folder, self.flags, self.mfu_of_one_token = folder, flags, mfu_of_one_token
+        self.times, self.seconds, self.board, self.failed = [], 0.0, None, False
+        if is_first_rank():
+            self.path, step = os.path.join(folder, "log.jsonl"), first.get("from_step", 0)
+            self.cut(step)
+            with contextlib.suppress(ImportError):
+                from torch.utils.tensorboard import SummaryWriter
+                self.board = SummaryWriter(folder, purge_step=step)
         self.write(first)
-        with contextlib.suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-            self.board = SummaryWriter(folder)
-        print("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB      left")
+        say("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB      left")
+
+    def cut(self, step):
+        """Take out what a run that is resumed at `step` does once more, and a line that a kill has torn."""
+        kept = [r for r in read_log(self.path) if r.get("step", -1) < step or
+                ("val_bpb" in r and r["step"] == step < self.flags.steps)]
+        if os.path.isfile(self.path):
+            write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
     def write(self, record):
+        if not is_first_rank():
+            return
         try:
-            with open(os.path.join(self.folder, "log.jsonl"), "a") as file:
+            with open(self.path, "a") as file:
                 file.write(json.dumps(record) + "\n")
-        except OSError as error:    # a full disk stops no training, and is told once
+        except OSError as error:    # a full disk stops no training, and is reported once
             if not self.failed:
-                print(f"warning: {self.folder}/log.jsonl: {error}; lines will be missing in it", flush=True)
+                print(f"warning: {self.path}: {error}; lines will be missing in it", flush=True)
             self.failed = True
 
-    def step(self, r, left, show):
-        self.write(r)
-        self.losses.append((r["step"], r["loss"]))
-        for name in ("loss", "lr", "norm", "tokens_per_s") if self.board else ():
-            self.board.add_scalar(name, r[name], r["step"])
-        if show:
-            mfu = f"{r['mfu']:7.1%}" if r["mfu"] else "      -"
-            print(f"{r['step']:8d}{r['loss']:10.4f}{r['lr']:10.6f}{r['norm']:8.3f}{r['tokens_per_s']:11,.0f}"
-                  f"{mfu}{r['ms']:10.1f}{r['wait_ms']:10.1f}{r['memory_gb']:9.2f}"
-                  f"{int(left) // 60:7d}m{int(left) % 60:02d}s", flush=True)
+    def step(self, step, loss, lr, norm, seconds, waited, seconds_left):
+        self.seconds += seconds
+        self.times = [*self.times[-49:], seconds]
+        usual = sorted(self.times)[len(self.times) // 2]
+        left = min((self.flags.steps - step - 1) * usual, seconds_left)
+        per_second = self.flags.batch_size * self.flags.seq_len / seconds
+        memory = torch.cuda.max_memory_allocated() if self.flags.device == "cuda" else peak_memory()
+        self.write({"step": step, "loss": loss, "lr": lr, "norm": norm, "tokens_per_s": per_second,
+                    "ms": 1e3 * seconds, "wait_ms": 1e3 * waited, "memory_gb": memory / 1e9,
+                    "mfu": per_second * self.mfu_of_one_token or None})
+        if self.board:
+            for name, value in (("loss", loss), ("lr", lr), ("norm", norm), ("tokens_per_s", per_second)):
+                self.board.add_scalar(name, value, step)
+        if step % self.flags.log_every == 0 or step == self.flags.steps - 1:
+            mfu = f"{per_second * self.mfu_of_one_token:7.1%}" if self.mfu_of_one_token else "      -"
+            say(f"{step:8d}{loss:10.4f}{lr:10.6f}{norm:8.3f}{per_second:11,.0f}{mfu}{1e3 * seconds:10.1f}"
+                f"{1e3 * waited:10.1f}{memory / 1e9:9.2f}{int(left) // 60:7d}m{int(left) % 60:02d}s")
 
     def close(self):
         if self.board:
             self.board.close()
+        if not is_first_rank():
+            return
         with contextlib.suppress(ImportError, OSError):
             from matplotlib.figure import Figure
             figure = Figure()
             axes = figure.subplots()
-            axes.plot([step for step, _ in self.losses], [loss for _, loss in self.losses])
+            axes.plot(*zip(*losses_in_log(self.path), strict=True))
             axes.set(xlabel="step", ylabel="loss, nats a token")
             figure.savefig(os.path.join(self.folder, "loss.png"))
 
 
 # ---------------------------------------------------------------------------------------------------------
-# The run
-
-class Run:
-    """Set up in the order of the recipe, then `go`."""
-
-    def __init__(self, flags):
-        self.flags, self.cuda, self.step, self.profiler = flags, flags.device == "cuda", 0, None
-        self.rank, self.local_rank, self.world = start_ranks(flags.device)
-        self.stop = StopRequest(flags.max_minutes)
-        self.set_up_device()
-        self.out, self.checkpoint = on_some_ranks(self.rank == 0, lambda: choose_run(flags))[0]
-        saved = load_checkpoint(self.checkpoint) if self.checkpoint else None
-        self.set_up_lanes(saved)
-        self.set_up_data()
-        self.set_up_model()
-        if saved:
-            self.restore(saved)
-        self.ddp = self.model
-        if dist.is_initialized():
-            self.ddp = DistributedDataParallel(self.model, [self.local_rank] if self.cuda else None,
-                                               gradient_as_bucket_view=True)
-
-    def say(self, text):
-        if self.rank == 0:
-            print(text, flush=True)
-
-    def set_up_device(self):
-        if not self.cuda:
-            self.device, self.peak = torch.device("cpu"), None
-            torch.set_num_threads(cores_of_this_rank())
-            return
-        self.device, self.peak = torch.device("cuda", self.local_rank), peak_flops()
-        torch.set_float32_matmul_precision("high")
-        if self.flags.doc_mask:    # cuDNN's backward: NaN with a mask where T % 128 == 64 (pytorch #196678)
-            torch.backends.cuda.enable_cudnn_sdp(False)
-
-    def set_up_lanes(self, saved):
-        """Who makes which rows; and that the flags are those of the checkpoint."""
-        flags = self.flags
-        if saved:
-            flags.num_lanes = flags.num_lanes or saved["flags"]["num_lanes"]
-            flags.tokenizer = flags.tokenizer or saved["flags"]["tokenizer"]
-            refuse_other_flags(saved["flags"], flags, self.checkpoint)
-        flags.num_lanes = flags.num_lanes or math.lcm(8, self.world)
-        if flags.batch_size % self.world:
-            raise ValueError(f"--batch_size {flags.batch_size} rows cannot be shared evenly by {self.world} "
-                             f"ranks; try --batch_size {-(-flags.batch_size // self.world) * self.world}")
-        rows = flags.batch_size // self.world
-        self.micro = max(n for n in range(1, min(rows, flags.micro_batch_size) + 1) if rows % n == 0)
-        self.accumulate = rows // self.micro
-
-    def set_up_data(self):
-        flags = self.flags
-        self.sources = flags.sources or {find_data(): 1.0}
-        folders = on_some_ranks(self.local_rank == 0, lambda: find_tokenizer(    # one a node may train it
-            flags.tokenizer, self.sources, flags.vocab_size)[1])
-        flags.tokenizer = folders[self.rank - self.local_rank]
-        self.tokenizer = RustBPETokenizer.from_directory(flags.tokenizer)
-        self.token_bytes = get_token_bytes(self.tokenizer)
-        self.loader = PackedLoader(
-            self.tokenizer, self.micro, flags.seq_len, "train", packing=flags.packing, tails=flags.tails,
-            data_dir=self.sources, num_lanes=flags.num_lanes, device=self.device,
-            shuffle_seed=flags.seed if flags.shuffle else None)
-        self.val = {path: self.val_batches(path) for path in self.sources}
-
-    def val_batches(self, path):
-        """
-        This rank's part of a source's first val rows, kept for the whole run. Packed by exactfit whatever
-        --packing says: every token once, and evals of different packings can be compared.
-        """
-        n = -(-self.flags.eval_rows // self.flags.batch_size) * self.accumulate
-        loader = PackedLoader(self.tokenizer, self.micro, self.flags.seq_len, "val", data_dir=path,
-                              num_lanes=self.flags.num_lanes, epochs=1)
-        batches = [batch for _, batch in zip(range(n), loader, strict=False)]
-        loader.close()
-        return batches
-
-    def set_up_model(self):
-        flags = self.flags
-        torch.manual_seed(flags.seed)
-        self.model = GPT(flags.depth, self.tokenizer.get_vocab_size()).to(self.device)
-        self.compiled = flags.compile == "on" or (
-            flags.compile == "auto" and self.cuda and any(map(shutil.which, ("cc", "gcc", "clang"))))
-        if self.compiled:
-            torch._dynamo.config.optimize_ddp = False    # a block is compiled by itself: nothing to split
-            for part in (*self.model.blocks, self.model.head):
-                part.compile(dynamic=False)
-        self.flops = self.model.flops_per_token(flags.seq_len)
-        self.optimizers = make_optimizers(self.model, flags.optimizer, flags.lr)
-
-    def restore(self, saved):
-        if saved["tokenizer"] != self.tokenizer.fingerprint():
-            raise ValueError(f"{self.flags.tokenizer} is not the tokenizer of {self.checkpoint}; pass "
-                             f"--tokenizer {saved['flags']['tokenizer']}")
-        self.model.load_state_dict(saved["model"])
-        for optimizer, state in zip(self.optimizers, saved["optimizers"], strict=True):
-            peaks = [group["peak_lr"] for group in optimizer.param_groups]
-            optimizer.load_state_dict(state)
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["peak_lr"] = peak    # --lr may be another one now
-        self.loader.load_state_dict(json.loads(saved["loader"]))
-        self.step = saved["step"]
-        self.say(f"resumed from {self.checkpoint}: step {self.step}")
-
-    def forward(self, net, inputs, targets):
-        inputs, targets = inputs.to(self.device), targets.to(self.device)
-        bos, flex = self.tokenizer.get_bos_token_id(), self.cuda and self.compiled
-        mask = document_mask(inputs, bos, flex) if self.flags.doc_mask else None
-        with torch.autocast("cuda", torch.bfloat16, enabled=self.cuda):
-            return net(inputs, targets, mask)
-
-    def train_step(self, batches):
-        """-> loss, the mean over the tokens of all ranks and micro-batches; gradient norm; share of the lr"""
-        share = set_rates(self.optimizers, self.step, self.flags.steps)
-        n_tokens = sum_over_ranks(sum((targets >= 0).sum() for _, targets in batches))
-        nats = torch.zeros((), device=self.device)
-        for i, batch in enumerate(batches):
-            wait = i < len(batches) - 1 and self.ddp is not self.model    # with summing over the ranks
-            with self.ddp.no_sync() if wait else contextlib.nullcontext():    # the forward inside it too
-                loss = self.forward(self.ddp, *batch).sum()
-                (loss * (self.world / n_tokens)).backward()    # DDP divides by the world size
-            nats += loss.detach()
-        gradient_norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        self.model.zero_grad(set_to_none=True)
-        return (sum_over_ranks(nats) / n_tokens).item(), gradient_norm.item(), share    # waits for the GPU
-
-    @torch.no_grad()
-    def bits_per_byte(self, batches):
-        """Nats of the targets that stand for bytes, and these bytes; None where the run is asked to stop."""
-        totals = torch.zeros(2, dtype=torch.float64)
-        for inputs, targets in batches:
-            if self.stop.agreed():
-                return None
-            n_bytes = self.token_bytes[targets.clamp(min=0)].where(targets >= 0, 0).flatten()
-            nats = self.forward(self.model, inputs, targets).cpu().double()
-            totals += torch.stack([nats[n_bytes > 0].sum(), n_bytes.sum()])
-        return sum_over_ranks(totals).tolist()
-
-    def evaluate(self):
-        """Print bits per byte of each source, beside zlib's, and over all. -> False if asked to stop"""
-        all_nats = all_bytes = 0
-        for path, batches in self.val.items():
-            found = self.bits_per_byte(batches)
-            if found is None:
-                return False
-            nats, n_bytes = found
-            all_nats, all_bytes = all_nats + nats, all_bytes + n_bytes
-            if self.rank == 0:
-                r = {"step": self.step, "val_bpb": nats / n_bytes / math.log(2), "val_bytes": n_bytes,
-                     "zlib_bpb": zlib_bits_per_byte(path, n_bytes), "source": path}
-                self.log.write(r)
-                self.say(f"step {self.step}: val {r['val_bpb']:.4f} bits per byte"
-                         + (f" of {path}" if len(self.val) > 1 else "")
-                         + (f"; zlib -9: {r['zlib_bpb']:.4f}" if r["zlib_bpb"] else ""))
-        if len(self.val) > 1:
-            bpb = all_nats / all_bytes / math.log(2)
-            self.say(f"step {self.step}: val {bpb:.4f} bits per byte over all sources")
-            if self.rank == 0:
-                self.log.write({"step": self.step, "val_bpb": bpb, "val_bytes": all_bytes, "source": "all"})
-        if self.rank == 0:
-            eager = torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
-            with eager, torch.autocast("cuda", torch.bfloat16, enabled=self.cuda):
-                text = generate(self.model, self.tokenizer, self.flags.seq_len, "def ", 64)
-            self.say("sample: " + text.replace("\n", "\n        "))
-        return True
-
-    def save(self):
-        """All ranks together. A save that fails leaves the last good one and is tried again at the next."""
-        states, parts = gather_json(self.loader.state_dict()), [o.state_dict() for o in self.optimizers]
-        failed = self.rank == 0 and save_checkpoint(self.out, self.step, {
-            "step": self.step, "model": self.model.state_dict(), "optimizers": parts,
-            "loader": json.dumps(merge_states(states)), "flags": vars(self.flags),
-            "tokenizer": self.tokenizer.fingerprint()})
-        if failed:
-            self.say(f"warning: step {self.step} could not be saved ({failed}); the last good checkpoint "
-                     f"stays: {(list_checkpoints(self.out) or ['none yet'])[-1]}")
-        return not largest_of_ranks(int(bool(failed)))
-
-    def report_not_finite(self, loss, gradient_norm, before):
-        """The loader's state before the batch names its documents; loaded, next() gives it again."""
-        states = gather_json(before)
-        if self.rank == 0:
-            path = os.path.join(self.out, f"not_finite_{self.step:07d}.json")
-            with open(path, "w") as file:
-                json.dump(merge_states(states), file)
-            at = "; ".join(f"rank {rank}: epoch {s['epoch']}, shard {s['pq_idx']}, row group {s['rg_idx']}"
-                           for rank, s in enumerate(states))
-            self.say(f"error: step {self.step}: loss {loss}, gradient norm {gradient_norm}; no checkpoint "
-                     f"was touched. The batch begins at row {states[0]['rows']} ({at}); the loader's state "
-                     f"before it: {path}")
-        return 1
-
-    def trace(self, at_end=False):
-        """--profile A:B, of rank 0"""
-        first, _, last = (self.flags.profile or "").partition(":")
-        if self.rank == 0 and str(self.step) == first:
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
-        if self.profiler and (str(self.step) == last or at_end):
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(os.path.join(self.out, "trace.json"))
-            self.profiler = None
-
-    def announce(self):
-        """What is known before the first step."""
-        flags, n = self.flags, sum(p.numel() for p in self.model.parameters())
-        if self.rank == 0:
-            self.say(f"model: {n:,} parameters, depth {flags.depth}; tokenizer: "
-                     f"{self.tokenizer.get_vocab_size():,} tokens, {flags.tokenizer}")
-            self.say(f"a step: {flags.batch_size} rows of {flags.seq_len} tokens ({self.world} ranks x "
-                     f"{self.accumulate} micro-batches x {self.micro} rows)")
-            self.say(f"data: {' '.join(self.sources)}; run: {self.out}")
-            self.log = Log(self.out, {
-                "flags": vars(flags), "python": sys.version.split()[0], "torch": torch.__version__,
-                "parameters": n, "world_size": self.world, "from_step": self.step})
-
-    def go(self):
-        """-> exit status"""
-        flags, first, times, stopping = self.flags, self.step, [], False
-        self.announce()
-        saved_at = self.step if self.checkpoint == checkpoint_path(self.out, self.step) else None
-        if self.step >= flags.steps:    # a finished run, started once more
-            self.evaluate()
-        while self.step < flags.steps and not stopping:
-            self.trace()
-            began = time.perf_counter()
-            before = self.loader.state_dict()
-            batches = [next(self.loader) for _ in range(self.accumulate)]
-            waited = time.perf_counter() - began
-            loss, gradient_norm, share = self.train_step(batches)
-            if not math.isfinite(loss + gradient_norm):
-                return self.report_not_finite(loss, gradient_norm, before)
-            times.append(time.perf_counter() - began)
-            if self.rank == 0:
-                self.log_step(loss, gradient_norm, share, waited, times)
-            self.step += 1
-            stopping = self.stop.agreed()
-            if not stopping and (self.step % flags.eval_every == 0 or self.step == flags.steps):
-                stopping = not self.evaluate()
-            if self.step % flags.save_every == 0 and not stopping and self.save():
-                saved_at = self.step
-        self.trace(at_end=True)
-        saved = saved_at == self.step or self.save()
-        self.loader.close()
-        how = "done" if self.step >= flags.steps else f"stopped ({self.stop.why or 'by another rank'})"
-        where = f"checkpoint: {checkpoint_path(self.out, self.step)}" if saved else "this step is NOT saved"
-        self.say(f"{how} at step {self.step} of {flags.steps}; {self.step - first} steps took "
-                 f"{sum(times):.0f} s; {where}")
-        if self.rank == 0:
-            self.log.close()
-        return 0 if saved else 1
-
-    def log_step(self, loss, gradient_norm, share, waited, times):
-        flags, seconds = self.flags, times[-1]
-        per_second = flags.batch_size * flags.seq_len / seconds
-        usual = sorted(times[-50:])[len(times[-50:]) // 2]
-        memory = torch.cuda.max_memory_allocated() if self.cuda else peak_memory()
-        left = min((flags.steps - self.step - 1) * usual, max(0.0, self.stop.ends - time.time()))
-        self.log.step({"step": self.step, "loss": loss, "lr": flags.lr * share, "norm": gradient_norm,
-                       "tokens_per_s": per_second, "ms": 1e3 * seconds, "wait_ms": 1e3 * waited,
-                       "mfu": self.peak and per_second * self.flops / (self.peak * self.world),
-                       "memory_gb": memory / 1e9},
-                      left, self.step % flags.log_every == 0 or self.step == flags.steps - 1)
-
-
-def print_sample(flags):
-    folder = flags.out or newest_run()
-    named = os.path.isfile(flags.resume)
-    path = check_whole(flags.resume) if named else folder and newest_checkpoint(folder)
-    if not path:
-        raise ValueError("no checkpoint in --out or runs/ yet; train one first: python train.py")
-    saved = load_checkpoint(path)
-    tokenizer = RustBPETokenizer.from_directory(saved["flags"]["tokenizer"])
-    if tokenizer.fingerprint() != saved["tokenizer"]:
-        raise ValueError(f"{saved['flags']['tokenizer']} is no longer the tokenizer of {path}; put it back")
-    model = GPT(saved["flags"]["depth"], tokenizer.get_vocab_size())
-    model.load_state_dict(saved["model"])
-    with torch.autocast("cuda", torch.bfloat16, enabled=flags.device == "cuda"):
-        print(generate(model.to(flags.device), tokenizer, saved["flags"]["seq_len"], flags.sample, 200))
-
+# python train.py
 
 def main():
+    for stream in (sys.stdout, sys.stderr):    # an ASCII terminal, and a sample that is not ASCII
+        stream.reconfigure(errors="backslashreplace")
     flags = parse_flags()
     try:
         if flags.sample is not None:
-            return print_sample(flags)
-        run = Run(flags)
+            status = print_sample(flags)
+        else:
+            status = print_eval(flags) if flags.eval else train(flags)
+    except ShardError as error:
+        sys.exit(f"error: {error}; then go on from the last checkpoint: the same command with --resume auto")
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
-    try:
-        status = run.go()
-    except OSError as error:    # a shard that is missing or torn, say
-        sys.exit(f"error: {error}; then go on from the last checkpoint: --out {run.out} --resume auto")
     except torch.OutOfMemoryError as error:
-        sys.exit(f"error: {str(error).splitlines()[0]}\nLower --micro_batch_size (now {run.micro} rows): the "
-                 "same run in less memory. Then --seq_len or --depth, which change it.")
+        sys.exit(f"error: {str(error).splitlines()[0]}\nLower --micro_batch_size (now "
+                 f"{flags.micro_batch_size}): the same run in less memory. Then --seq_len or --depth, which "
+                 "change it.")
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

@@ -1,0 +1,345 @@
+"""
+Look at the packings and measure them, on the data at hand.
+
+    python -m dev.bench show       rows of every packing, drawn in the terminal
+    python -m dev.bench compare    what each packing loses, cuts and costs
+    python -m dev.bench bench      tokens per second, from text and from tokens, beside other loaders
+
+The trade-off: each line of the benchmark is measured in a process of its own, in turns with the best that it
+could be: a quarter of a minute a line, for shares that hold on a machine that does other things, too. The
+tokens per second do not.
+"""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import io
+import itertools
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, cores_of_this_rank, tokens_left
+from dataset import column_views, errors_in_one_line, find_data, list_shards
+from dev.prepare import tokenize
+from tokenizer import find_tokenizer, get_tokenizer
+from train import peak_memory
+
+# ---------------------------------------------------------------------------------------------------------
+# Show: rows of every packing, drawn in the terminal
+
+FIRST, SECOND, LAST = 1, 2, 4
+
+
+def all_packings():
+    """{name: arguments of PackedLoader}"""
+    packings = {}
+    for packing, packer in PACKINGS.items():
+        if "tails" in packer.options:
+            for tails in ("drop", "keep"):
+                packings[f"{packing} {tails}"] = {"packing": packing, "tails": tails}
+        else:
+            packings[packing] = {"packing": packing}
+    return packings
+
+
+def show(tokenizer, data_dir, T, columns=72, colour=False):
+    """Rows of every packing, a block a document: ] ends it, > is where it was cut, < goes on with it."""
+    for name, packing in all_packings().items():
+        loader = PackedLoader(tokenizer, 256, T, "train", data_dir=data_dir, num_lanes=1, prefetch=0,
+                              transform=outline, **packing)
+        inputs, targets = next(loader)
+        stats = loader.stats()
+        loader.close()
+        lost = lost_share(stats["tokens_dropped"], stats["tokens_delivered"])
+        yield f"{name}   lost {lost:.1%}, fit but cut {stats['cut_share']:.2%}"
+        for row in torch.cat([inputs[-5:, :1], targets[-5:]], dim=1).tolist():
+            yield "  " + draw_row(row, columns, colour)
+        yield ""
+
+
+def outline(ids, ref, place):
+    """In place of a document's ids: whether each is its first, second or last."""
+    marks = np.zeros(len(ids), np.int64)
+    marks[:1] |= FIRST
+    marks[1:2] |= SECOND
+    marks[-1:] |= LAST
+    return marks
+
+
+def draw_row(row, columns, colour):
+    """One character for every len(row) / columns tokens."""
+    starts = [0, *(i for i in range(1, len(row)) if row[i] & FIRST)]
+    text = ""
+    for k, (a, b) in enumerate(itertools.pairwise([*starts, len(row)])):
+        width = round(b * columns / len(row)) - round(a * columns / len(row))
+        whole_start = row[a] & FIRST and (b - a == 1 or row[a + 1] & SECOND)
+        block = ("[" if whole_start else "<") + "=" * (width - 2) + ("]" if row[b - 1] & LAST else ">")
+        block = block[:width]    # "[]" where there is room for 0 or 1
+        text += f"\033[30;{41 + k % 6}m{block}\033[0m" if colour else block
+    return text
+
+
+def lost_share(dropped, delivered):
+    """Of the tokens that left the buffer."""
+    return dropped / (dropped + delivered)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Compare: what each packing loses, cuts and costs
+
+class Tally(NamedTuple):
+    lost: float         # share of the tokens that left the buffer
+    cut: float          # share of all documents: those that fit a row and yet were cut
+    longest_wait: int   # rows that were given while a document stood whole in the buffer
+    held: float         # tokens in the buffer at the end, in rows
+
+
+def compare(tokenizer, data_dir, B, T, seconds=4.0):
+    """Lines of a table. One lane, but for the speed: that is from text, by all threads."""
+    yield f"{'packing':<15}{'lost':>8}{'fit but cut':>13}{'longest wait':>14}{'held':>13}{'M tokens/s':>12}"
+    for name, packing in all_packings().items():
+        loader = PackedLoader(tokenizer, B, T, "train", data_dir=data_dir, num_lanes=1, **packing)
+        tally = tally_rows(loader, max(4096, B))
+        tokens = tokens_of(loader)
+        speed_of(tokens, seconds / 2)    # fills the buffer
+        speed = speed_of(tokens, seconds)
+        loader.close()
+        yield (f"{name:<15}{tally.lost:>8.1%}{tally.cut:>13.2%}{tally.longest_wait:>9,} rows"
+               f"{tally.held:>8,.0f} rows{speed / 1e6:>12.2f}")
+
+
+def tally_rows(loader, n_rows):
+    """By a packer of the loader's kind alone, which gives the loader's rows."""
+    (source,) = loader.sources.values()
+    packer = PACKINGS[loader.packing](loader.T, **loader._packer_options())
+    encoder, waiting, longest_wait = Encoder(loader.tokenizer, loader.threads), {}, 0
+    chunks = encoder.chunks(source, 0, Ref(), size=packer.chunk_size, ahead=8)
+    for _ in range(n_rows):
+        packer.row(lambda: next(chunks))
+        whole = [document.ref for document in packer.held() if document.ref.token == 0]
+        waiting = {ref: waiting.get(ref, 0) + 1 for ref in whole}
+        longest_wait = max(longest_wait, *waiting.values(), 0)
+    encoder.close()
+    dropped, documents, cut = (packer.counts[key] for key in ("dropped", "documents", "cut"))
+    held = sum(map(tokens_left, packer.held())) / (loader.T + 1)
+    return Tally(lost_share(dropped, n_rows * loader.T), cut / documents, longest_wait, held)
+
+
+def speed_of(counts, seconds):
+    """Tokens per second, from an iterator that makes some and says how many; first, what lies ready goes."""
+    for duration in (min(0.3, seconds), seconds):
+        began, tokens = time.perf_counter(), 0
+        while time.perf_counter() - began < duration:
+            tokens += next(counts)
+    return tokens / (time.perf_counter() - began)
+
+
+def tokens_of(batches):
+    return (inputs.numel() for inputs, _ in batches)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Bench: every line in a process of its own, in turns with its yardstick
+#
+# Text is measured against its ceiling, the encoding threads alone, their tokens thrown away; tokens on disk
+# against a memmap of the same ids.
+
+class Job(NamedTuple):
+    """One line of the table."""
+    kind: str      # "text" or "tokens"
+    data: str | dict
+    reader: str    # a packing, or another loader
+    threads: int
+    engine: str = "tiktoken"
+    note: str = ""
+
+
+class Setting(NamedTuple):
+    """What all lines have in common."""
+    tokenizer: str    # its folder
+    text: str
+    tokens: str
+    ids: str          # file of all train tokens, for the memmap
+    B: int
+    T: int
+    seconds: float    # of one turn; there are three
+
+
+class Measured(NamedTuple):
+    speed: float      # tokens/s
+    share: float      # of the yardstick
+    first: float      # s
+    resume: float | None    # s
+    memory: float     # MB
+
+
+def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
+    """Lines of a table."""
+    threads = cores_of_this_rank()
+    yield f"B = {B}, T = {T}, {threads} cores; share of: the encoding threads alone (text), a memmap (tokens)"
+    yield (f"{'from':<11}{'reader':<15}{'engine':<10}{'threads':>8}{'M tokens/s':>12}{'share':>8}"
+           f"{'first batch':>13}{'resume':>9}{'memory':>9}")
+    with tempfile.TemporaryDirectory() as work:
+        setting = Setting(tokenizer_dir, data_dir, f"{work}/tokens", f"{work}/ids", B, T, seconds)
+        with contextlib.redirect_stderr(io.StringIO()):
+            tokenize(data_dir, setting.tokens, tokenizer_dir)
+        write_ids(setting)
+        for job in all_jobs(setting, threads, work):
+            found = in_own_process(measure, job, setting)
+            resume = "-" if found.resume is None else f"{found.resume:.2f} s"
+            engine = "-" if job.kind == "tokens" else job.engine
+            yield (f"{job.note + job.kind:<11}{job.reader:<15}{engine:<10}{job.threads:>8}"
+                   f"{found.speed / 1e6:>12.2f}{found.share:>8.2f}{found.first:>11.2f} s{resume:>9}"
+                   f"{found.memory:>6.0f} MB")
+
+
+def all_jobs(setting, threads, work):
+    some, packings = sorted({1, threads}), list(all_packings())
+    for engine in engines():
+        for packing, n in itertools.product(packings, some):
+            yield Job("text", setting.text, packing, n, engine)
+    for packing, n in itertools.product(packings, some):
+        yield Job("tokens", setting.tokens, packing, n)
+    if "://" not in setting.text:
+        for kind, folder in (("text", setting.text), ("tokens", setting.tokens)):
+            names = four_names(folder, f"{work}/{kind}")
+            yield Job(kind, dict.fromkeys(names, 1), packings[-1], threads, engines()[-1], "4 x ")
+    yield Job("tokens", setting.tokens, "memmap", 1)
+
+
+def engines():
+    return ["tiktoken", "gigatoken"] if importlib.util.find_spec("gigatoken") else ["tiktoken"]
+
+
+def four_names(folder, prefix):
+    """Four sources made of one."""
+    names = [f"{prefix}{i}" for i in range(4)]
+    for name in names:
+        os.symlink(os.path.abspath(folder), name)
+    return names
+
+
+def in_own_process(function, *arguments):
+    """A fresh one, which has its own peak of memory."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *arguments).result()
+
+
+def measure(job, setting):
+    """One line of the table. threads=1 means one core as well."""
+    if job.threads == 1 and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    os.environ["NANOLOADER_ENGINE"] = job.engine
+    tokenizer, before = get_tokenizer(setting.tokenizer), peak_memory()
+    make = functools.partial(OTHERS.get(job.reader, packed), job, setting, tokenizer)
+    batches = make()
+    first, _ = timed(lambda: next(batches))
+    tokens = tokens_of(batches)
+    fill_seconds = len(job.data) if isinstance(job.data, dict) else 1    # a mixture has a buffer a source
+    speed_of(tokens, min(fill_seconds, setting.seconds))
+    memory = (peak_memory() - before) / (1 << 20)
+    yardstick = encoded(job, setting, tokenizer) if job.kind == "text" else tokens_of(memmap(job, setting))
+    pairs = [(speed_of(tokens, setting.seconds), speed_of(yardstick, setting.seconds)) for _ in range(3)]
+    resume = time_to_resume(batches, make()) if isinstance(batches, PackedLoader) else None
+    speed, best = np.median(pairs, axis=0)
+    return Measured(speed, speed / best, first, resume, memory)
+
+
+def time_to_resume(loader, again):
+    state = loader.state_dict()
+    seconds, _ = timed(lambda: (again.load_state_dict(state), next(again)))
+    loader.close(), again.close()
+    return seconds
+
+
+def timed(action):
+    began = time.perf_counter()
+    result = action()
+    return time.perf_counter() - began, result
+
+
+def packed(job, setting, tokenizer):
+    return PackedLoader(tokenizer, setting.B, setting.T, "train", data_dir=job.data, threads=job.threads,
+                        **all_packings()[job.reader])
+
+
+def encoded(job, setting, tokenizer):
+    """The ceiling: tokens by the encoding threads alone."""
+    source = Source("all", list_shards(setting.text, "train"), num_lanes=1)
+    chunks = Encoder(tokenizer, job.threads).chunks(source, 0, Ref(), ahead=8 * job.threads)
+    return (len(chunk.ids) for chunk in chunks)
+
+
+def memmap(job, setting, tokenizer=None):
+    """All ids in one file, read from front to back, cast to two int64 tensors."""
+    B, T = setting.B, setting.T
+    ids = np.memmap(setting.ids, get_tokenizer(setting.tokenizer).dtype, "r")
+    while True:
+        for i in range(0, len(ids) - B * T, B * T):
+            inputs, targets = ids[i:i + B * T], ids[i + 1:i + 1 + B * T]
+            yield tuple(torch.from_numpy(part.astype(np.int64)).view(B, T) for part in (inputs, targets))
+
+
+OTHERS = {"memmap": memmap}
+
+
+def write_ids(setting):
+    with open(setting.ids, "wb") as file:
+        for shard in list_shards(setting.tokens, "train"):
+            for row_group in range(len(shard.rows)):
+                data, offsets, _ = column_views(shard.read(row_group))
+                file.write(data[offsets[0]:offsets[-1]])
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The command line
+
+def main(argv: list[str] | None = None) -> None:
+    flags = make_parser().parse_args(argv)
+    with errors_in_one_line():
+        data_dir = find_data(flags.data)
+        tokenizer, folder = find_tokenizer(flags.tokenizer, [data_dir], 32768)
+        for line in flags.run(flags, tokenizer, folder, data_dir):
+            print(line, flush=True)
+
+
+def make_parser():
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m dev.bench", description=__doc__, formatter_class=as_written)
+    commands = parser.add_subparsers(required=True)
+    for name, run, text in (("show", run_show, "draw rows of every packing"),
+                            ("compare", run_compare, "what each packing loses, cuts and costs"),
+                            ("bench", run_bench, "tokens per second, from text and from tokens")):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        command.add_argument("--data", help="folder or URI of text shards (default: what train.py takes)")
+        command.add_argument("--tokenizer", help="its folder (default: the one trained on the data)")
+        command.add_argument("--T", type=int, default=2048, help="tokens of a row (default 2048)")
+        if name != "show":
+            command.add_argument("--B", type=int, default=32, help="rows of a batch (default 32)")
+    return parser
+
+
+def run_show(flags, tokenizer, folder, data_dir):
+    return show(tokenizer, data_dir, flags.T, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ)
+
+
+def run_compare(flags, tokenizer, folder, data_dir):
+    return compare(tokenizer, data_dir, flags.B, flags.T)
+
+
+def run_bench(flags, tokenizer, folder, data_dir):
+    return bench(folder, data_dir, flags.B, flags.T)
+
+
+if __name__ == "__main__":
+    main()

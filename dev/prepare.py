@@ -1,0 +1,846 @@
+"""
+What is run once, before training: make shards of your own text, tokenize, check and count them.
+
+    python -m dev.prepare convert 'my/*.json.gz' --text_key content  # your own text, shuffled into shards
+    python -m dev.prepare tokenize --data DIR --out DIR              # the same shards, tokens for text
+    python -m dev.prepare verify                                     # every shard against all its checksums
+    python -m dev.prepare stats                                      # documents, bytes, lengths, lanes
+"""
+
+import argparse
+import contextlib
+import csv
+import fnmatch
+import functools
+import glob
+import hashlib
+import io
+import itertools
+import json
+import multiprocessing
+import os
+import re
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from codecs import BOM_UTF8
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.fs as pafs
+import pyarrow.parquet as pq
+
+from dataset import (
+    INDEX,
+    PIECE,
+    File,
+    Progress,
+    all_shards,
+    check_local,
+    checksums_in,
+    cores,
+    default_data_dir,
+    errors_in_one_line,
+    files_and_index,
+    filesystem_of,
+    find_data,
+    in_order,
+    index_command,
+    is_http,
+    is_text,
+    join_name,
+    list_shards,
+    lock_file,
+    one_line,
+    open_file,
+    open_shard,
+    read_metadata,
+    remove,
+    sha256_of,
+    write_index,
+    write_shard,
+)
+from tokenizer import get_tokenizer
+
+# ---------------------------------------------------------------------------------------------------------
+# Convert: whatever text there is -> shuffled shards, in bounded memory
+#
+# A document's key is a hash of where it stood, and the shards hold the documents in the order of their keys:
+# a shuffle that is the same for any number of processes. First they parse the inputs into runs of RUN_BYTES
+# of text on disk, sorted by key. From all keys and lengths (16 bytes a document) follows which documents
+# each row group holds; then each shard's are looked up in all the runs.
+
+RUN_BYTES = 32 << 20
+SHARD_BYTES = 300_000_000    # of text: about 100 MB as zstd
+ROW_GROUP_DOCUMENTS = 1024
+ROW_GROUP_BYTES = 32 << 20    # fewer documents in a row group where they are long
+VAL_DOCUMENTS = 64    # at least, where there are ten times as many: a lane needs one
+LONGEST_DOCUMENT = 1 << 30    # bytes
+BAD_SHOWN = 5
+RUN = pa.schema([("key", pa.uint64()), ("text", pa.large_binary())])
+
+
+def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool = False,
+            skip_torn: bool = False, cut_bytes: int | None = None, seed: int = 0, workers: int | None = None,
+            shard_bytes: int = SHARD_BYTES, executor: Executor | None = None) -> dict:
+    """
+    Make shards of the files in READERS; the last shard, about 1 % of the documents, is val.
+
+    inputs: paths, folders, globs, URIs. Nothing stands under `out` before everything does. ValueError names
+    file and line of the first bad document; with `skip_bad` the report counts them and shows the first few,
+    with `skip_torn` also files that end too early. Each .txt or .md file is a document, or with `cut_bytes`
+    parts of at most so many bytes that end at blank lines. Any executor does whose workers see these paths.
+    """
+    check_local(out)
+    files, others = find_inputs(inputs)
+    parse = functools.partial(scatter_task, text_key=text_key, skip_bad=skip_bad, skip_torn=skip_torn,
+                              cut_bytes=cut_bytes, seed=seed, longest_in_val=sum(map(size_in, files)) // 100)
+    with working_folder(out) as building, executor_or_pool(executor, workers) as pool:
+        try:
+            bad = scatter_all(pool, files, functools.partial(parse, building=building))
+            counts = gather_all(pool, building, shard_bytes)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)    # so that workers end at their next write
+            raise
+        index = write_index(building + "/shards")
+        assert sum(sum(entry["rows"]) for entry in index["shards"].values()) == counts["documents"]
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(out)
+        os.rename(building + "/shards", out)
+    shown = [message for _, messages in bad for message in messages]
+    return {"files": len(files), "others": others, "bad": sum(count for count, _ in bad),
+            "shown": shown[:BAD_SHOWN], **counts}
+
+
+@contextlib.contextmanager
+def working_folder(out):
+    """Of this run alone, beside `out`; those of runs that were killed are removed."""
+    out = os.path.abspath(out)
+    if os.path.isdir(out) and os.listdir(out):
+        raise ValueError(f"{out} is not empty; name a new folder with --out, or remove it first")
+    os.makedirs(os.path.dirname(out), exist_ok=True)
+    for old in glob.glob(glob.escape(out) + ".convert-*"):
+        with lock_file(old + "/lock", wait=False) as abandoned:
+            if abandoned:
+                shutil.rmtree(old, ignore_errors=True)
+    building = tempfile.mkdtemp(prefix=os.path.basename(out) + ".convert-", dir=os.path.dirname(out))
+    try:
+        os.makedirs(building + "/runs")
+        os.makedirs(building + "/shards")
+        with lock_file(building + "/lock"):
+            yield building
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def executor_or_pool(executor, workers):
+    if executor is not None:
+        yield executor
+        return
+    context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
+    with ProcessPoolExecutor(workers or cores(), mp_context=context, initializer=end_with_parent) as pool:
+        yield pool
+
+
+def end_with_parent():
+    """A worker does not outlive a parent that was killed, and leaves Ctrl-C to it."""
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def scatter_all(pool, files, scatter):
+    total = sum(map(size_in, files))
+    progress, bad = Progress(len(files), "files", total / len(files)), []
+    for (_, group), found in in_order(pool, scatter, group_files(files, total), 4 * cores()):
+        bad.append(found)
+        progress.add(sum(size_in(file) for _, file in group), len(group))
+    progress.close()
+    return bad
+
+
+def gather_all(pool, building, shard_bytes):
+    keys, lengths = keys_and_lengths(building)
+    shards = list(enumerate(plan_shards(keys, lengths, shard_bytes)))
+    progress = Progress(len(shards), "shards", lengths.sum() / len(shards))
+    for _, n_bytes in in_order(pool, functools.partial(gather_shard, building=building), shards, 4 * cores()):
+        progress.add(n_bytes, 1)
+    progress.close()
+    return {"documents": len(keys), "bytes": int(lengths.sum()), "shards": len(shards)}
+
+
+def group_files(files, total):
+    """Group small files, so that they share a run: (task number, [(file number, file), ...])"""
+    number, group, size = 0, [], 0
+    for file_number, file in enumerate(files):
+        group.append((file_number, file))
+        size += size_in(file)
+        if size >= min(RUN_BYTES, total // 64) or file_number == len(files) - 1:
+            yield number, group
+            number, group, size = number + 1, [], 0
+
+
+def scatter_task(task, building, text_key, skip_bad, skip_torn, cut_bytes, seed, longest_in_val):
+    """Parse the files of a task into sorted runs on disk; (bad documents, messages of the first ones)"""
+    number, files = task
+    keys, texts, size, runs, bad, shown = [], [], 0, 0, 0, []
+    for file_number, file in files:
+        for index, (where, text, problem) in enumerate(documents_of(file, text_key, cut_bytes)):
+            if problem:
+                check_skippable(problem, f"{join_name(*file[:2])}, {where}: {problem}", skip_bad, skip_torn)
+                bad, shown = bad + 1, [*shown, f"{join_name(*file[:2])}, {where}: {problem}"][:BAD_SHOWN]
+                continue
+            place = b"%d %d %d" % (seed, file_number, index)
+            key = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big")
+            # The last documents are val: one that were half of it does not come last.
+            keys.append(key // 2 if len(text) > longest_in_val else key)
+            texts.append(text)
+            size += len(text)
+            if size >= RUN_BYTES:
+                write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
+                keys, texts, size, runs = [], [], 0, runs + 1
+    if keys:
+        write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
+    return bad, shown
+
+
+def write_run(path, keys, texts):
+    keys = np.array(keys, np.uint64)
+    order = np.argsort(keys, kind="stable")
+    sorted_texts = pa.array(texts, pa.large_binary()).take(pa.array(order))
+    with pa.OSFile(path + ".tmp", "wb") as file, pa.ipc.new_file(file, RUN) as writer:
+        writer.write_table(pa.table([pa.array(keys[order]), sorted_texts], schema=RUN))
+    os.replace(path + ".tmp", path)
+
+
+def open_run(path):
+    """(sorted keys, their texts), memory-mapped."""
+    batch = pa.ipc.open_file(pa.memory_map(path)).get_batch(0)
+    return batch["key"].to_numpy(), batch["text"]
+
+
+def list_runs(building):
+    return sorted(glob.glob(glob.escape(building) + "/runs/*.arrow"))
+
+
+def keys_and_lengths(building):
+    """Of all documents, in the order of their keys."""
+    keys, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    for path in list_runs(building):
+        run_keys, texts = open_run(path)
+        keys.append(run_keys)
+        lengths.append(pc.binary_length(texts).to_numpy())
+    keys, lengths = np.concatenate(keys), np.concatenate(lengths)
+    order = np.argsort(keys, kind="stable")
+    return keys[order], lengths[order]
+
+
+def plan_shards(keys, lengths, shard_bytes):
+    """
+    For each shard the (first key, last key) of its row groups. The last shard is val: 1 % of the documents,
+    or so many as lanes may ask for, up to a tenth; before it shards of equal bytes.
+    """
+    n = len(keys)
+    if n < 2:
+        raise ValueError(f"{n} documents are too few for a train and a val shard")
+    train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
+    ends = np.cumsum(lengths + 1)    # + 1: there may be empty ones only
+    shards = max(4, round(int(lengths.sum()) / shard_bytes) - 1)    # four, so that cores share a small corpus
+    cuts = np.searchsorted(ends[:train], ends[train - 1] * np.arange(1, shards) / shards) + 1
+    for first, last in itertools.pairwise(np.unique([0, *cuts, train, n])):
+        rows = min(ROW_GROUP_DOCUMENTS, max(1, (last - first) // 16))
+        yield [(keys[first + a], keys[first + b - 1]) for a, b in plan_row_groups(lengths[first:last], rows)]
+
+
+def plan_row_groups(lengths, rows):
+    """(start, stop) of row groups of so many documents, or of ROW_GROUP_BYTES, or of one that has more."""
+    ends, start = np.cumsum(lengths), 0
+    while start < len(lengths):
+        limit = ends[start] - lengths[start] + ROW_GROUP_BYTES
+        stop = min(start + rows, max(start + 1, int(np.searchsorted(ends, limit, "right"))))
+        yield start, stop
+        start = stop
+
+
+def gather_shard(shard, building):
+    """Write one shard, a row group at a time; returns its bytes of text."""
+    number, row_groups = shard
+    runs, sizes = [open_run(path) for path in list_runs(building)], []
+
+    def gather():
+        for first, last in row_groups:
+            texts = gather_row_group(runs, first, last)
+            sizes.append(texts.nbytes)
+            yield texts
+
+    write_shard(f"{building}/shards/shard_{number:05d}.parquet", gather())
+    return sum(sizes)
+
+
+def gather_row_group(runs, first, last):
+    """All documents with keys from first to last, in the order of their keys."""
+    keys, texts = [], []
+    for run_keys, run_texts in runs:
+        here = slice(run_keys.searchsorted(first), run_keys.searchsorted(last, "right"))
+        keys.append(run_keys[here])
+        texts.append(run_texts[here])
+    order = np.argsort(np.concatenate(keys), kind="stable")
+    return pa.concat_arrays(texts).take(pa.array(order)).cast(pa.large_string()).cast(pa.string())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The files that convert reads
+
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".feather", ".csv", ".tsv", ".txt", ".md")
+BINARY = (".parquet", ".arrow", ".feather")
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1": ".arrow",
+         b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"PK\x03\x04": ".zip", b"%PDF": ".pdf"}
+ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")    # beside Hugging Face's .arrow files
+TORN = "torn: "    # how the problem of a file that was cut begins
+
+
+def size_in(file):
+    return file[2]
+
+
+def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[str]]:
+    """
+    (folder, name, size) of every file that paths, folders, globs and URIs stand for, each once, sorted; and
+    what else lies in these folders: files of other kinds, and hidden ones.
+    """
+    found, others = set(), set()
+    for pattern in inputs:
+        files, rest = remote_inputs(pattern) if "://" in pattern else local_inputs(pattern)
+        odd = [name for _, name, _ in files if not kind_of(name)]
+        if odd or not files:
+            raise ValueError(
+                f"{pattern}: {f'cannot convert {odd[0]}' if odd else 'no such files'}; expected "
+                f"{', '.join(SUFFIXES)} (text also .gz or .zst): file, folder or quoted glob; of other kinds "
+                'make .jsonl, for each document a line {"text": "..."}')
+        found.update(files)
+        others.update(rest)
+    return sorted(found), sorted(others)
+
+
+def local_inputs(pattern):
+    paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+    files, others = [path for path in paths if os.path.isfile(path)], []
+    for root in filter(os.path.isdir, paths):
+        for path in files_below(root):
+            hidden = "/." in f"/{os.path.relpath(path, root)}"
+            odd = hidden or not kind_of(path) or os.path.basename(path) in ABOUT_DATA
+            (others if odd else files).append(path)
+    return [(*os.path.split(os.path.abspath(file)), os.path.getsize(file)) for file in files], others
+
+
+def files_below(root):
+    """Through links to folders too, but into each folder once; one that cannot be read is an error."""
+    def fail(error):
+        raise error
+
+    seen = set()
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (os.path.join(folder, name) for name in names)
+
+
+def remote_inputs(pattern):
+    if is_http(pattern):
+        raise ValueError(f"{pattern}: fetch it first (curl -O); convert reads URIs of object stores only")
+    address, mark, query = pattern.partition("?")    # options such as ?region=...; so ? is no wildcard here
+    folder, _, wanted = re.split(r"[*\[]", address)[0].rpartition("/")
+    wanted, folder_wanted = address[len(folder) + 1:], address[len(folder) + 1:].rstrip("/") + "/"
+    folder += mark + query
+    fs, root = filesystem_of(folder)
+    files, others = [], []
+    for info in fs.get_file_info(pafs.FileSelector(root, recursive=True)):
+        name = info.path[len(root):].lstrip("/")
+        inside = folder_wanted == "/" or name.startswith(folder_wanted)
+        if info.is_file and (fnmatch.fnmatchcase(name, wanted) or (inside and kind_of(name))):
+            files.append((folder, name, info.size))
+        elif info.is_file and inside:
+            others.append(join_name(folder, name))
+    return files, others
+
+
+def kind_of(name):
+    """The suffix that says how to read a file, compression aside; None where none does."""
+    stem, suffix = os.path.splitext(name.lower())
+    kind = os.path.splitext(stem)[1] if suffix in CODECS else suffix
+    return kind if kind in SUFFIXES and not (kind in BINARY and suffix in CODECS) else None
+
+
+def documents_of(file, text_key, cut_bytes=None):
+    """(where, UTF-8 bytes, None) of each document of a file, or (where, None, what is wrong with it)."""
+    folder, name, size = file
+    kind, suffix, where = kind_of(name), os.path.splitext(name.lower())[1], "its beginning"
+    try:
+        with open_file(folder, name, size) as stream:
+            if odd := other_kind(stream, kind, suffix):
+                yield "the file", None, f"{TORN}by its first bytes it is {odd}, not {suffix}; name it {odd}"
+                return
+            # pyarrow's gzip gives 495 MB/s of JSON lines, Python's 353 (one core; builtin corpus, level 6).
+            plain = pa.CompressedInputStream(stream, CODECS[suffix]) if suffix in CODECS else stream
+            for document in documents_in(kind, plain, text_key, cut_bytes):
+                where = document[0]
+                yield document
+    except (OSError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
+        lost = f"the rest of its {size / 1e6:,.1f} MB is lost"
+        yield f"behind {where}", None, f"{TORN}{one_line(error)}; {lost}"
+
+
+def documents_in(kind, stream, text_key, cut_bytes):
+    if kind == ".parquet":
+        return parquet_documents(stream, text_key)
+    if kind in (".arrow", ".feather"):
+        return arrow_documents(stream, text_key)
+    stream = io.BufferedReader(stream, PIECE)
+    if kind in (".csv", ".tsv"):
+        return csv_documents(stream, text_key, "," if kind == ".csv" else "\t")
+    return text_documents(stream, cut_bytes) if kind in (".txt", ".md") else json_documents(stream, text_key)
+
+
+def other_kind(stream, kind, suffix):
+    """The suffix of the kind that the first bytes say, where the name says another."""
+    head = stream.read(6)
+    stream.seek(0)
+    seen = next((seen for magic, seen in MAGIC.items() if head.startswith(magic)), None)
+    same = ".arrow" if kind in (".arrow", ".feather") else suffix
+    return None if seen == same else seen
+
+
+def check_skippable(problem, message, skip_bad, skip_torn):
+    if problem.startswith(TORN) and not skip_torn:
+        raise ValueError(f"{message}; get it whole, or keep what can be read with --skip_torn")
+    if not problem.startswith(TORN) and not skip_bad:
+        raise ValueError(f"{message}; mend it, or leave such documents out with --skip_bad")
+
+
+def text_documents(stream, cut_bytes):
+    """The file as one document, or in parts of at most cut_bytes, cut at blank lines, else at line ends."""
+    data, problem = check_utf8(read_whole(stream))
+    if problem or not cut_bytes:
+        yield "the file", data and data.removeprefix(BOM_UTF8), problem
+        return
+    start = len(BOM_UTF8) if data.startswith(BOM_UTF8) else 0
+    while start < len(data):
+        stop = start + cut_bytes
+        if stop < len(data):
+            stop = next((at + len(mark) for mark in (b"\n\n", b"\n", b" ")
+                         if (at := data.rfind(mark, start, stop - len(mark) + 1)) >= 0), stop)
+            while stop > start + 1 and data[stop] & 0xC0 == 0x80:
+                stop -= 1    # not in the middle of a character
+        yield f"byte {start}", data[start:stop], None
+        start = stop
+
+
+def read_whole(stream):
+    data = stream.read(LONGEST_DOCUMENT + 1)
+    if len(data) > LONGEST_DOCUMENT:
+        raise OSError(f"over {LONGEST_DOCUMENT >> 30} GB in one piece; make .jsonl of it, a document a line")
+    return data
+
+
+def json_documents(stream, text_key):
+    """Documents of JSON lines, or of one JSON array, which is read whole."""
+    if stream.peek(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        yield from array_documents(read_whole(stream), text_key)
+        return
+    number = 0
+    while line := stream.readline(LONGEST_DOCUMENT):
+        number += 1
+        if len(line) == LONGEST_DOCUMENT and not line.endswith(b"\n"):
+            raise OSError(f"line {number} has over {LONGEST_DOCUMENT >> 30} GB")
+        if number == 1:
+            line = line.removeprefix(BOM_UTF8)
+        if not line.isspace():
+            yield f"line {number}", *line_document(line, text_key)
+
+
+def csv_documents(stream, text_key, delimiter):
+    csv.field_size_limit(LONGEST_DOCUMENT)
+    rows = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+    for row in rows:
+        yield f"line {rows.line_num}", *text_of(row, text_key)
+
+
+def parquet_documents(stream, text_key):
+    parquet = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
+    read = functools.partial(parquet.iter_batches, ROW_GROUP_DOCUMENTS, columns=[text_key], use_threads=False)
+    yield from column_documents(parquet.schema_arrow, read, text_key)
+
+
+def arrow_documents(stream, text_key):
+    """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
+    is_file = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
+
+
+    def read():
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        return (batch.select([text_key]) for batch in batches)
+
+    yield from column_documents(reader.schema, read, text_key)
+
+
+def column_documents(schema, read, text_key):
+    if text_key not in schema.names or not is_text(schema.field(text_key).type):
+        columns = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
+        yield "the file", None, f"no string column {text_key!r}, only {columns}; name one with --text_key"
+        return
+    row = 0
+    for batch in read():
+        for text in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
+            yield f"row {row}", *((None, f"{text_key!r} is null") if text is None else check_utf8(text))
+            row += 1
+
+
+def line_document(line, text_key):
+    try:
+        return text_of(json.loads(line.decode()), text_key)
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 ({error.reason} at byte {error.start})"
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON ({error})"
+
+
+def array_documents(data, text_key):
+    data, problem = check_utf8(data)
+    if problem:
+        yield "the file", None, problem
+        return
+    text, decode, gap = data.decode("utf-8-sig"), json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
+    position, line, counted = gap.match(text, text.index("[") + 1).end(), 1, 0
+    while not text.startswith("]", position):
+        line, counted = line + text.count("\n", counted, position), position
+        try:
+            record, position = decode(text, position)
+        except (ValueError, RecursionError) as error:
+            yield f"line {line}", None, f"not JSON ({error})"
+            return
+        yield f"line {line}", *text_of(record, text_key)
+        position = gap.match(text, position).end()
+    if text[position + 1:].strip():
+        yield "the rest of the file", None, "not JSON (there is more behind the array)"
+
+
+def text_of(record, text_key):
+    if not isinstance(record, dict) or text_key not in record:
+        seen = f"keys {', '.join(map(repr, record))}" if isinstance(record, dict) else type(record).__name__
+        return None, f"no key {text_key!r}, only {seen[:200]}; name the key with --text_key"
+    if not isinstance(record[text_key], str):
+        return None, f"{text_key!r} holds {type(record[text_key]).__name__}, not a string"
+    try:
+        return record[text_key].encode(), None
+    except UnicodeEncodeError as error:    # a lone surrogate such as "\ud800"
+        return None, f"{text_key!r} cannot be UTF-8 ({error.reason} at character {error.start})"
+
+
+def check_utf8(data):
+    try:
+        data.decode()
+        return data, None
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 ({error.reason} at byte {error.start})"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Tokenize: the same shards with token ids in place of text
+
+def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads: int | None = None,
+             compression: str = "none") -> int:
+    """
+    Write token shards of text shards: same names, row groups and rows. Returns how many tokens.
+
+    Shards that are there already, of the same text and tokenizer, are kept: a stopped run goes on.
+    """
+    check_local(out)
+    if os.path.realpath(out) == os.path.realpath(data_dir):
+        raise ValueError(f"{out} is the folder of the text; name another with --out")
+    tokenizer = get_tokenizer(tokenizer_dir)
+    shards = all_shards(data_dir)
+    progress, tokens, threads = Progress(len(shards), "shards"), 0, threads or cores()
+    with ThreadPoolExecutor(threads) as pool:
+        for shard in shards:
+            tokens += tokenize_shard(shard, out, tokenizer, pool, threads, compression, progress)
+            progress.add(done=1)
+    progress.close()
+    write_index(out)
+    return tokens
+
+
+def tokenize_shard(shard, out, tokenizer, pool, threads, compression, progress):
+    path = os.path.join(out, shard.name)
+    if shard.kind != "text":
+        raise ValueError(f"{shard.path} holds tokens already; --data takes a folder of text shards")
+    dtype, fingerprint, width = tokenizer.dtype, tokenizer.fingerprint(), tokenizer.dtype.itemsize
+    if os.path.exists(path):
+        old = open_shard(out, shard.name, File(os.path.getsize(path), None))
+        if (old.size, old.rows, old.dtype, old.fingerprint) != (shard.size, shard.rows, dtype, fingerprint):
+            raise ValueError(f"{path} was made of other text or by another tokenizer; "
+                             "name a new folder with --out, or remove this one")
+        return sum(count_bytes(old.read(i)) for i in range(len(old.rows))) // width
+
+    tokens = []
+    def encode(row_group):
+        texts = shard.read(row_group)
+        ids = encode_array(texts, tokenizer)
+        tokens.append(count_bytes(ids) // width)
+        progress.add(texts.nbytes)
+        return ids
+
+    arrays = (ids for _, ids in in_order(pool, encode, range(len(shard.rows)), 2 * threads))
+    made_of = {"nanoloader.dtype": dtype.name, "nanoloader.tokenizer": fingerprint,
+               "nanoloader.text_size": str(shard.size)}
+    remove(os.path.join(out, INDEX))    # of a folder that was whole: it comes back when all are there
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_shard(path, arrays, "tokens", made_of, compression)
+    return sum(tokens)
+
+
+def encode_array(texts, tokenizer):
+    """An array of text -> binary, the ids of each document, little-endian; a null stays null."""
+    ids, bounds = tokenizer.encode_documents(texts.to_pylist())
+    ids = np.ascontiguousarray(ids, tokenizer.dtype.newbyteorder("<"))
+    if ids.nbytes >= 2**31:
+        raise ValueError(f"a row group of {len(ids):,} tokens is too large; convert makes smaller ones")
+    valid = np.packbits(texts.is_valid().to_numpy(zero_copy_only=False), bitorder="little")
+    buffers = [valid if texts.null_count else None, (bounds * ids.itemsize).astype(np.int32), ids]
+    buffers = [None if buffer is None else pa.py_buffer(buffer) for buffer in buffers]
+    return pa.Array.from_buffers(pa.binary(), len(texts), buffers)
+
+
+def count_bytes(array):
+    return pc.sum(pc.binary_length(array)).as_py() or 0
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Verify and stats
+
+class Check(NamedTuple):
+    """What was seen of one shard."""
+    documents: int = 0
+    row_groups: int = 0
+    nulls: int = 0
+    megabytes: float = 0
+    on_disk: float = 0
+    checked_by: str = ""
+    problem: str = ""
+    damaged: bool = False    # proven: what lies on this disk is not what was written
+
+
+def verify(folder: str) -> bool:
+    """Read every shard against every checksum there is and print a table; True where all is intact."""
+    files, index = files_and_index(folder)
+    names = sorted(files.keys() | (index["shards"].keys() if index else set()))
+    check = functools.partial(check_shard, folder=folder, files=files, index=index, sums=read_sums(folder))
+    print(f"{'shard':<22} {'documents':>11} {'row groups':>10} {'nulls':>7} {'MB':>9} {'on disk':>9}  check")
+    checks = []
+    with ThreadPoolExecutor(cores()) as pool:
+        for name, seen in in_order(pool, check, names, 2 * cores()):
+            checks.append(seen)
+            if seen.problem:
+                print(f"{name:<22} {'DAMAGED' if seen.damaged else 'PROBLEM'}  {seen.problem}", flush=True)
+            else:
+                print(f"{name:<22} {seen.documents:>11,} {seen.row_groups:>10,} {seen.nulls:>7,} "
+                      f"{seen.megabytes:>9,.1f} {seen.on_disk:>9,.1f}  {seen.checked_by}", flush=True)
+    intact = [seen for seen in checks if not seen.problem]
+    print(f"{folder}: {len(intact):,} of {len(names):,} shards intact, "
+          f"{sum(seen.documents for seen in intact):,} documents, "
+          f"{sum(seen.nulls for seen in intact):,} null (the loader counts and leaves them out)")
+    damaged = [join_name(folder, name) for name, seen in zip(names, checks, strict=True) if seen.damaged]
+    if damaged:
+        print(f"next: rm {shlex.join(damaged[:8])}{' ...' if damaged[8:] else ''}\n"
+              "then what made them: python dataset.py -n N and tokenize go on, convert wants a new folder")
+    return len(intact) == len(names)
+
+
+def check_shard(name, folder, files, index, sums):
+    try:
+        if name not in files:
+            return Check(problem="it is in index.json, but not there")
+        shard, nulls, size = open_shard(folder, name, files[name]), 0, 0
+        for row_group in range(len(shard.rows)):
+            array = shard.read(row_group)
+            nulls, size = nulls + array.null_count, size + count_bytes(array)
+        ours = checksums_in(read_metadata(folder, name, files[name].size))
+        checked_by = "documents' CRC-32" if ours else "pages' CRC-32 where there are"
+        if name in sums:
+            checked_by = "SHA-256 and " + checked_by
+            if sha256_of(shard.path) != sums[name]:
+                return Check(problem="its SHA-256 is not the one in SHA256SUMS", damaged=True)
+    except OSError as error:
+        return Check(problem=str(error).partition("; check it with")[0],
+                     damaged=is_damage(error.__cause__) and "://" not in folder)
+    expected = index and index["shards"].get(name)
+    if index and (not expected or (expected["bytes"], expected["rows"]) != (files[name].size, shard.rows)):
+        return Check(problem=f"it is not what index.json says; if it is right, type: {index_command(folder)}")
+    return Check(sum(shard.rows), len(shard.rows), nulls, size / 1e6, files[name].size / 1e6, checked_by)
+
+
+def is_damage(cause):
+    """The bytes themselves are wrong: no matter of permissions, of a disk, or of another column."""
+    return cause is not None and getattr(cause, "errno", None) is None
+
+
+def read_sums(folder):
+    """{name: SHA-256} of what was downloaded."""
+    sums = {}
+    with contextlib.suppress(FileNotFoundError), open(os.path.join(folder, "SHA256SUMS")) as file:
+        for number, line in enumerate(file, 1):
+            if not (match := re.fullmatch(r"([0-9a-f]{64})  (.+)\n", line)):
+                raise ValueError(f"{file.name}, line {number}: expected `SHA-256  name`, saw {line[:80]!r}; "
+                                 "take the line out (that shard is then checked by what it holds itself)")
+            sums[match[2]] = match[1]
+    return sums
+
+
+def stats(folder: str, tokenizer_dir: str | None = None) -> None:
+    """Print what is in a folder: documents, bytes, tokens, lengths, row groups, lanes."""
+    lanes, lengths = [], []
+    print(folder)
+    print(f"{'split':<6} {'shards':>7} {'row groups':>11} {'documents':>13} {'nulls':>7} {'MB':>11}  tokens")
+    for split in ("train", "val"):
+        shards = list_shards(folder, split)
+        found, nulls = lengths_of(shards)
+        groups = sorted(len(shard.rows) for shard in shards)
+        print(f"{split:<6} {len(shards):>7,} {sum(groups):>11,} {len(found) + nulls:>13,} {nulls:>7,} "
+              f"{found.sum() / 1e6:>11,.1f}  {count_tokens(shards, int(found.sum()), tokenizer_dir)}")
+        lanes.append(f"{split:<6} {groups[0]:,} to {groups[-1]:,} row groups a shard; at most {len(found):,} "
+                     f"lanes, and up to {sum(groups):,} that share no row group")
+        lengths.append(found)
+    print("\n".join(lanes))
+    print_histogram(np.concatenate(lengths), "bytes of text" if shards[0].kind == "text" else "bytes of ids")
+
+
+def lengths_of(shards):
+    """(bytes of every document that is not null, how many are null)"""
+    def read(place):
+        array = place[0].read(place[1])
+        return pc.binary_length(array.drop_null()).to_numpy().astype(np.int64), array.null_count
+
+    places = ((shard, row_group) for shard in shards for row_group in range(len(shard.rows)))
+    with ThreadPoolExecutor(cores()) as pool:
+        found = [result for _, result in in_order(pool, read, places, 2 * cores())]
+    lengths = np.concatenate([np.zeros(0, np.int64), *(lengths for lengths, _ in found)])
+    return lengths, sum(nulls for _, nulls in found)
+
+
+def count_tokens(shards, size, tokenizer_dir):
+    """Exact for token shards; else from 16 row groups spread over them, where there is a tokenizer."""
+    if shards[0].kind == "tokens":
+        return f"{size // shards[0].dtype.itemsize:,}"
+    try:
+        tokenizer = get_tokenizer(tokenizer_dir)
+    except (OSError, ValueError):
+        return "unknown: no tokenizer yet (python tokenizer.py)"
+    places = [(shard, row_group) for shard in shards for row_group in range(len(shard.rows))]
+    tokens = seen = 0
+    for shard, row_group in places[:: -(-len(places) // 16)]:
+        sample = shard.read(row_group)
+        seen += count_bytes(sample)
+        tokens += len(tokenizer.encode_documents(sample.to_pylist())[0])
+    return f"about {tokens * size / max(1, seen):,.0f}"
+
+
+def print_histogram(lengths, unit):
+    powers = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    counts, sizes = np.bincount(powers), np.bincount(powers, lengths)
+    print(f"\n{unit + ', up to':<20} {'documents':>12} {'of all bytes':>13}")
+    for power in np.arange(powers.min(initial=len(counts)), len(counts)):
+        bar = "#" * round(40 * counts[power] / counts.max())
+        share = sizes[power] / max(1, sizes.sum())
+        print(f"{2**power:<20,} {counts[power]:>12,} {share:>13.1%}  {bar}".rstrip())
+    if len(lengths):
+        print(f"mean {lengths.mean():,.0f}, median {np.median(lengths):,.0f}, longest {lengths.max():,}")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The command line
+
+def main(argv: list[str] | None = None) -> None:
+    flags = make_parser().parse_args(argv)
+    with errors_in_one_line("stopped; the same command starts again"):
+        flags.run(flags)
+
+
+def make_parser():
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m dev.prepare", description=__doc__, formatter_class=as_written)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name, run, text):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(run=run)
+        return sub.add_argument
+
+    add = command("convert", run_convert, f"make shards of your own files: {' '.join(SUFFIXES)}")
+    add("inputs", nargs="+", metavar="IN", help="files, folders, globs in quotes, s3:// or gs:// URIs")
+    add("--text_key", default="text", help="JSON key or column that holds the text (default text)")
+    add("--out", help="folder, new or empty (default: where train.py looks)")
+    add("--skip_bad", action="store_true", help="leave out bad documents and count them")
+    add("--skip_torn", action="store_true", help="keep what can be read of files that were cut or damaged")
+    add("--cut_bytes", type=int, help="cut .txt and .md files at blank lines into documents of so many bytes")
+    add("--seed", type=int, default=0, help="of the shuffle (default 0)")
+    add("-w", "--num_workers", type=int, help="processes (default: one a core)")
+    add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
+    add("--data", help="folder or URI of text shards (default: what train.py takes)")
+    add("--out", required=True, help="folder for the token shards")
+    add("--tokenizer", help="folder of the tokenizer")
+    add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
+    add = command("verify", run_verify, "check every shard against all its checksums")
+    add("--data", help="folder or URI (default: what train.py takes)")
+    add = command("stats", run_stats, "count documents, bytes, tokens, lengths, row groups, lanes")
+    add("--data", help="folder or URI (default: what train.py takes)")
+    add("--tokenizer", help="folder of the tokenizer")
+    return parser
+
+
+def run_convert(flags):
+    for name in ("cut_bytes", "num_workers"):
+        if (value := getattr(flags, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value}: expected at least 1")
+    out = flags.out or default_data_dir()
+    made = convert(flags.inputs, out, flags.text_key, flags.skip_bad, flags.skip_torn, flags.cut_bytes,
+                   flags.seed, flags.num_workers)
+    print(f"{made['files']:,} files -> {made['documents']:,} documents, {made['bytes'] / 1e6:,.1f} MB, "
+          f"in {made['shards']:,} shards, the last for val, in {out}")
+    if made["others"]:
+        print(f"{len(made['others']):,} other files in these folders were left out: {made['others'][0]} ...")
+    if made["bad"]:
+        print("\n  ".join([f"{made['bad']:,} bad documents or ends of files were left out; the first:",
+                           *made["shown"]]))
+
+
+def run_tokenize(flags):
+    tokens = tokenize(find_data(flags.data), flags.out, flags.tokenizer, compression=flags.compression)
+    print(f"{tokens:,} tokens in {flags.out}")
+
+
+def run_verify(flags):
+    if not verify(find_data(flags.data)):
+        sys.exit(1)
+
+
+def run_stats(flags):
+    stats(find_data(flags.data), flags.tokenizer)
+
+
+if __name__ == "__main__":
+    main()
