@@ -1578,12 +1578,17 @@ def test_documents_of_every_kind_in_one_chunk():
     """str, bytes and memoryview give the same ids; an empty document is a BOS, a null one has no tokens."""
     tok, text = small_tokenizer(), standard_library()[3][:5000] + "é漢😀"
     data = text.encode()
-    ids, bounds = tok.encode_documents([text, None, "", data, b"", memoryview(data).cast("b"), None])
+    texts = [text, None, "", data, b"", memoryview(data).cast("b"), None]
+    ids, bounds = tok.encode_documents(texts)
     whole = plain_ids(tok, text)
     assert ids.tolist() == [*whole, 1015, *whole, 1015, *whole]
     n = len(whole)
     assert bounds.tolist() == [0, n, n, n + 1, 2 * n + 1, 2 * n + 2, 3 * n + 2, 3 * n + 2]
     assert ids.dtype == tok.dtype == np.uint16 and bounds.dtype == np.int64
+    for kind in pa.string(), pa.large_string(), pa.binary(), pa.large_binary():
+        array = pa.array([None if piece is None else text[:len(piece)] for piece in texts], kind).slice(1)
+        same, _ = tok.encode_documents(array)
+        assert same.tolist() == tok.encode_documents(array.cast(pa.string()).to_pylist())[0].tolist()
     for nothing in [], [None], [None, None]:
         ids, bounds = tok.encode_documents(nothing)
         assert ids.tolist() == [] and bounds.tolist() == [0] * (len(nothing) + 1) and ids.dtype == tok.dtype
@@ -1853,7 +1858,7 @@ def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(monkeypatch):
         return call(self, data)
 
     monkeypatch.setattr(GigatokenEngine, "call", fail)
-    texts = ["a b", "poison 12", "c \u0664", "", tokenizer_module.BETWEEN, "poison \u0664"]
+    texts = ["a b", "poison 12", "c \u0664", "", tokenizer_module.BETWEEN.decode(), "poison \u0664"]
     ids, bounds = tok.encode_documents(texts, check=range(6))
     assert ids.tolist() == [i for text in texts for i in plain_ids(tok, text)] and len(bounds) == 7
     assert tok.engine_failures == 2 and "Panic: index out of bounds" in tok._engine[0].failures
@@ -1981,6 +1986,30 @@ def test_fingerprint_tells_tokenizers_apart():
     assert len({tok.fingerprint() for tok in [small_tokenizer(), *others]}) == 5
 
 
+def test_the_one_trained_tokenizer_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match=r"no tokenizer here: .*nanoloader\.json.*train one"):
+        get_tokenizer()
+    small_tokenizer().save(str(tmp_path / "tokenizer-mine-1024"))
+    assert get_tokenizer().fingerprint() == small_tokenizer().fingerprint()
+    pair_tokenizer().save(str(tmp_path / "tokenizer-pairs"))
+    with pytest.raises(ValueError, match=r"choose one: get_tokenizer\('.*mine-1024'\), '.*pairs'"):
+        get_tokenizer()
+    pair_tokenizer().save(str(tmp_path / "tokenizer"))
+    assert get_tokenizer().fingerprint() == pair_tokenizer().fingerprint()
+
+
+def test_the_file_of_the_first_edition_is_renamed(tmp_path):
+    """And Hugging Face's tokenizer.json is neither read nor overwritten."""
+    small_tokenizer().save(str(tmp_path))
+    os.rename(tmp_path / "nanoloader.json", tmp_path / "tokenizer.json")
+    with pytest.raises(FileNotFoundError, match=r"if .*tokenizer.json is ours, rename it"):
+        RustBPETokenizer.from_directory(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes(b"of Hugging Face")
+    small_tokenizer().save(str(tmp_path))
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"of Hugging Face"
+
+
 DAMAGE = {
     "ranks missing": ("tokenizer.tiktoken", lambda data: None),
     "ranks torn": ("tokenizer.tiktoken", lambda data: data[: len(data) // 2]),
@@ -2042,6 +2071,15 @@ def test_token_bytes_are_those_of_the_text():
     assert n_bytes[1015:].sum() == 0 and n_bytes[:256].tolist() == [1] * 256
 
 
+def test_nanochat_s_calls(monkeypatch):
+    """Those of its tok_train: bytes of one token, and token bytes by device alone."""
+    tok = small_tokenizer()
+    monkeypatch.setattr(tokenizer_module, "get_tokenizer", lambda: tok)
+    assert tok.decode_single_token_bytes(tok.encode("a")[0]) == b"a"
+    for device in "cpu", torch.device("cpu"):
+        assert get_token_bytes(device).tolist() == get_token_bytes(tok, device=device).tolist()
+
+
 def test_other_data_under_the_same_name_has_a_tokenizer_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
     folders = []
@@ -2065,7 +2103,18 @@ def test_command_trains_and_says_so(tmp_path, monkeypatch, capsys):
     n_tokens = sum(len(ids) for ids in tok.encode(standard_library()[80:90]))
     ratio = sum(len(text.encode()) for text in standard_library()[80:90]) / n_tokens
     assert "read 80 documents" in said and "700 tokens" in said and str(tmp_path) in said
-    assert f"{ratio:.2f} bytes per token" in said
+    assert f"{ratio:.2f} bytes per token" in said and f"engine: {tok.engine}" in said
+    batches["train"] = None    # not even read where there is a tokenizer: checkpoints may need it
+    before = [(tmp_path / name).read_bytes() for name in sorted(os.listdir(tmp_path))]
+    for flags, message in ((), "move this one: mv "), (("--vocab_size", "99999999999"), "move this one: mv "):
+        monkeypatch.setattr(sys, "argv", ["tokenizer.py", "--out", str(tmp_path), *flags])
+        with pytest.raises(SystemExit, match=message):
+            tokenizer_module.main()
+    assert [(tmp_path / name).read_bytes() for name in sorted(os.listdir(tmp_path))] == before
+    monkeypatch.setattr(sys, "argv", [*sys.argv[:2], str(tmp_path / "new"), *sys.argv[3:]])
+    batches["train"] = []
+    with pytest.raises(SystemExit, match=r"99,999,999,999 tokens: expected 265 .* to 16,777,216"):
+        tokenizer_module.main()
 
 
 # ---------------------------------------------------------------------------------------------------------
