@@ -42,7 +42,7 @@ import unicodedata
 import warnings
 import weakref
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 
@@ -933,8 +933,11 @@ def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch, th
     """Runs of 2 kB and many of them give the order that one big run gives."""
     make_inputs(tmp_path / "in", make_texts(300))
     orders, counts, gather = [], [], prepare.gather_all
-    counted = lambda pool, building, size: (    # noqa: E731
-        counts.append(len(prepare.list_runs(building))), gather(pool, building, size))[1]
+
+    def counted(pool, building, *rest):
+        counts.append(len(prepare.list_runs(building)))
+        return gather(pool, building, *rest)
+
     monkeypatch.setattr(prepare, "gather_all", counted)
     monkeypatch.setattr(prepare, "group_files", lambda files, total: [(0, list(enumerate(files)))])
     for run_bytes in (1 << 30, 2000):
@@ -1076,6 +1079,44 @@ def test_a_text_file_is_cut_when_asked(tmp_path, threads_for_processes):
     assert b"".join(parts) == text.encode() and max(map(len, parts)) <= 1001
     assert sorted(part.decode() for part in parts) == sorted(read_all(tmp_path / "out"))
     assert sum(part.endswith(b"\n\n") for part in parts) > 2
+
+
+def test_convert_and_tokenize_on_a_cluster(tmp_path, byte_tokenizer):
+    """The same shards as on one machine, though a worker is killed; without a scheduler nothing is there."""
+    distributed = pytest.importorskip("distributed")
+    make_inputs(tmp_path / "in", make_texts(300))
+    prepare.convert([str(tmp_path / "in")], f"{tmp_path}/alone", "raw_content", workers=1)
+    n = prepare.tokenize(f"{tmp_path}/alone", f"{tmp_path}/alone_tokens")
+    with (distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+          cluster.get_client() as client):
+        victim = next(iter(cluster.workers.values())).pid
+        threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
+        text, tokens = f"{tmp_path}/out", f"{tmp_path}/tokens"
+        prepare.convert([str(tmp_path / "in")], text, "raw_content", executor=SlowExecutor(client), workers=3)
+        assert group_of(victim) is None
+        assert prepare.tokenize(text, tokens, executor=SlowExecutor(client), at_once=3) == n
+        assert read_all(text) == read_all(f"{tmp_path}/alone") != []
+        assert read_all(tokens) == read_all(f"{tmp_path}/alone_tokens") != []
+        before = sorted(os.listdir(tmp_path))
+        threading.Timer(0.3, cluster.close).start()
+        with pytest.raises((Exception, CancelledError)):    # Dask has several
+            prepare.convert([str(tmp_path / "in")], f"{tmp_path}/never", executor=SlowExecutor(client))
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+class SlowExecutor:
+    """Tasks that last a while, so that something can happen to them."""
+
+    def __init__(self, client):
+        self.executor = client.get_executor()
+
+    def submit(self, function, item):
+        return self.executor.submit(slow_task, function, item)
+
+
+def slow_task(function, item):
+    time.sleep(0.05)
+    return function(item)
 
 
 def test_folders_are_entered_once_and_must_be_readable(tmp_path, threads_for_processes):
