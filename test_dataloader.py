@@ -3572,13 +3572,13 @@ def test_train_10_steps_and_10_resumed_are_20(train_base, train_whole):
 def test_train_2_ranks_are_1_rank(train_base, train_whole, optimizer):
     """The same losses, val bits per byte and states; and on from 1 rank's checkpoint by 2."""
     one, two = train_base / f"one-{optimizer}", train_base / f"two-{optimizer}"
-    muon = ["--optimizer", optimizer, "--steps", 20, "--save_every", 10, "--micro_batch_size", 2]
-    if optimizer == "adamw":
+    flags = ["--optimizer", optimizer, "--steps", 20, "--save_every", 10, "--micro_batch_size", 2]
+    if optimizer == "muon":
         one = train_whole[0]
     else:
-        train_run(train_base, *muon, "--out", one)
+        train_run(train_base, *flags, "--out", one)
     train_first_half(one, two)
-    train_run(train_base, *muon, "--out", two, "--resume", "auto", ranks=2)
+    train_run(train_base, *flags, "--out", two, "--resume", "auto", ranks=2)
     want = train_losses(one)
     for step, loss in train_losses(two).items():
         assert step >= 10 and loss == pytest.approx(want[step], abs=1e-4)
@@ -3644,7 +3644,7 @@ def test_train_rate_is_that_of_the_flag_also_when_resumed(train_base, train_whol
     before, after = (train.load_checkpoint(out / f"step_00000{step}.pt")["model"] for step in (10, 12))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all("blocks" not in name for name in moved) and {"embedding.weight", "head.out.weight"} < moved
-    assert train.parse_flags(["--optimizer", "muon"]).lr == 0.02
+    assert train.parse_flags(["--optimizer", "muon"]).lr == 0.012
     assert train.parse_flags(["--optimizer", "adamw"]).lr == 0.0025
 
 
@@ -3710,7 +3710,7 @@ def test_train_doc_mask_is_each_document_by_itself():
 
 def test_train_muon_takes_the_matrices_of_blocks_only():
     model = train.GPT(2, 300)
-    adamw, muon = train.make_optimizers(model, "muon", 0.02)
+    adamw, muon = train.make_optimizers(model, "muon", 0.02, 2048)
     matrices = {id(p) for group in muon.param_groups for p in group["params"]}
     assert matrices == {id(p) for p in model.blocks.parameters()}
     others = {id(p) for group in adamw.param_groups for p in group["params"]}
@@ -3737,7 +3737,7 @@ def test_train_muon_is_torchs_own_in_float32():
 def test_train_rates_rise_stay_and_fall():
     """Over 3 % of the steps, then until 35 %, then to 5 %."""
     model = train.GPT(1, 64)
-    optimizers = train.make_optimizers(model, "adamw", 0.1)
+    optimizers = train.make_optimizers(model, "adamw", 0.1, 2048)
     shares = [train.set_rates(optimizers, step, 1000) for step in range(1000)]
     assert optimizers[0].param_groups[-1]["lr"] == pytest.approx(0.1 * shares[-1])
     assert [shares[step] for step in (0, 14, 29, 30, 384, 675, 999)] == pytest.approx(

@@ -52,7 +52,7 @@ from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-FLAGS = [    # name, default on CUDA after that on everything else, what it is
+FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what it is
     ("depth", 2, 12, "layers; the model is 64 * depth wide"),
     ("seq_len", 256, 2048, "T, tokens in a row"),
     ("batch_size", 8, 256, "rows in an optimizer step, over all ranks"),
@@ -63,10 +63,9 @@ FLAGS = [    # name, default on CUDA after that on everything else, what it is
     ("save_every", 600, 500, "steps between checkpoints"),
     ("log_every", 50, 1, "steps between printed lines"),
 ]
-# AdamW at 4e-3: the demo ends at 1.423 bits a byte, not 1.428, but 1 and 2 ranks part by 3e-4, not 2e-6.
-LR = {"adamw": 2.5e-3, "muon": 0.02}
+LR = {"muon": (0.012, 0.02), "adamw": (0.0025, 0.0025)}
 CHOICES = [
-    ("optimizer", ["adamw", "muon"], "muon: AdamW for embedding and head (cpu adamw, cuda muon)"),
+    ("optimizer", ["muon", "adamw"], "muon: of the blocks' matrices; AdamW for the rest"),
     ("packing", ["exactfit", "bestfit", "flat"], "how documents become rows"),
     ("tails", ["keep", "drop"], "exactfit: what lies beyond a row"),
     ("compile", ["auto", "on", "off"], "auto: on CUDA, where there is a C compiler"),
@@ -86,7 +85,7 @@ def parse_flags(argv=None):
     for name, choices, text in CHOICES:
         p.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
     p.add_argument("--lr", type=float, metavar="N",
-                   help="peak learning rate of the blocks' matrices (adamw 0.0025, muon 0.02)")
+                   help="peak rate of the blocks' matrices (muon 0.012, on CUDA 0.02; adamw 0.0025)")
     p.add_argument("--data", nargs="+", default=[], metavar="PATH[:WEIGHT]",
                    help="folder or URI of shards; several take weights, shares of tokens (default: what "
                         "dataset.py downloaded, else the built-in corpus)")
@@ -109,9 +108,9 @@ def parse_flags(argv=None):
     p.add_argument("--eval", metavar="FILE", help="only evaluate this checkpoint, on --data or its own")
 
     cuda = p.parse_args(argv).device == "cuda"
-    p.set_defaults(optimizer="muon" if cuda else "adamw", dtype="bfloat16" if cuda else "float32",
+    p.set_defaults(dtype="bfloat16" if cuda else "float32",
                    **{name: on_cuda if cuda else on_cpu for name, on_cpu, on_cuda, _ in FLAGS})
-    p.set_defaults(lr=LR[p.parse_args(argv).optimizer])
+    p.set_defaults(lr=LR[p.parse_args(argv).optimizer][cuda])
     flags = p.parse_args(argv)
     check_flags(flags, p)
     return flags
@@ -191,7 +190,7 @@ def train(flags):
     if flags.init:
         load_weights(model, load_checkpoint(flags.init), flags.init)
     compile_parts(model, flags.compile)
-    optimizers, step = make_optimizers(model, flags.optimizer, flags.lr), 0
+    optimizers, step = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * flags.seq_len), 0
     if saved:
         step = restore(saved, checkpoint, model, optimizers, loader)
     net = model
@@ -360,12 +359,6 @@ def flags_and_versions(flags):
             **{f"--{name}": value for name, value in vars(flags).items()}}
 
 
-def shards_and_sizes(flags):
-    shards = [shard for path in sources_of(flags) for split in ("train", "val")
-              for shard in list_shards(path, split)]
-    return {f"shard {shard.path}": f"{shard.size:,} bytes" for shard in shards}
-
-
 def gradients_summed(net, now):
     """A context: whether a backward in it sums the gradients over the ranks."""
     if now or not isinstance(net, DistributedDataParallel):
@@ -397,8 +390,17 @@ class StopRequest:
         return bool(largest_of_ranks(int(self.why != "")))
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Data, device, and who makes which part of a step
+
 def sources_of(flags):
     return parse_data(flags.data) or {find_data(): 1.0}
+
+
+def shards_and_sizes(flags):
+    shards = [shard for path in sources_of(flags) for split in ("train", "val")
+              for shard in list_shards(path, split)]
+    return {f"shard {shard.path}": f"{shard.size:,} bytes" for shard in shards}
 
 
 def tokenizer_of_run(flags, settings, saved, local_rank):
@@ -534,7 +536,7 @@ class GPT(nn.Module):
             self.value_embeddings[str(i)] = nn.Embedding(padded_vocab, width)
             nn.init.uniform_(self.value_embeddings[str(i)].weight, -(3 / width) ** 0.5, (3 / width) ** 0.5)
         # To each token's embedding, some of the token's before it: with the longer decay 1.6017 -> 1.5713.
-        self.previous = nn.Parameter(torch.zeros(1))
+        self.previous = nn.Parameter(torch.zeros(width))
         self.blocks = nn.ModuleList(Block(width, self.head_dim) for _ in range(depth))
         self.head = Head(width, padded_vocab)
 
@@ -640,22 +642,22 @@ class Muon:
             momentum.copy_(momenta[name])
 
 
-def make_optimizers(model, kind, lr):
+def make_optimizers(model, kind, lr, tokens_per_step):
     """
-    Muon by module: ndim == 2 would catch embeddings and head as well. Rates and betas of these with Muon, and
-    their scale by width, are nanochat's (scripts/base_train.py).
+    Muon by module: ndim == 2 would catch embeddings and head as well. Rates and betas of these, and their
+    scale by width, are nanochat's (scripts/base_train.py), made for steps of 2 ** 19 tokens; smaller steps
+    take smaller rates: @@
     """
-    muon, scale = kind == "muon", (model.embedding.embedding_dim / 768) ** -0.5
+    scale = (model.embedding.embedding_dim / 768) ** -0.5 * min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     embeddings = [model.embedding.weight, *model.value_embeddings.parameters()]
-    groups = [{"params": embeddings, "lr": (0.3 if muon else 0.02) * scale},
-              {"params": list(model.head.parameters()), "lr": 0.004 * scale},
+    groups = [{"params": embeddings, "lr": 0.3 * scale},
+              {"params": list(model.head.parameters()), "lr": 0.006 * scale},
               {"params": [model.previous], "lr": 0.01}]
     matrices = list(model.blocks.named_parameters())
-    if not muon:
+    if kind == "adamw":
         groups.append({"params": [p for _, p in matrices], "lr": lr})
-    betas = (0.8, 0.95) if muon else (0.9, 0.95)
-    optimizers = [torch.optim.AdamW(groups, betas=betas, eps=1e-10, weight_decay=0.0, fused=True)]
-    if muon:
+    optimizers = [torch.optim.AdamW(groups, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.0, fused=True)]
+    if kind == "muon":
         optimizers.append(Muon(matrices, lr))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -800,9 +802,10 @@ class Checkpoints:
     """Rank 0's, written by a thread from a copy in memory; the newest two that are whole are kept."""
 
     def __init__(self, folder, resumed_from):
-        self.folder, self.thread, self.kept, self.saved_at = folder, None, [], None
-        if is_first_rank() and resumed_from in list_checkpoints(folder):
-            older = [path for path in list_checkpoints(folder) if path < resumed_from and is_ours(path)]
+        self.folder, self.thread, self.kept, self.saved_at = os.path.abspath(folder), None, [], None
+        there, resumed_from = list_checkpoints(self.folder), os.path.abspath(resumed_from or "")
+        if is_first_rank() and resumed_from in there:
+            older = [path for path in there if path < resumed_from and is_ours(path)]
             self.kept, self.saved_at = [*older, resumed_from], load_checkpoint(resumed_from)["step"]
 
     def save(self, step, states, content):
