@@ -70,11 +70,10 @@ class Order(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """The documents of one row group, or part of one, in the order of their delivery."""
+    """The documents of one row group, or part of one: its rows in the order of their delivery."""
     shard: Shard
     row_group: int
-    rows: range | np.ndarray    # their rows in the row group
-    shared: bool                # other lanes read this row group too
+    rows: range | np.ndarray
 
 
 def shuffled(n, seed, *place):
@@ -104,10 +103,6 @@ class Source:
         self.documents_of = np.array([n for shard in shards for n in shard.rows], np.int64)
         self.order = lru_cache(maxsize=4)(self._order)
         self.order(self.history[-1][0])    # an error here, rather than in an epoch to come
-
-    def fingerprint(self):
-        """Of the names and sizes of its shards; a shard of tokens counts as the text that it was made of."""
-        return fingerprint_of(self.shards)
 
     def _order(self, epoch):
         n_shards = [n for since, n in self.history if since <= epoch][-1]
@@ -140,26 +135,11 @@ class Source:
         shard = int(bisect_right(self.first_group, number)) - 1
         rows = shuffled(int(self.documents_of[number]), self.seed, ref.epoch, 1, number)
         row_group = number - int(self.first_group[shard])
-        return Documents(self.shards[shard], row_group, rows[part[ref.group]::parts], parts > 1)
-
-    def place(self, ref):
-        shard, row_group, rows, _ = self.documents(ref)
-        return Place(shard.path, row_group, int(rows[ref.doc]))
-
-
-class NanochatSource(Source):
-    """Dealt as nanochat deals: lane k begins with row group k in every shard. -1 stands for no row group."""
-
-    def _order(self, epoch):
-        check_enough_row_groups(self)
-        padded = []
-        for first, behind in itertools.pairwise(self.first_group):
-            padded += [np.arange(first, behind), np.full((first - behind) % self.num_lanes, -1)]
-        numbers = np.concatenate(padded)
-        return Order(numbers, np.zeros_like(numbers), 1)
+        return Documents(self.shards[shard], row_group, rows[part[ref.group]::parts])
 
 
 def fingerprint_of(shards):
+    """Of their names and sizes; a shard of tokens counts as the text that it was made of."""
     named = [[shard.name, shard.size] for shard in shards]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
@@ -266,21 +246,19 @@ class Encoder:
         while ref is not None:
             following = next(refs, None)
             if following is not None:
-                shard, row_group, _, _ = source.documents(following)
-                self.row_groups.get(shard, row_group)    # while this one is being encoded
-            shard, row_group, rows, shared = documents = source.documents(ref)
+                self.row_groups.get(*source.documents(following)[:2])    # while this one is being encoded
+            shard, row_group, rows = documents = source.documents(ref)
             per_chunk = size or documents_per_chunk(shard)
             per_task = per_chunk if shard.kind == "text" else len(rows)
             first = start.doc if (ref.epoch, ref.group) == (start.epoch, start.group) else 0
             for doc in range(first, len(rows), max(1, per_task)):
                 array = self.row_groups.get(shard, row_group).result()
                 yield ref._replace(doc=doc), documents, array, doc + per_task, per_chunk
-            if not shared:
-                self.row_groups.drop(shard, row_group)
+            self.row_groups.drop(shard, row_group)
             ref = following
 
     def _encode_task(self, task):
-        first, (shard, row_group, rows, _), array, stop, per_chunk = task
+        first, (shard, row_group, rows), array, stop, per_chunk = task
         rows = rows[first.doc:stop]
         ids, bounds = self._encode(shard, row_group, rows, take(array, rows), first.document)
         chunks = []
@@ -294,22 +272,19 @@ class Encoder:
         """Read and encode just these documents: {Ref without its token: ids}."""
         wanted = collections.defaultdict(list)
         for ref in sorted({ref._replace(token=0) for ref in refs}):
-            shard, row_group, rows, _ = source.documents(ref)
+            shard, row_group, rows = source.documents(ref)
             wanted[shard, row_group].append((ref, int(rows[ref.doc])))
-        for shard, row_group in wanted:
-            self.row_groups.get(shard, row_group)
 
         def encode(task):
-            (shard, row_group), found, array = task
-            refs, rows = zip(*found, strict=True)
+            (shard, row_group), array, refs, rows = task
             ids, bounds = self._encode(shard, row_group, rows, take(array, rows), refs.__getitem__)
-            cuts = zip(refs, itertools.pairwise(bounds), strict=True)
-            return [(ref, ids[a:b].copy()) for ref, (a, b) in cuts]
+            return [ids[a:b].copy() for a, b in itertools.pairwise(bounds)]
 
-        tasks = ((where, found[i:i + 64], self.row_groups.get(*where).result())
-                 for where, found in wanted.items() for i in range(0, len(found), 64))
-        encoded = in_order(self.executor, encode, tasks, 2 * self.threads)
-        return dict(pair for _, pairs in encoded for pair in pairs)
+        reads = [self.row_groups.get(*where) for where in wanted]
+        tasks = ((where, read.result(), *zip(*wanted[where], strict=True))
+                 for where, read in zip(wanted, reads, strict=True))
+        found = in_order(self.executor, encode, tasks, 2 * self.threads)
+        return {ref: ids for (_, _, refs, _), parts in found for ref, ids in zip(refs, parts, strict=True)}
 
     def _encode(self, shard, row_group, rows, array, ref_of):
         """(ids, bounds as a list) of an array of documents; an error names shard, row group and row."""
@@ -334,15 +309,13 @@ class Encoder:
         return ids, bounds
 
     def _encode_text(self, array, shard, ref_of):
-        data, offsets, valid = column_views(array)
-        texts = [data[a:b] if ok else None
-                 for a, b, ok in zip(offsets.tolist(), offsets[1:].tolist(), valid.tolist(), strict=False)]
         if self.has_engines:
             first = ref_of(0)
             start = -(first.doc + 613 * first.group + 7919 * first.epoch) % CHECKED_SHARE
-            check = range(start, len(texts), CHECKED_SHARE)
-            ids, bounds = self.tokenizer.encode_documents(texts, check=check, executor=self.executor)
+            check = range(start, len(array), CHECKED_SHARE)
+            ids, bounds = self.tokenizer.encode_documents(array, check=check, executor=self.executor)
             return ids, bounds.tolist()
+        texts = array.cast(pa.large_binary()).to_pylist()
         if self.whole_face:
             ids, bounds = self.tokenizer.encode_documents(texts)
             return ids, bounds.tolist()
@@ -355,15 +328,16 @@ class Encoder:
         if shard.fingerprint != self.fingerprint:
             raise ValueError(f"tokens of the tokenizer {shard.fingerprint}, but this run's is "
                              f"{self.fingerprint}; make them anew: python -m dev.prepare tokenize")
+        valid = array.is_valid().to_numpy(zero_copy_only=False)
         if array.null_count:
             array = array.fill_null(b"")    # other programs may leave bytes in the slot of a null
         data, offsets, _ = column_views(array)
-        lengths = np.diff(offsets) // shard.dtype.itemsize
-        if (np.diff(offsets) % shard.dtype.itemsize).any():
+        size, lengths = shard.dtype.itemsize, np.diff(offsets)
+        if (lengths % size).any():
             raise ValueError(f"a document is no whole number of {shard.dtype} tokens")
         ids = np.frombuffer(data[offsets[0]:offsets[-1]], shard.dtype).astype(self.dtype, copy=False)
-        bounds = (offsets - offsets[0]) // shard.dtype.itemsize
-        if (ids[bounds[:-1][lengths > 0]] != self.bos).any():
+        bounds = (offsets - offsets[0]) // size
+        if (lengths[valid] == 0).any() or (ids[bounds[:-1][valid]] != self.bos).any():
             raise ValueError(f"a document does not begin with BOS ({self.bos})")
         return ids, bounds.tolist()
 
@@ -436,16 +410,15 @@ class FlatPacker:
                 self.at = at
             self.chunks.append(chunk)
             self.n_tokens += len(chunk.ids) - at
-            self._count_cut(np.asarray(chunk.bounds), len(chunk.ids) - self.n_tokens)
+            self._count_cut(chunk.bounds, len(chunk.ids) - self.n_tokens)
 
-    def _count_cut(self, bounds, row_start):
-        """Documents that fit a row, but have its last token inside. row_start: of the row that comes next."""
-        last = np.arange(row_start % self.T, bounds[-1], self.T)
-        last = last[last > row_start]
-        i = np.searchsorted(bounds, last, "right") - 1
-        start, end = bounds[i], bounds[i + 1]
-        cut = (start < last) & (last < end - 1) & (end - start <= self.T + 1)
-        self.counts["cut"] += int(cut.sum())
+    def _count_cut(self, bounds, next_row):
+        """Documents that fit a row, but have the last token of one inside. next_row: where one begins."""
+        first = next_row + self.T if next_row >= 0 else next_row % self.T
+        for last in range(first, bounds[-1], self.T):
+            i = bisect_right(bounds, last) - 1
+            if bounds[i] < last < bounds[i + 1] - 1 and bounds[i + 1] - bounds[i] <= self.T + 1:
+                self.counts["cut"] += 1
 
     def held(self):
         return Rest(tuple(self.chunks), self.at)
@@ -1272,7 +1245,7 @@ def config_of(loader):
 
 def describe(loader, source):
     return {"weight": loader.weights[source.name], "epochs": loader.epochs[source.name],
-            "shards": [list(pair) for pair in source.history], "fingerprint": source.fingerprint()}
+            "shards": [list(pair) for pair in source.history], "fingerprint": fingerprint_of(source.shards)}
 
 
 def read_state(loader, state):
@@ -1441,6 +1414,18 @@ def document_boundaries(inputs, bos, most=None):
 # ---------------------------------------------------------------------------------------------------------
 # nanochat's four generators
 
+class NanochatSource(Source):
+    """Dealt as nanochat deals: lane k begins with row group k in every shard. -1 stands for no row group."""
+
+    def _order(self, epoch):
+        check_enough_row_groups(self)
+        padded = []
+        for first, behind in itertools.pairwise(self.first_group):
+            padded += [np.arange(first, behind), np.full((first - behind) % self.num_lanes, -1)]
+        numbers = np.concatenate(padded)
+        return Order(numbers, np.zeros_like(numbers), 1)
+
+
 def tokenizing_distributed_data_loader_with_state(
         tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
         device="cuda", resume_state_dict: dict | None = None) -> Iterator[tuple]:
@@ -1483,7 +1468,7 @@ def batches_with_state(resume, *args, **kwargs):
         state = loader.state_dict()
         ((standing,),) = [lane.values() for lane in state["lanes"].values()]
         ref = Ref(*standing["next"])
-        shard, row_group, _, _ = source.documents(ref)
+        shard, row_group, _ = source.documents(ref)
         yield inputs, targets, {**state, "epoch": ref.epoch, "pq_idx": source.shards.index(shard),
                                 "rg_idx": row_group}
 
@@ -1499,12 +1484,12 @@ def check_arguments(loader):
             raise ValueError(f"{name}={getattr(loader, name)!r}; choose one of {', '.join(allowed)}")
     least = {"B": 1, "T": 1, "world_size": 1, "rank": 0, "num_lanes": 1, "buffer_size": 1,
              "tokenizer_batch_size": 1, "threads": 1, "prefetch": 0, "shuffle_seed": 0}
+    if (loader.rank is None) != (loader.world_size is None):
+        raise ValueError(f"rank={loader.rank}, world_size={loader.world_size}; pass both, or neither")
     for name, low in least.items():
         n = getattr(loader, name)
         if (name, n) != ("shuffle_seed", None) and (type(n) is not int or n < low):
             raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
-    if (loader.arguments["rank"] is None) != (loader.arguments["world_size"] is None):
-        raise ValueError("pass both rank and world_size, or neither")
     if not 0 <= loader.rank < loader.world_size:
         raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks count from 0")
     if loader.num_lanes % loader.world_size:
@@ -1557,7 +1542,7 @@ def check_tokenizer(tokenizer):
     try:
         bos = tokenizer.get_bos_token_id()
         if hasattr(tokenizer, "encode_documents"):
-            ids = tokenizer.encode_documents(["a", None])[0].tolist()
+            ids = tokenizer.encode_documents([b"a", None])[0].tolist()
         else:
             (ids,) = tokenizer.encode(["a"], prepend=bos, num_threads=1)
         first, *rest = ids

@@ -9,6 +9,7 @@ What is run once, before training: make shards of your own text, tokenize, check
 
 import argparse
 import contextlib
+import csv
 import fnmatch
 import functools
 import glob
@@ -21,8 +22,12 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+import tempfile
+import threading
+from codecs import BOM_UTF8
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -68,78 +73,245 @@ from tokenizer import get_tokenizer
 #
 # A document's key is a hash of where it stood, and the shards hold the documents in the order of their keys:
 # a shuffle that is the same for any number of processes. First they parse the inputs into runs of RUN_BYTES
-# of text, sorted by key; then they gather each shard from its range of keys in all the runs. 201 MB of text
-# as .json.gz: 142 MB/s on 2 cores, 642 MB of memory in all processes together.
+# of text on disk, sorted by key. From all keys and lengths (16 bytes a document) follows which documents
+# each row group holds; then each shard's are looked up in all the runs.
 
 RUN_BYTES = 32 << 20
 SHARD_BYTES = 300_000_000    # of text: about 100 MB as zstd
 ROW_GROUP_DOCUMENTS = 1024
 ROW_GROUP_BYTES = 32 << 20    # fewer documents in a row group where they are long
 VAL_DOCUMENTS = 64    # at least, where there are ten times as many: a lane needs one
-SLOTS = 1 << 16    # of the histogram of keys, by which the shards are planned
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".txt")
-CODECS = {".gz": "gzip", ".zst": "zstd"}
+LONGEST_DOCUMENT = 1 << 30    # bytes
 BAD_SHOWN = 5
 RUN = pa.schema([("key", pa.uint64()), ("text", pa.large_binary())])
 
 
-def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool = False, seed: int = 0,
-            workers: int | None = None, shard_bytes: int = SHARD_BYTES) -> dict:
+def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool = False,
+            skip_torn: bool = False, cut_bytes: int | None = None, seed: int = 0, workers: int | None = None,
+            shard_bytes: int = SHARD_BYTES, executor: Executor | None = None) -> dict:
     """
-    Make shards of .jsonl/.json (plain, .gz, .zst), .parquet and .txt files; the last one, about 1 %, is val.
+    Make shards of the files in READERS; the last shard, about 1 % of the documents, is val.
 
-    `inputs`: paths, folders, globs, URIs. Nothing stands under `out` before everything does. ValueError names
-    file and line of the first bad document; with `skip_bad` the report counts them and shows the first few.
+    inputs: paths, folders, globs, URIs. Nothing stands under `out` before everything does. ValueError names
+    file and line of the first bad document; with `skip_bad` the report counts them and shows the first few,
+    with `skip_torn` also files that end too early. Each .txt or .md file is a document, or with `cut_bytes`
+    parts of at most so many bytes that end at blank lines. Any executor does whose workers see these paths.
     """
     check_local(out)
-    (files, others), building = find_inputs(inputs), os.path.abspath(out) + ".convert.tmp"
-    os.makedirs(os.path.dirname(building), exist_ok=True)
-    with lock_file(building + ".lock"):
+    files, others = find_inputs(inputs)
+    parse = functools.partial(scatter_task, text_key=text_key, skip_bad=skip_bad, skip_torn=skip_torn,
+                              cut_bytes=cut_bytes, seed=seed, longest_in_val=sum(map(size_in, files)) // 100)
+    with working_folder(out) as building, executor_or_pool(executor, workers) as pool:
         try:
-            if os.path.isdir(out) and os.listdir(out):
-                raise ValueError(f"{out} is not empty; name a new folder with --out, or remove it first")
-            shutil.rmtree(building, ignore_errors=True)    # of a run that was killed
-            os.makedirs(building + "/runs")
-            os.makedirs(building + "/shards")
-            context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
-            with ProcessPoolExecutor(workers or cores(), mp_context=context) as pool:
-                bad = scatter_all(pool, files, building, text_key, skip_bad, seed)
-                counts = gather_all(pool, building, shard_bytes)
-            write_index(building + "/shards")
-            if os.path.isdir(out):
-                os.rmdir(out)
-            os.rename(building + "/shards", out)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-            remove(building + ".lock")
+            bad = scatter_all(pool, files, functools.partial(parse, building=building))
+            counts = gather_all(pool, building, shard_bytes)
+        except BaseException:
+            shutil.rmtree(building, ignore_errors=True)    # so that workers end at their next write
+            raise
+        index = write_index(building + "/shards")
+        assert sum(sum(entry["rows"]) for entry in index["shards"].values()) == counts["documents"]
+        with contextlib.suppress(FileNotFoundError):
+            os.rmdir(out)
+        os.rename(building + "/shards", out)
     shown = [message for _, messages in bad for message in messages]
     return {"files": len(files), "others": others, "bad": sum(count for count, _ in bad),
             "shown": shown[:BAD_SHOWN], **counts}
 
 
-def scatter_all(pool, files, building, text_key, skip_bad, seed):
-    total = sum(size for _, _, size in files)
-    progress = Progress(len(files), "files", total / len(files))
-    scatter = functools.partial(scatter_task, building=building, text_key=text_key, skip_bad=skip_bad,
-                                seed=seed)
-    bad = []
+@contextlib.contextmanager
+def working_folder(out):
+    """Of this run alone, beside `out`; those of runs that were killed are removed."""
+    out = os.path.abspath(out)
+    if os.path.isdir(out) and os.listdir(out):
+        raise ValueError(f"{out} is not empty; name a new folder with --out, or remove it first")
+    os.makedirs(os.path.dirname(out), exist_ok=True)
+    for old in glob.glob(glob.escape(out) + ".convert-*"):
+        with lock_file(old + "/lock", wait=False) as abandoned:
+            if abandoned:
+                shutil.rmtree(old, ignore_errors=True)
+    building = tempfile.mkdtemp(prefix=os.path.basename(out) + ".convert-", dir=os.path.dirname(out))
+    try:
+        os.makedirs(building + "/runs")
+        os.makedirs(building + "/shards")
+        with lock_file(building + "/lock"):
+            yield building
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def executor_or_pool(executor, workers):
+    if executor is not None:
+        yield executor
+        return
+    context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
+    with ProcessPoolExecutor(workers or cores(), mp_context=context, initializer=end_with_parent) as pool:
+        yield pool
+
+
+def end_with_parent():
+    """A worker does not outlive a parent that was killed, and leaves Ctrl-C to it."""
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def scatter_all(pool, files, scatter):
+    total = sum(map(size_in, files))
+    progress, bad = Progress(len(files), "files", total / len(files)), []
     for (_, group), found in in_order(pool, scatter, group_files(files, total), 4 * cores()):
         bad.append(found)
-        progress.add(sum(file[2] for _, file in group), len(group))
+        progress.add(sum(size_in(file) for _, file in group), len(group))
     progress.close()
     return bad
 
 
 def gather_all(pool, building, shard_bytes):
-    documents, text = histogram(list_runs(building))
-    edges = plan_shards(documents, text, shard_bytes)
-    progress = Progress(len(edges) - 1, "shards", text.sum() / (len(edges) - 1))
-    shards = [(number, *edge, documents, text) for number, edge in enumerate(itertools.pairwise(edges))]
-    gather = functools.partial(gather_shard, building=building)
-    for (_, low, high, _, _), _ in in_order(pool, gather, shards, 4 * cores()):
-        progress.add(int(text[low:high].sum()), 1)
+    keys, lengths = keys_and_lengths(building)
+    shards = list(enumerate(plan_shards(keys, lengths, shard_bytes)))
+    progress = Progress(len(shards), "shards", lengths.sum() / len(shards))
+    for _, n_bytes in in_order(pool, functools.partial(gather_shard, building=building), shards, 4 * cores()):
+        progress.add(n_bytes, 1)
     progress.close()
-    return {"documents": int(documents.sum()), "bytes": int(text.sum()), "shards": len(shards)}
+    return {"documents": len(keys), "bytes": int(lengths.sum()), "shards": len(shards)}
+
+
+def group_files(files, total):
+    """Group small files, so that they share a run: (task number, [(file number, file), ...])"""
+    number, group, size = 0, [], 0
+    for file_number, file in enumerate(files):
+        group.append((file_number, file))
+        size += size_in(file)
+        if size >= min(RUN_BYTES, total // 64) or file_number == len(files) - 1:
+            yield number, group
+            number, group, size = number + 1, [], 0
+
+
+def scatter_task(task, building, text_key, skip_bad, skip_torn, cut_bytes, seed, longest_in_val):
+    """Parse the files of a task into sorted runs on disk; (bad documents, messages of the first ones)"""
+    number, files = task
+    keys, texts, size, runs, bad, shown = [], [], 0, 0, 0, []
+    for file_number, file in files:
+        for index, (where, text, problem) in enumerate(documents_of(file, text_key, cut_bytes)):
+            if problem:
+                check_skippable(problem, f"{join_name(*file[:2])}, {where}: {problem}", skip_bad, skip_torn)
+                bad, shown = bad + 1, [*shown, f"{join_name(*file[:2])}, {where}: {problem}"][:BAD_SHOWN]
+                continue
+            place = b"%d %d %d" % (seed, file_number, index)
+            key = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big")
+            # The last documents are val: one that were half of it does not come last.
+            keys.append(key // 2 if len(text) > longest_in_val else key)
+            texts.append(text)
+            size += len(text)
+            if size >= RUN_BYTES:
+                write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
+                keys, texts, size, runs = [], [], 0, runs + 1
+    if keys:
+        write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
+    return bad, shown
+
+
+def write_run(path, keys, texts):
+    keys = np.array(keys, np.uint64)
+    order = np.argsort(keys, kind="stable")
+    sorted_texts = pa.array(texts, pa.large_binary()).take(pa.array(order))
+    with pa.OSFile(path + ".tmp", "wb") as file, pa.ipc.new_file(file, RUN) as writer:
+        writer.write_table(pa.table([pa.array(keys[order]), sorted_texts], schema=RUN))
+    os.replace(path + ".tmp", path)
+
+
+def open_run(path):
+    """(sorted keys, their texts), memory-mapped."""
+    batch = pa.ipc.open_file(pa.memory_map(path)).get_batch(0)
+    return batch["key"].to_numpy(), batch["text"]
+
+
+def list_runs(building):
+    return sorted(glob.glob(glob.escape(building) + "/runs/*.arrow"))
+
+
+def keys_and_lengths(building):
+    """Of all documents, in the order of their keys."""
+    keys, lengths = [np.zeros(0, np.uint64)], [np.zeros(0, np.int64)]
+    for path in list_runs(building):
+        run_keys, texts = open_run(path)
+        keys.append(run_keys)
+        lengths.append(pc.binary_length(texts).to_numpy())
+    keys, lengths = np.concatenate(keys), np.concatenate(lengths)
+    order = np.argsort(keys, kind="stable")
+    return keys[order], lengths[order]
+
+
+def plan_shards(keys, lengths, shard_bytes):
+    """
+    For each shard the (first key, last key) of its row groups. The last shard is val: 1 % of the documents,
+    or so many as lanes may ask for, up to a tenth; before it shards of equal bytes.
+    """
+    n = len(keys)
+    if n < 2:
+        raise ValueError(f"{n} documents are too few for a train and a val shard")
+    train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
+    ends = np.cumsum(lengths + 1)    # + 1: there may be empty ones only
+    shards = max(4, round(int(lengths.sum()) / shard_bytes) - 1)    # four, so that cores share a small corpus
+    cuts = np.searchsorted(ends[:train], ends[train - 1] * np.arange(1, shards) / shards) + 1
+    for first, last in itertools.pairwise(np.unique([0, *cuts, train, n])):
+        rows = min(ROW_GROUP_DOCUMENTS, max(1, (last - first) // 16))
+        yield [(keys[first + a], keys[first + b - 1]) for a, b in plan_row_groups(lengths[first:last], rows)]
+
+
+def plan_row_groups(lengths, rows):
+    """(start, stop) of row groups of so many documents, or of ROW_GROUP_BYTES, or of one that has more."""
+    ends, start = np.cumsum(lengths), 0
+    while start < len(lengths):
+        limit = ends[start] - lengths[start] + ROW_GROUP_BYTES
+        stop = min(start + rows, max(start + 1, int(np.searchsorted(ends, limit, "right"))))
+        yield start, stop
+        start = stop
+
+
+def gather_shard(shard, building):
+    """Write one shard, a row group at a time; returns its bytes of text."""
+    number, row_groups = shard
+    runs, sizes = [open_run(path) for path in list_runs(building)], []
+
+    def gather():
+        for first, last in row_groups:
+            texts = gather_row_group(runs, first, last)
+            sizes.append(texts.nbytes)
+            yield texts
+
+    write_shard(f"{building}/shards/shard_{number:05d}.parquet", gather())
+    return sum(sizes)
+
+
+def gather_row_group(runs, first, last):
+    """All documents with keys from first to last, in the order of their keys."""
+    keys, texts = [], []
+    for run_keys, run_texts in runs:
+        here = slice(run_keys.searchsorted(first), run_keys.searchsorted(last, "right"))
+        keys.append(run_keys[here])
+        texts.append(run_texts[here])
+    order = np.argsort(np.concatenate(keys), kind="stable")
+    return pa.concat_arrays(texts).take(pa.array(order)).cast(pa.large_string()).cast(pa.string())
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The files that convert reads
+
+SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".feather", ".csv", ".tsv", ".txt", ".md")
+BINARY = (".parquet", ".arrow", ".feather")
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1": ".arrow",
+         b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"PK\x03\x04": ".zip", b"%PDF": ".pdf"}
+ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")    # beside Hugging Face's .arrow files
+TORN = "torn: "    # how the problem of a file that was cut begins
+
+
+def size_in(file):
+    return file[2]
 
 
 def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[str]]:
@@ -152,8 +324,10 @@ def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[str
         files, rest = remote_inputs(pattern) if "://" in pattern else local_inputs(pattern)
         odd = [name for _, name, _ in files if not kind_of(name)]
         if odd or not files:
-            raise ValueError(f"{pattern}: {f'cannot convert {odd[0]}' if odd else 'no such files'}; expected "
-                             f"{', '.join(SUFFIXES)} (JSON also .gz or .zst): file, folder or quoted glob")
+            raise ValueError(
+                f"{pattern}: {f'cannot convert {odd[0]}' if odd else 'no such files'}; expected "
+                f"{', '.join(SUFFIXES)} (text also .gz or .zst): file, folder or quoted glob; of other kinds "
+                'make .jsonl, for each document a line {"text": "..."}')
         found.update(files)
         others.update(rest)
     return sorted(found), sorted(others)
@@ -163,12 +337,26 @@ def local_inputs(pattern):
     paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
     files, others = [path for path in paths if os.path.isfile(path)], []
     for root in filter(os.path.isdir, paths):
-        inside = (os.path.join(folder, name) for folder, _, names in os.walk(root, followlinks=True)
-                  for name in names)
-        for path in inside:
+        for path in files_below(root):
             hidden = "/." in f"/{os.path.relpath(path, root)}"
-            (others if hidden or not kind_of(path) else files).append(path)
+            odd = hidden or not kind_of(path) or os.path.basename(path) in ABOUT_DATA
+            (others if odd else files).append(path)
     return [(*os.path.split(os.path.abspath(file)), os.path.getsize(file)) for file in files], others
+
+
+def files_below(root):
+    """Through links to folders too, but into each folder once; one that cannot be read is an error."""
+    def fail(error):
+        raise error
+
+    seen = set()
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        yield from (os.path.join(folder, name) for name in names)
 
 
 def remote_inputs(pattern):
@@ -194,80 +382,133 @@ def kind_of(name):
     """The suffix that says how to read a file, compression aside; None where none does."""
     stem, suffix = os.path.splitext(name.lower())
     kind = os.path.splitext(stem)[1] if suffix in CODECS else suffix
-    return kind if kind in SUFFIXES and (kind, suffix in CODECS) != (".parquet", True) else None
+    return kind if kind in SUFFIXES and not (kind in BINARY and suffix in CODECS) else None
 
 
-def group_files(files, total):
-    """Group small files, so that they share a run: (task number, [(file number, file), ...])"""
-    number, group, size = 0, [], 0
-    for file_number, file in enumerate(files):
-        group.append((file_number, file))
-        size += file[2]
-        if size >= min(RUN_BYTES, total // 64) or file_number == len(files) - 1:
-            yield number, group
-            number, group, size = number + 1, [], 0
-
-
-def scatter_task(task, building, text_key, skip_bad, seed):
-    """Parse the files of a task into sorted runs on disk; (bad documents, messages of the first ones)"""
-    number, files = task
-    keys, texts, size, runs, bad, shown = [], [], 0, 0, 0, []
-    for file_number, file in files:
-        for index, (where, text, problem) in enumerate(documents_of(file, text_key)):
-            if problem:
-                message = f"{join_name(*file[:2])}, {where}: {problem}"
-                if not skip_bad:
-                    raise ValueError(f"{message}; mend it, or leave such documents out with --skip_bad")
-                bad, shown = bad + 1, [*shown, message][:BAD_SHOWN]
-                continue
-            place = b"%d %d %d" % (seed, file_number, index)
-            keys.append(int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big"))
-            texts.append(text)
-            size += len(text)
-            if size >= RUN_BYTES:
-                write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
-                keys, texts, size, runs = [], [], 0, runs + 1
-    if keys:
-        write_run(f"{building}/runs/{number:08d}-{runs:05d}.arrow", keys, texts)
-    return bad, shown
-
-
-def write_run(path, keys, texts):
-    keys = np.array(keys, np.uint64)
-    order = np.argsort(keys, kind="stable")
-    sorted_texts = pa.array(texts, pa.large_binary()).take(pa.array(order))
-    with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, RUN) as writer:
-        writer.write_table(pa.table([pa.array(keys[order]), sorted_texts], schema=RUN))
-
-
-def documents_of(file, text_key):
+def documents_of(file, text_key, cut_bytes=None):
     """(where, UTF-8 bytes, None) of each document of a file, or (where, None, what is wrong with it)."""
     folder, name, size = file
-    kind, codec = kind_of(name), CODECS.get(os.path.splitext(name.lower())[1])
+    kind, suffix, where = kind_of(name), os.path.splitext(name.lower())[1], "its beginning"
     try:
         with open_file(folder, name, size) as stream:
+            if odd := other_kind(stream, kind, suffix):
+                yield "the file", None, f"{TORN}by its first bytes it is {odd}, not {suffix}; name it {odd}"
+                return
             # pyarrow's gzip gives 495 MB/s of JSON lines, Python's 353 (one core; builtin corpus, level 6).
-            plain = pa.CompressedInputStream(stream, codec) if codec else stream
-            if kind == ".parquet":
-                yield from parquet_documents(stream, text_key)
-            elif kind == ".txt":
-                yield "the file", *check_utf8(plain.read())
-            else:
-                yield from json_documents(io.BufferedReader(plain, PIECE), text_key)
-    except (OSError, pa.ArrowException) as error:    # torn, or not what its name says: what follows is lost
-        yield "the rest of the file", None, one_line(error)
+            plain = pa.CompressedInputStream(stream, CODECS[suffix]) if suffix in CODECS else stream
+            for document in documents_in(kind, plain, text_key, cut_bytes):
+                where = document[0]
+                yield document
+    except (OSError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
+        lost = f"the rest of its {size / 1e6:,.1f} MB is lost"
+        yield f"behind {where}", None, f"{TORN}{one_line(error)}; {lost}"
+
+
+def documents_in(kind, stream, text_key, cut_bytes):
+    if kind == ".parquet":
+        return parquet_documents(stream, text_key)
+    if kind in (".arrow", ".feather"):
+        return arrow_documents(stream, text_key)
+    stream = io.BufferedReader(stream, PIECE)
+    if kind in (".csv", ".tsv"):
+        return csv_documents(stream, text_key, "," if kind == ".csv" else "\t")
+    return text_documents(stream, cut_bytes) if kind in (".txt", ".md") else json_documents(stream, text_key)
+
+
+def other_kind(stream, kind, suffix):
+    """The suffix of the kind that the first bytes say, where the name says another."""
+    head = stream.read(6)
+    stream.seek(0)
+    seen = next((seen for magic, seen in MAGIC.items() if head.startswith(magic)), None)
+    same = ".arrow" if kind in (".arrow", ".feather") else suffix
+    return None if seen == same else seen
+
+
+def check_skippable(problem, message, skip_bad, skip_torn):
+    if problem.startswith(TORN) and not skip_torn:
+        raise ValueError(f"{message}; get it whole, or keep what can be read with --skip_torn")
+    if not problem.startswith(TORN) and not skip_bad:
+        raise ValueError(f"{message}; mend it, or leave such documents out with --skip_bad")
+
+
+def text_documents(stream, cut_bytes):
+    """The file as one document, or in parts of at most cut_bytes, cut at blank lines, else at line ends."""
+    data, problem = check_utf8(read_whole(stream))
+    if problem or not cut_bytes:
+        yield "the file", data and data.removeprefix(BOM_UTF8), problem
+        return
+    start = len(BOM_UTF8) if data.startswith(BOM_UTF8) else 0
+    while start < len(data):
+        stop = start + cut_bytes
+        if stop < len(data):
+            stop = next((at + len(mark) for mark in (b"\n\n", b"\n", b" ")
+                         if (at := data.rfind(mark, start, stop - len(mark) + 1)) >= 0), stop)
+            while stop > start + 1 and data[stop] & 0xC0 == 0x80:
+                stop -= 1    # not in the middle of a character
+        yield f"byte {start}", data[start:stop], None
+        start = stop
+
+
+def read_whole(stream):
+    data = stream.read(LONGEST_DOCUMENT + 1)
+    if len(data) > LONGEST_DOCUMENT:
+        raise OSError(f"over {LONGEST_DOCUMENT >> 30} GB in one piece; make .jsonl of it, a document a line")
+    return data
 
 
 def json_documents(stream, text_key):
     """Documents of JSON lines, or of one JSON array, which is read whole."""
-    if stream.peek(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-        yield from array_documents(stream.read(), text_key)
+    if stream.peek(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        yield from array_documents(read_whole(stream), text_key)
         return
-    for number, line in enumerate(stream, 1):
+    number = 0
+    while line := stream.readline(LONGEST_DOCUMENT):
+        number += 1
+        if len(line) == LONGEST_DOCUMENT and not line.endswith(b"\n"):
+            raise OSError(f"line {number} has over {LONGEST_DOCUMENT >> 30} GB")
         if number == 1:
-            line = line.removeprefix(b"\xef\xbb\xbf")
+            line = line.removeprefix(BOM_UTF8)
         if not line.isspace():
             yield f"line {number}", *line_document(line, text_key)
+
+
+def csv_documents(stream, text_key, delimiter):
+    csv.field_size_limit(LONGEST_DOCUMENT)
+    rows = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+    for row in rows:
+        yield f"line {rows.line_num}", *text_of(row, text_key)
+
+
+def parquet_documents(stream, text_key):
+    parquet = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
+    read = functools.partial(parquet.iter_batches, ROW_GROUP_DOCUMENTS, columns=[text_key], use_threads=False)
+    yield from column_documents(parquet.schema_arrow, read, text_key)
+
+
+def arrow_documents(stream, text_key):
+    """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
+    is_file = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
+
+
+    def read():
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        return (batch.select([text_key]) for batch in batches)
+
+    yield from column_documents(reader.schema, read, text_key)
+
+
+def column_documents(schema, read, text_key):
+    if text_key not in schema.names or not is_text(schema.field(text_key).type):
+        columns = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
+        yield "the file", None, f"no string column {text_key!r}, only {columns}; name one with --text_key"
+        return
+    row = 0
+    for batch in read():
+        for text in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
+            yield f"row {row}", *((None, f"{text_key!r} is null") if text is None else check_utf8(text))
+            row += 1
 
 
 def line_document(line, text_key):
@@ -317,106 +558,6 @@ def check_utf8(data):
         return data, None
     except UnicodeDecodeError as error:
         return None, f"not UTF-8 ({error.reason} at byte {error.start})"
-
-
-def parquet_documents(stream, text_key):
-    parquet = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
-    schema = parquet.schema_arrow
-    if text_key not in schema.names or not is_text(schema.field(text_key).type):
-        columns = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
-        yield "the file", None, f"no string column {text_key!r}, only {columns}; name one with --text_key"
-        return
-    row = 0
-    for batch in parquet.iter_batches(ROW_GROUP_DOCUMENTS, columns=[text_key], use_threads=False):
-        for text in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
-            yield f"row {row}", *((None, f"{text_key!r} is null") if text is None else check_utf8(text))
-            row += 1
-
-
-def list_runs(building):
-    return sorted(glob.glob(glob.escape(building) + "/runs/*.arrow"))
-
-
-def open_run(path):
-    """(sorted keys, their texts), memory-mapped."""
-    batch = pa.ipc.open_file(pa.memory_map(path)).get_batch(0)
-    return batch["key"].to_numpy(), batch["text"]
-
-
-def histogram(runs):
-    """Documents and bytes of text in each slot."""
-    documents, text = np.zeros(SLOTS, np.int64), np.zeros(SLOTS, np.int64)
-    for run in runs:
-        keys, texts = open_run(run)
-        slots = (keys >> np.uint64(48)).astype(np.int64)
-        documents += np.bincount(slots, minlength=SLOTS)
-        np.add.at(text, slots, pc.binary_length(texts).to_numpy())
-    return documents, text
-
-
-def plan_shards(documents, text, shard_bytes):
-    """
-    Edges of the shards in slots: about 1 % of the text at the end for val, and so many documents as lanes may
-    ask for, up to a tenth; before it shards of equal bytes.
-    """
-    filled = np.flatnonzero(documents)
-    if len(filled) < 2:
-        raise ValueError(f"{documents.sum()} documents are too few for a train and a val shard")
-    behind = np.cumsum(np.stack([text + documents, documents])[:, ::-1], axis=1)[:, ::-1]    # from a slot on
-    wanted = [[0.01 * behind[0, 0]], [min(VAL_DOCUMENTS, behind[1, 0] // 10)]]
-    val = int(np.clip(np.sum((behind >= wanted).all(axis=0)) - 1, filled[0] + 1, filled[-1]))
-    before = np.cumsum(text[:val])
-    shards = max(4, round(before[-1] / shard_bytes))    # four keep some cores busy on a small corpus
-    cuts = np.searchsorted(before, before[-1] * np.arange(1, shards) / shards) + 1
-    edges = [0, *map(int, cuts), val, SLOTS]
-    return [low for low, high in itertools.pairwise(edges) if documents[low:high].any()] + [SLOTS]
-
-
-def gather_shard(shard, building):
-    """Write one shard: its slots from every run, RUN_BYTES of text at a time."""
-    number, low, high, documents, text = shard
-    rows = min(ROW_GROUP_DOCUMENTS, max(1, int(documents[low:high].sum()) // 16))
-    pieces = (gather_piece(list_runs(building), *piece) for piece in pieces_of(text, low, high))
-    write_shard(f"{building}/shards/shard_{number:05d}.parquet", cut_row_groups(pieces, rows))
-
-
-def pieces_of(text, low, high):
-    """Ranges of slots that hold about RUN_BYTES of text."""
-    size = 0
-    for slot in range(low, high):
-        size += int(text[slot])
-        if size >= RUN_BYTES or slot == high - 1:
-            yield low, slot + 1
-            low, size = slot + 1, 0
-
-
-def gather_piece(runs, low, high):
-    """All documents in a range of slots, sorted by key."""
-    keys, texts = [], []
-    for run in runs:
-        run_keys, run_texts = open_run(run)
-        first = run_keys.searchsorted(np.uint64(low << 48))
-        last = run_keys.searchsorted(np.uint64((high << 48) - 1), "right")
-        keys.append(run_keys[first:last])
-        texts.append(run_texts[first:last])
-    order = np.argsort(np.concatenate(keys), kind="stable")
-    return pa.concat_arrays(texts).take(pa.array(order)).cast(pa.large_string())
-
-
-def cut_row_groups(arrays, rows):
-    """Cut a stream of arrays into row groups of so many documents, or of ROW_GROUP_BYTES."""
-    rest = pa.array([], pa.large_string())
-    for array in arrays:
-        rest = pa.concat_arrays([rest, array])
-        while len(rest):
-            ends = np.cumsum(pc.binary_length(rest[:rows]).to_numpy())
-            fit = max(1, int(np.searchsorted(ends, ROW_GROUP_BYTES, "right")))
-            if fit == len(rest) and fit < rows:
-                break    # more may come
-            yield rest[:fit].cast(pa.string())
-            rest = rest[fit:]
-    if len(rest):
-        yield rest.cast(pa.string())
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -649,11 +790,13 @@ def make_parser():
         sub.set_defaults(run=run)
         return sub.add_argument
 
-    add = command("convert", run_convert, "make shards of your own .jsonl, .json, .parquet or .txt files")
+    add = command("convert", run_convert, f"make shards of your own files: {' '.join(SUFFIXES)}")
     add("inputs", nargs="+", metavar="IN", help="files, folders, globs in quotes, s3:// or gs:// URIs")
-    add("--text_key", default="text", help="JSON key or parquet column that holds the text (default text)")
-    add("--out", default=default_data_dir(), help="folder, new or empty (default: %(default)s)")
+    add("--text_key", default="text", help="JSON key or column that holds the text (default text)")
+    add("--out", help="folder, new or empty (default: where train.py looks)")
     add("--skip_bad", action="store_true", help="leave out bad documents and count them")
+    add("--skip_torn", action="store_true", help="keep what can be read of files that were cut or damaged")
+    add("--cut_bytes", type=int, help="cut .txt and .md files at blank lines into documents of so many bytes")
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num_workers", type=int, help="processes (default: one a core)")
     add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
@@ -670,13 +813,19 @@ def make_parser():
 
 
 def run_convert(flags):
-    made = convert(flags.inputs, flags.out, flags.text_key, flags.skip_bad, flags.seed, flags.num_workers)
+    for name in ("cut_bytes", "num_workers"):
+        if (value := getattr(flags, name)) is not None and value < 1:
+            raise ValueError(f"--{name} {value}: expected at least 1")
+    out = flags.out or default_data_dir()
+    made = convert(flags.inputs, out, flags.text_key, flags.skip_bad, flags.skip_torn, flags.cut_bytes,
+                   flags.seed, flags.num_workers)
     print(f"{made['files']:,} files -> {made['documents']:,} documents, {made['bytes'] / 1e6:,.1f} MB, "
-          f"in {made['shards']:,} shards, the last for val, in {flags.out}")
+          f"in {made['shards']:,} shards, the last for val, in {out}")
     if made["others"]:
         print(f"{len(made['others']):,} other files in these folders were left out: {made['others'][0]} ...")
     if made["bad"]:
-        print("\n  ".join([f"{made['bad']:,} bad documents were left out; the first:", *made["shown"]]))
+        print("\n  ".join([f"{made['bad']:,} bad documents or ends of files were left out; the first:",
+                           *made["shown"]]))
 
 
 def run_tokenize(flags):
