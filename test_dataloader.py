@@ -3865,7 +3865,7 @@ def train_process(base, *arguments, ranks=0):
 
 def train_run(base, *arguments, ranks=0, status=0):
     process = train_process(base, *arguments, ranks=ranks)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode == status, output
     return output
 
@@ -3882,7 +3882,7 @@ def train_by_hand(bases, flags, **env):
         processes.append(subprocess.Popen(
             train_command(base, "--data", "a", *own), cwd=base, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, env={**os.environ, **{k: str(v) for k, v in ranks.items()}}))
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert all(process.returncode == 1 for process in processes), outputs
     return outputs
 
@@ -3974,7 +3974,7 @@ def test_train_sigterm_saves_and_resumes(train_base, ranks):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     done = max(train_losses(out)) + 1
     assert f"stopped (SIGTERM) at step {done} of 100000" in output
     assert train.newest_checkpoint(str(out)) == str(out / f"step_{done:07d}.pt")
@@ -3992,7 +3992,7 @@ def test_train_sigterm_saves_and_resumes(train_base, ranks):
 ])
 def test_train_bad_flags_are_one_line(train_base, flags, told):
     process = train_process(train_base, *flags)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode in (1, 2) and told in output and "Traceback" not in output
 
 
@@ -4010,7 +4010,7 @@ def test_train_refuses_another_model_and_another_run(train_base, train_whole):
 def test_train_error_of_one_rank_is_told_once(train_base, train_whole):
     """Not as a traceback of each rank that waits for it."""
     for wrong in (["--data", "nowhere"], ["--out", train_whole[0]]):
-        output = train_process(train_base, *wrong, ranks=2).communicate(timeout=120)[0]
+        output = train_process(train_base, *wrong, ranks=2).communicate(timeout=300)[0]
         assert output.count("error: ") == 1 and "gather" not in output, output
 
 

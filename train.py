@@ -12,8 +12,8 @@ Train a GPT on packed token batches: one process, one node or many, on CPUs or G
 
 Rows, their order and the losses depend on the flags, not on where a run was stopped nor on the number of
 ranks, as long as it divides --num_lanes. The trade-off: ranks agree on a few numbers once a step (0.2 ms, 2
-ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a parameter; 8 with Muon), written by
-a thread from a copy in memory.
+ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a parameter; 8 with Muon), written
+by a thread from a copy in memory.
 """
 
 import argparse
@@ -531,8 +531,8 @@ class GPT(nn.Module):
         with_values = [i for i in range(depth) if i < 3 or i >= depth - 3]
         self.head_dim = 128 if depth % 2 == 0 and depth >= 8 else 64
         self.embedding = nn.Embedding(padded_vocab, width)
-        # A token has values of its own in attention: 1.6452 -> 1.6017 bits per byte (500 steps of the demo with
-        # Muon, 768 val rows, seed 1).
+        # A token has values of its own in attention: 1.6452 -> 1.6017 bits per byte (500 steps of the demo
+        # with Muon, 768 val rows, seed 1).
         self.value_embeddings = nn.ModuleDict()
         for i in with_values:
             self.value_embeddings[str(i)] = nn.Embedding(padded_vocab, width)
