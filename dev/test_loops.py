@@ -11,9 +11,9 @@ on one. The rows that its model met are compared with those of one PackedLoader 
 
 import collections
 import glob
-import importlib.util
 import itertools
 import json
+import multiprocessing
 import os
 import re
 import signal
@@ -97,27 +97,40 @@ def script_of(name, before, behind):
 
 def run_leg(folder, leg, script, ranks):
     """
-    -> the rows of each batch number, of all processes together. ranks: processes started as torchrun does;
-    None: one, which has a launcher of its own
+    -> the rows of each batch number, of all processes together. ranks: so many processes, with the variables
+    that torchrun sets; None: one, which has a launcher of its own
     """
     (folder / "script.py").write_text(script)
-    common = {**os.environ, "LEG": str(leg), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    common = {"LEG": str(leg), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JAX_PORT": free_port()}
     by_rank = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks)} for rank in range(ranks)] if ranks else [{}]
+                "LOCAL_WORLD_SIZE": str(ranks)} for rank in range(ranks or 0)]
     processes = []
-    for number, variables in enumerate(by_rank):
-        with open(folder / f"log-{leg}-{number}", "w") as log:
-            processes.append(subprocess.Popen([sys.executable, "script.py"], cwd=folder, stdout=log,
-                                              stderr=log, env={**common, **variables}))
+    for rank, variables in enumerate(by_rank):    # forked: the imports are done
+        child = (folder, script, f"log-{leg}-{rank}", {**common, **variables})
+        processes.append(multiprocessing.get_context("fork").Process(target=run_here, args=child))
+        processes[-1].start()
     for process in processes:
-        process.wait(timeout=300)
+        process.join(300)
+        assert process.exitcode is not None, logs(folder, leg)
+    if not ranks:
+        with open(folder / f"log-{leg}", "w") as log:
+            subprocess.run([sys.executable, "script.py"], cwd=folder, stdout=log, stderr=log, timeout=300,
+                           env={**os.environ, **common})
     batches = collections.defaultdict(list)
     for path in glob.glob(f"{folder}/rows-{leg}-*"):
         with open(path) as file:
             for number, line in enumerate(file):
                 batches[number] += map(tuple, json.loads(line))
     return batches
+
+
+def run_here(folder, script, log, variables):
+    os.chdir(folder)
+    os.environ.update(variables)
+    file = os.open(log, os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 1), os.dup2(file, 2)
+    exec(compile(script, "script.py", "exec"), {"__name__": "__main__"})
 
 
 def free_port():
@@ -127,7 +140,7 @@ def free_port():
 
 
 def logs(folder, leg):
-    return "\n".join(open(path).read()[-4000:] for path in glob.glob(f"{folder}/log-{leg}-*"))
+    return "\n".join(open(path).read()[-4000:] for path in glob.glob(f"{folder}/log-{leg}*"))
 
 
 @pytest.fixture
@@ -168,12 +181,6 @@ from torch.utils.data import DataLoader
 """
 
 
-def needs(*names):
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"{name} is not installed")
-
-
 # ---------------------------------------------------------------------------------------------------------
 # The loops
 
@@ -187,7 +194,7 @@ def test_dataloader(folder):
 
 
 def test_stateful_dataloader(folder):
-    needs("torchdata")
+    pytest.importorskip("torchdata.stateful_dataloader")
     before = IMPORTS + "from torchdata.stateful_dataloader import StatefulDataLoader\n"
     check(folder, "StatefulDataLoader", before + "dist.init_process_group('gloo')",
           elastic=False)
@@ -220,17 +227,17 @@ trainer.fit(Module(), Data(), ckpt_path=saved[-1] if saved else None)
 
 def test_lightning(folder):
     """Two ranks by its own launcher; in the second leg, the checkpoint is that of an epoch's middle."""
-    needs("lightning")
+    pytest.importorskip("lightning")
     check(folder, "Lightning", IMPORTS + LIGHTNING, FIT, launched=False)
 
 
 def test_fabric(folder):
-    needs("lightning")
+    pytest.importorskip("lightning")
     check(folder, "Fabric", IMPORTS + "import lightning as L", launched=False, elastic=False)
 
 
 def test_accelerate(folder):
-    needs("accelerate")
+    pytest.importorskip("accelerate")
     check(folder, "Accelerate", IMPORTS + "from accelerate import Accelerator")
 
 
@@ -240,7 +247,7 @@ class Llama(LlamaForCausalLM):
     def forward(self, input_ids, shift_labels, **others):
         meet(input_ids, shift_labels)
         return super().forward(input_ids, shift_labels=shift_labels, **others)
-model = Llama(LlamaConfig(257, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1))
+model = Llama(LlamaConfig(257, 8, 8, 1, 1))
 options = dict(save_steps=save_every, use_cpu=True, report_to=[], disable_tqdm=True)
 saved = sorted(glob.glob("out/checkpoint-*"), key=os.path.getmtime)
 last_checkpoint = saved[-1] if saved else None
@@ -248,7 +255,9 @@ last_checkpoint = saved[-1] if saved else None
 
 
 def test_trainer(folder):
-    needs("transformers", "accelerate")
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers.trainer")
+    pytest.importorskip("transformers.models.llama.modeling_llama")
     check(folder, "transformers.Trainer", IMPORTS + TRAINER)
 
 
@@ -267,7 +276,7 @@ def train_step(inputs, targets):
 
 
 def test_jax(folder):
-    needs("jax")
+    pytest.importorskip("jax")
     check(folder, "JAX", IMPORTS + JAX)
 
 
@@ -291,5 +300,5 @@ from ray.train.torch import TorchTrainer
 
 
 def test_ray(folder):
-    needs("ray")
+    pytest.importorskip("ray")
     check(folder, "Ray Train", IMPORTS + RAY, launched=False, elastic=False)
