@@ -25,6 +25,7 @@ import math
 import mmap
 import os
 import queue
+import sys
 import threading
 import time
 from bisect import bisect_left, bisect_right, insort
@@ -1040,6 +1041,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         check_worker(self)
+        check_callers()
         if get_worker_info() is not None:
             self._worker[:] = os.getpid().to_bytes(8, "little")
         if self._finished:    # the same run again, as with any other iterable
@@ -1117,6 +1119,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         batches_ago: of an earlier batch, at most 8 back: 1 for those who fetch one batch ahead.
         """
         check_iterated_here(self)
+        check_caller_of_state()
         if not self._position.lanes:
             self._start()
         if batches_ago > len(self._before):
@@ -1618,6 +1621,24 @@ def check_worker(loader):
     if info is not None and loader._is_finite() and loader.world_size > 1 and loader.uneven != "free":
         raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
                          'num_workers=0, or to this loader uneven="free"')
+
+
+def check_callers():
+    """Of a loader that is iterated: there is no other sign of what Accelerate does with its batches."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accelerate.data_loader":
+            raise RuntimeError("Accelerate gives rank 0's batches of a DataLoader to all ranks, and fetches "
+                               "one ahead of the state; iterate over the PackedLoader itself, not prepared, "
+                               "or return it from Trainer.get_train_dataloader")
+        frame = frame.f_back
+
+
+def check_caller_of_state():
+    if sys._getframe(2).f_globals.get("__name__", "").endswith("utilities.combined_loader"):
+        raise RuntimeError("Lightning saves rank 0's state alone, and one batch late; pass it "
+                           "map(tuple, loader) with limit_train_batches=..., and save gather_states(loader) "
+                           "in a LightningDataModule's state_dict(), as README.md shows")
 
 
 def check_group(loader):
