@@ -309,15 +309,13 @@ class Encoder:
         return ids, bounds
 
     def _encode_text(self, array, shard, ref_of):
-        data, offsets, valid = column_views(array)
-        texts = [data[a:b] if ok else None
-                 for a, b, ok in zip(offsets.tolist(), offsets[1:].tolist(), valid.tolist(), strict=False)]
         if self.has_engines:
             first = ref_of(0)
             start = -(first.doc + 613 * first.group + 7919 * first.epoch) % CHECKED_SHARE
-            check = range(start, len(texts), CHECKED_SHARE)
-            ids, bounds = self.tokenizer.encode_documents(texts, check=check, executor=self.executor)
+            check = range(start, len(array), CHECKED_SHARE)
+            ids, bounds = self.tokenizer.encode_documents(array, check=check, executor=self.executor)
             return ids, bounds.tolist()
+        texts = array.cast(pa.large_binary()).to_pylist()
         if self.whole_face:
             ids, bounds = self.tokenizer.encode_documents(texts)
             return ids, bounds.tolist()
@@ -415,7 +413,7 @@ class FlatPacker:
             self._count_cut(chunk.bounds, len(chunk.ids) - self.n_tokens)
 
     def _count_cut(self, bounds, next_row):
-        """Documents that fit a row, but have its last token inside. Rows begin at next_row, next_row + T, ..."""
+        """Documents that fit a row, but have the last token of one inside. next_row: where one begins."""
         first = next_row + self.T if next_row >= 0 else next_row % self.T
         for last in range(first, bounds[-1], self.T):
             i = bisect_right(bounds, last) - 1
@@ -1544,7 +1542,7 @@ def check_tokenizer(tokenizer):
     try:
         bos = tokenizer.get_bos_token_id()
         if hasattr(tokenizer, "encode_documents"):
-            ids = tokenizer.encode_documents([memoryview(b"a"), None])[0].tolist()
+            ids = tokenizer.encode_documents([b"a", None])[0].tolist()
         else:
             (ids,) = tokenizer.encode(["a"], prepend=bos, num_threads=1)
         first, *rest = ids

@@ -71,7 +71,10 @@ def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
 
 def all_shards(folder: str) -> list["Shard"]:
     """Every shard that holds documents, in the order of their names."""
-    index = read_index(folder)
+    return shards_in(folder, read_index(folder))
+
+
+def shards_in(folder, index):
     return [make_shard(folder, name, index, entry) for name, entry in sorted(index["shards"].items())
             if any(entry["rows"])]    # Spark's last part may be empty
 
@@ -165,21 +168,30 @@ def difference(indexed, files):
 
 def index_of_ours(folder, files):
     """Of a folder that has none: kept under the base directory, made anew where the folder has changed."""
+    cache = os.path.join(get_base_dir(), "index")
+    with contextlib.suppress(OSError):
+        os.makedirs(cache, exist_ok=True)
+    if not os.access(cache, os.W_OK):    # nowhere to keep it
+        return make_index_of_text(folder, files)
     modified = {name: file.modified for name, file in files.items()}
     place = folder if "://" in folder else os.path.realpath(folder)
-    key = hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
-    path = os.path.join(get_base_dir(), "index", f"{key}.json")
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    key = hashlib.sha256(f"{INDEX_FORMAT} {place}".encode(errors="surrogateescape")).hexdigest()[:16]
+    path = os.path.join(cache, f"{key}.json")
     with lock_file(path + ".lock"):    # one process of a node reads the footers, the others wait for it
         kept = read_json(path)
-        if kept.get("modified") == modified and not difference(kept["index"]["shards"], files):
-            return kept["index"]
-        index = make_index(folder, files)
-        if index["kind"] == "tokens":
-            raise ValueError(f"{folder}: no {INDEX} stands beside these token shards; it comes when all are "
-                             "there: let `python -m dev.prepare tokenize` end, or copy that file too")
-        write_whole(path, json.dumps({"modified": modified, "index": index}).encode())
-    print(f"{folder}: {describe_split(all_shards(folder))}", file=sys.stderr, flush=True)
+        if kept.get("modified") != modified or difference(kept["index"]["shards"], files):
+            kept = {"modified": modified, "index": make_index_of_text(folder, files)}
+            write_whole(path, json.dumps(kept).encode())
+    return kept["index"]
+
+
+def make_index_of_text(folder, files):
+    """Token shards come with an index: without it, they may not all be there."""
+    index = make_index(folder, files)
+    if index["kind"] == "tokens":
+        raise ValueError(f"{folder}: no {INDEX} stands beside these token shards; it comes when all are "
+                         "there: let `python -m dev.prepare tokenize` end, or copy that file too")
+    print(f"{folder}: {describe_split(shards_in(folder, index))}", file=sys.stderr, flush=True)
     return index
 
 
@@ -486,7 +498,10 @@ class File(NamedTuple):
 def get_base_dir() -> str:
     """$NANOLOADER_BASE_DIR, or ~/.cache/nanoloader; made on demand."""
     base = os.environ.get("NANOLOADER_BASE_DIR") or os.path.expanduser("~/.cache/nanoloader")
-    os.makedirs(base, exist_ok=True)
+    try:
+        os.makedirs(base, exist_ok=True)
+    except OSError as error:
+        raise OSError(f"{one_line(error)}; set NANOLOADER_BASE_DIR to another folder than {base}") from error
     return base
 
 
