@@ -4491,14 +4491,16 @@ def test_train_whole_run_is_in_the_checkpoint(train_base, tmp_path):
 # The README: what it says to type works
 
 def blocks_of_the_readme(language=""):
-    """The code of its blocks, commands by default; not of those with a comment that says why not."""
+    """The code of its blocks, those of commands by default; none that a comment before it says not to run."""
     with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
         found = re.findall(r"(<!-- not run: [^\n]*-->\n)?```(\w*)\n(.*?)```", file.read(), re.S)
     return [code for comment, seen, code in found if seen == language and not comment]
 
 
 def commands_of_the_readme():
-    return [line for block in blocks_of_the_readme() for line in block.splitlines()]
+    """Those of Python: no installation, no torchrun."""
+    lines = [line for block in blocks_of_the_readme() for line in block.splitlines()]
+    return [line for line in lines if line.startswith("python ")]
 
 
 def type_in(folder, command):
