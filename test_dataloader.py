@@ -45,6 +45,7 @@ import zipfile
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
+from xml.etree import ElementTree
 
 import numpy as np
 import pyarrow as pa
@@ -74,7 +75,7 @@ from dataloader import (
     whole_numbers,
     whose_turn,
 )
-from dev import bench, prepare
+from dev import bench, pictures, prepare
 from tokenizer import (
     BYTES_PER_TASK,
     HARD,
@@ -4603,6 +4604,119 @@ def test_train_whole_run_is_in_the_checkpoint(train_base, tmp_path):
     assert train_run(base, "--sample", "def ", "--out", "run").startswith("def ")
     assert "resumed from" in train_run(base, "--steps", 3, "--out", "run", "--resume", "auto")
     assert not glob.glob(str(base / "tokenizer*")), "another one was trained"
+
+
+# ---------------------------------------------------------------------------------------------------------
+# The README: what it says to type works
+
+def blocks_of_the_readme(language=""):
+    """The code of its blocks, those of commands by default; none that a comment before it says not to run."""
+    with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+        found = re.findall(r"(<!-- not run: [^\n]*-->\n)?```(\w*)\n(.*?)```", file.read(), re.S)
+    return [code for comment, seen, code in found if seen == language and not comment]
+
+
+def commands_of_the_readme():
+    """Those of Python: no installation, no torchrun."""
+    lines = [line for block in blocks_of_the_readme() for line in block.splitlines()]
+    return [line for line in lines if line.startswith("python ")]
+
+
+def type_in(folder, command):
+    command = command.replace("python", shlex.quote(sys.executable), 1)
+    ended = subprocess.run(command, shell=True, cwd=folder, capture_output=True, text=True, timeout=120,
+                           env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ended.returncode == 0, f"{command}\n{ended.stdout}\n{ended.stderr}"
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A folder with the code, and with data as the README's reader has it; its cheap commands were typed."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("dataset.py", "tokenizer.py", "dataloader.py", "train.py", "dev"):
+        os.symlink(os.path.join(HERE, name), folder / name)
+    documents = list(dataset.standard_library(os.path.dirname(json.__file__))) * 20
+    (folder / "input.txt").write_text("\n\n".join(documents))
+    (folder / "my").mkdir()
+    with gzip.open(folder / "my/1.jsonl.gz", "wt") as file:
+        file.writelines(json.dumps({"content": text}) + "\n" for text in documents)
+    (folder / "scored").mkdir()
+    for name in ("train-0.parquet", "validation-0.parquet"):
+        table = pa.table({"text": documents, "score": np.linspace(0, 1, len(documents))})
+        pq.write_table(table, folder / "scored" / name, row_group_size=16)
+    for command in commands_of_the_readme():
+        if not command.startswith("python train.py"):
+            type_in(folder, command)
+    return folder
+
+
+def test_the_python_of_the_readme_runs(reader, monkeypatch, capsys):
+    """All blocks in one namespace; what they only define is called here."""
+    monkeypatch.chdir(reader)
+    names = {}
+    for block in blocks_of_the_readme("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    assert "my_shards/shard_00000.parquet" in capsys.readouterr().out
+    assert names["loss"] > 0 and 0.5 <= names["weights"].min() <= names["weights"].max() <= 1
+    made.extend([names["loader"], names["scored"]])
+    assert names["mask"].shape == (2, 1, 64, 64)
+    expected = [[[names["visible"](b, None, q, k) for k in range(64)] for q in range(64)] for b in range(2)]
+    assert torch.equal(names["mask"][:, 0], torch.tensor(expected))
+    next(make("my_shards", tokenizer=names["tokenizer"], transform=names["fill_in_the_middle"]))
+    markers = {names[marker] for marker in ("PREFIX", "SUFFIX", "MIDDLE")}
+    moved = [names["fill_in_the_middle"](np.arange(9), Ref(doc=n), None).tolist() for n in range(50)]
+    assert {len(ids) for ids in moved} == {9, 12}
+    assert all(ids[0] == 0 and sorted({*ids} - markers) == list(range(9)) for ids in moved)
+
+
+def test_the_tokenizer_of_the_readme_gives_the_rows_of_its_library(reader, corpus):
+    """Here with a library of one's own, whose tokens are bytes."""
+    code = next(block for block in blocks_of_the_readme("python") if "class Wrapped" in block)
+    names = {}
+    exec(code, names)
+    library = SimpleNamespace(
+        token_to_id=lambda name: BOS,
+        encode_batch=lambda texts, add_special_tokens: [SimpleNamespace(ids=list(text.encode()))
+                                                        for text in texts])
+    wrapped = names["Wrapped"](library, "<s>")
+    assert run(corpus, steps=20, tokenizer=wrapped)[0] == run(corpus, steps=20)[0]
+
+
+def test_the_training_commands_of_the_readme_run(reader):
+    """At toy size, in their order: each goes on from what the ones before it left."""
+    toy = " --steps 2 --depth 1 --seq_len 64 --eval_rows 8"
+    commands = [line for line in commands_of_the_readme() if line.startswith("python train.py")]
+    for command in commands:
+        command = command.replace("step_0001800", "step_0000002").partition("   ")[0].rstrip()
+        output = type_in(reader, command + ("" if "--eval" in command or "--sample" in command else toy))
+        assert "--sample" in command or "bits per byte" in output
+    assert len(commands) > 5
+
+
+def test_the_readme_is_short_and_its_pictures_are_there():
+    with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+        text = file.read()
+    assert text.count("\n") <= 250 and "TODO" not in text
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert os.path.exists(os.path.join(HERE, picture))
+
+
+def test_pictures_are_drawn(reader, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(reader)
+    out = str(tmp_path / "rows.svg")
+    pictures.main(["rows", "--data", "my_shards", "--tokenizer", "my_tokenizer", "--T", "256", "--out", out])
+    drawn = ElementTree.parse(out)
+    assert len(drawn.findall("{*}rect")) > 4 * 8 and len(drawn.findall("{*}path")) > 8
+    (tmp_path / "bench.txt").write_text("a header\n" + "\n".join(
+        f"{kind:<11}{reader:<15}{engine:<10}{threads:>8}{speed:>12.2f}    0.97       0.10 s"
+        for kind, reader, engine, threads, speed in [
+            ("text", "flat", "tiktoken", 1, 2), ("text", "flat", "tiktoken", 2, 3.5),
+            ("tokens", "exactfit keep", "-", 2, 99), ("4 x tokens", "exactfit keep", "-", 2, 50)]))
+    pictures.main(["speed", str(tmp_path / "bench.txt"), "--out", out])
+    words = [element.text for element in ElementTree.parse(out).findall("{*}text")]
+    assert words == ["from text, M tokens/s", "flat, tiktoken", "3.5 by 2 threads",
+                     "from tokens on disk, M tokens/s", "exactfit keep", "99.0 by 2 threads"]
 
 
 if __name__ == "__main__":

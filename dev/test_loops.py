@@ -1,5 +1,5 @@
 """
-The snippets of the README's section "In other loops", run with the real libraries at toy size.
+The snippets of loops.md, run with the real libraries at toy size.
 
     python -m pytest dev/test_loops.py              a few minutes; a library that is not installed is skipped
     python -m pytest dev/test_loops.py -k Fabric
@@ -83,9 +83,9 @@ def train_step(inputs, targets):
 # Snippets to scripts, scripts to rows
 
 def snippets():
-    """{first bold word: code} of the README's section; the first one, which all need, is under ""."""
-    with open(f"{HERE}/README.md") as file:
-        section = re.split(r"^## ", file.read().split("\n## In other loops\n")[1], flags=re.M)[0]
+    """{first bold word: code} of loops.md; the first one, which all need, is under ""."""
+    with open(f"{HERE}/dev/loops.md") as file:
+        section = file.read()
     found = re.findall(r"(?:^\*\*([^*]+)\*\*|^Each snippet)(?:(?!```).)*```python\n(.*?)```", section,
                        re.M | re.S)
     return {name.rstrip("."): code for name, code in found}
