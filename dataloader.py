@@ -525,9 +525,9 @@ class BestFitPacker:
         return list(self.buffer.values())
 
     def restore(self, document):
-        arrival = next(self.arrivals)
-        insort(self.sizes, (len(document.ids), arrival))
-        self.buffer[arrival] = document._replace(ids=document.ids[:self.R].copy())
+        (ids, ref), arrival = document, next(self.arrivals)
+        insort(self.sizes, (len(ids), arrival))
+        self.buffer[arrival] = Document(ids[:self.R].copy(), ref)
 
 
 MOST_STEPS = 1 << 25    # bits that fill_gap may keep: 4 MB
