@@ -990,7 +990,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                         for name in sorted(shards)}    # by name: then whose turn it is, too
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self._position = Position(0, {})    # where to go on
-        self._before = collections.deque(maxlen=8)    # positions of the batches before
+        self._before = collections.deque(maxlen=64)    # positions of the batches before
         self._pipeline, self._in_step = None, self._join_ranks()
         self._finished = self._closed = False
         self._pid, self._lock = os.getpid(), threading.Lock()
@@ -1064,6 +1064,11 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                 raise StopIteration
             return self._deliver(batch)
 
+    @property
+    def rows(self) -> int:
+        """Of the run, by all ranks, before the next batch."""
+        return self._position.rows
+
     def _next_batch(self):
         """The batch behind the position, which it does not move; behind the end of a run, empty ones."""
         if self._pipeline is None:
@@ -1116,7 +1121,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         """
         Load this and the next batch is the one that would have come next. Plain JSON: references to
         documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
-        batches_ago: of an earlier batch, at most 8 back: 1 for those who fetch one batch ahead.
+        batches_ago: of an earlier batch, at most 64 back: 1 for those who fetch one batch ahead.
         """
         check_iterated_here(self)
         check_caller_of_state()

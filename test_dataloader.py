@@ -4105,8 +4105,12 @@ def test_train_sigterm_saves_and_resumes(train_base, ranks):
     (["--depth", "1.5"], "argument --depth: invalid int value: '1.5'"),
     (["--data", "a:0.7", "b"], "--data b: expected PATH, or several of PATH:WEIGHT"),
     (["--resume", "nowhere.pt"], "--resume nowhere.pt: no such file; expected auto, none or a checkpoint"),
-    (["--profile", "3"], "--profile 3: expected A:B, two steps"),
-    (["--profile", "3:3"], "--profile 3:3: expected A:B, two steps, the first one below the second"),
+    (["--profile", "3"], "argument --profile: 3: expected A:B, two steps"),
+    (["--profile", "3:3"], "argument --profile: 3:3: expected A:B, two steps, the first one below"),
+    (["--skip", "a"], "argument --skip: a: expected A:B, two steps"),
+    (["--seq_len", "0"], "argument --seq_len: 0: expected T, or T@STEP"),
+    (["--seq_len", "64@5"], "--seq_len: expected T@STEP with ascending steps from 0 on"),
+    (["--seq_len", "60@0", "64@9"], "each T dividing the tokens of a step"),
     (["--data", "nowhere"], "error: no parquet files in nowhere; get some with"),
 ])
 def test_train_bad_flags_are_one_line(train_base, flags, told):
@@ -4161,10 +4165,60 @@ def test_train_not_finite_stops_and_names_the_batch(train_base):
     out = train_base / "boom"
     boom = ["--optimizer", "adamw", "--lr", "1e39", "--steps", 9]
     told = train_run(train_base, *boom, "--out", out, status=1)
-    assert "error: step 1: loss nan" in told and "The batch begins at row 8 of the run" in told
-    with open(out / "not_finite_0000001.json") as file:
+    assert "error: step 1: loss nan" in told and "from row 8 of the run on" in told
+    assert re.search(r" tokens of .*a/shard_\d+.parquet, row group \d+, row \d+\n", told)
+    with open(out / "bad_batch_0000001.json") as file:
         assert json.load(file)["rows"] == 8
     assert not train.list_checkpoints(str(out))
+
+
+@pytest.mark.parametrize("stop", [7, 8])
+def test_train_row_length_may_grow_and_resumes_bit_for_bit(train_base, stop):
+    """From a checkpoint before the second change, and from one at it. The tokens of a step stay the same."""
+    same = ["--seq_len", "32@0", "64@5", "128@8", "--steps", 10, "--save_every", stop]
+    whole, rest = train_base / f"growing_{stop}", train_base / f"grown_{stop}"
+    told = train_run(train_base, *same, "--out", whole)
+    assert "32 rows of 32 tokens" in told and "8 rows of 128 tokens" in told and "from step 8 on" in told
+    again = train_run(train_base, *same, "--out", rest, "--resume", whole / f"step_{stop:07d}.pt")
+    want = {step: loss for step, loss in train_losses(whole).items() if step >= stop}
+    assert train_losses(rest) == want and len(want) == 10 - stop
+    assert re.search("rows: hash .*", told)[0] == re.search("rows: hash .*", again)[0]
+
+
+def test_train_skips_a_batch_on_every_rank_and_when_it_is_replayed(train_base, train_whole):
+    """The rows are drawn, and their hash is that of a run that trains on them, on 2 ranks too."""
+    out, hashes = train_base / "skipping", {}
+    for ranks in (0, 2):
+        folder = f"{out}_{ranks}"
+        train_run(train_base, "--steps", 6, "--skip", "2:4", "--save_every", 3, "--out", folder, ranks=ranks)
+        records = {r["step"]: r for r in train_log(folder) if "rows_hash" in r}
+        assert [step for step, r in records.items() if r.get("skipped")] == [2, 3]
+        hashes[ranks] = [r["rows_hash"] for r in records.values()]
+    whole = [r["rows_hash"] for r in train_log(train_whole[0]) if "rows_hash" in r]
+    assert hashes[0] == hashes[2] == whole[:6] and len(set(whole)) == 20
+    train_run(train_base, "--steps", 6, "--out", f"{out}_again", "--resume", f"{out}_0/step_0000003.pt")
+    assert train_losses(f"{out}_again") == {k: v for k, v in train_losses(f"{out}_0").items() if k >= 3}
+    assert 3 not in train_losses(f"{out}_again"), "the checkpoint remembers what is skipped"
+
+
+def test_train_garbage_in_a_mixture_is_named_and_skipped(train_base):
+    garbage = "".join(random.Random(0).choices([chr(i) for i in range(0x4E00, 0x9000)], k=20_000))
+    code = [["x = 1\n" * 50] * 4] * 9
+    folder = write_shards(train_base / "garbage", [[[garbage], *code], code])
+    same = ["--data", f"{train_base / 'a'}:0.9", f"{folder}:0.1", "--steps", 12, "--spike", 6.6,
+            "--save_every", 1, "--lr", "0.02"]
+    out, skips = train_base / "spiked", []
+    for _ in range(9):
+        process = train_process(train_base, *same, "--out", out, "--resume", "auto", *skips)
+        told = process.communicate(timeout=300)[0]
+        if process.returncode == 0:
+            break
+        assert re.search(r" tokens of .*garbage/shard_00000.parquet, row group 0, row 0\n", told), told
+        skips = [*(skips or ["--skip"]), re.search(r"--skip (\d+:\d+)", told)[1]]
+    assert process.returncode == 0 and skips
+    clean = train_run(train_base, *same, *skips, "--out", train_base / "clean")
+    assert re.search("rows: hash .*", told)[0] == re.search("rows: hash .*", clean)[0]
+    assert train_losses(out)[11] == train_losses(train_base / "clean")[11]
 
 
 def test_train_mixture_and_sample(train_base):

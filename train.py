@@ -33,8 +33,10 @@ import threading
 import time
 import zipfile
 import zlib
+from collections import Counter
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import NamedTuple
 
 # Threads that wait for each other sleep: on shared cores spinning took 3.2 s a step of the demo, not 0.46 (2
 # threads, 2 cores, load 9). Read when torch is imported.
@@ -47,7 +49,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from dataloader import PackedLoader, cores_of_this_rank, merge_states
+from dataloader import PackedLoader, cores_of_this_rank, merge_states, trace
 from dataset import ShardError, find_data, list_shards, parquets_iter_batched, write_whole
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
@@ -56,8 +58,7 @@ from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
 FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what it is
     ("depth", 2, 12, "layers; the model is 64 * depth wide"),
-    ("seq_len", 256, 2048, "T, tokens in a row"),
-    ("batch_size", 8, 256, "rows in an optimizer step, over all ranks"),
+    ("batch_size", 8, 256, "rows in an optimizer step, over all ranks (of the last --seq_len)"),
     ("micro_batch_size", 16, 32, "most rows in one forward: less memory, the same run"),
     ("steps", 1800, 4600, "optimizer steps of the whole run"),    # CUDA: about 18 tokens a parameter
     ("eval_every", 900, 250, "steps between evals"),
@@ -88,6 +89,12 @@ def parse_flags(argv=None):
         p.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
     p.add_argument("--lr", type=float, metavar="N",
                    help="peak rate of the blocks' matrices (muon 0.012, on CUDA 0.02; adamw 0.0025)")
+    p.add_argument("--seq_len", nargs="+", type=parse_row_length, metavar="T[@STEP]",
+                   help="tokens in a row (cpu 256, cuda 2048); 512@0 1024@2000: longer rows, and fewer, from "
+                        "step 2000 on")
+    p.add_argument("--skip", nargs="+", type=parse_steps, default=[], metavar="A:B",
+                   help="do not train on the batches of steps A to B-1")
+    p.add_argument("--spike", type=float, metavar="LOSS", help="stop at a loss above it, and name the batch")
     p.add_argument("--data", nargs="+", default=[], metavar="PATH[:WEIGHT]",
                    help="folder or URI of shards; several take weights, shares of tokens (default: what "
                         "dataset.py downloaded, else the built-in corpus)")
@@ -105,12 +112,13 @@ def parse_flags(argv=None):
                    help="auto: the newest whole checkpoint in --out, or of the newest run")
     p.add_argument("--init", metavar="FILE", help="begin with the weights and the tokenizer of a checkpoint")
     p.add_argument("--max_minutes", type=float, metavar="N", help="then save and leave")
-    p.add_argument("--profile", metavar="A:B", help="trace steps A to B-1 into the run's folder")
+    p.add_argument("--profile", type=parse_steps, metavar="A:B",
+                   help="trace steps A to B-1 into the run's folder")
     p.add_argument("--sample", metavar="PROMPT", help="only generate, from the newest checkpoint")
     p.add_argument("--eval", metavar="FILE", help="only evaluate this checkpoint, on --data or its own")
 
     cuda = p.parse_args(argv).device == "cuda"
-    p.set_defaults(dtype="bfloat16" if cuda else "float32",
+    p.set_defaults(dtype="bfloat16" if cuda else "float32", seq_len=[[2048 if cuda else 256, 0]],
                    **{name: on_cuda if cuda else on_cpu for name, on_cpu, on_cuda, _ in FLAGS})
     p.set_defaults(lr=LR[p.parse_args(argv).optimizer][cuda])
     flags = p.parse_args(argv)
@@ -138,9 +146,27 @@ def check_flags(flags, p):
         parse_data(flags.data)
     except ValueError as error:
         p.error(str(error))
-    steps = re.fullmatch(r"(\d+):(\d+)", flags.profile or "0:1")
-    if not steps or int(steps[1]) >= int(steps[2]):
-        p.error(f"--profile {flags.profile}: expected A:B, two steps, the first one below the second")
+    lengths, begins = zip(*flags.seq_len, strict=True)
+    tokens = flags.batch_size * lengths[-1]
+    if begins[0] != 0 or sorted(set(begins)) != list(begins) or any(tokens % T for T in lengths):
+        p.error("--seq_len: expected T@STEP with ascending steps from 0 on, each T dividing the tokens of a "
+                f"step ({flags.batch_size} rows of {lengths[-1]}), as in 512@0 1024@2000")
+
+
+def parse_row_length(text):
+    """"512@2000" -> [512, 2000], "512" -> [512, 0]"""
+    found = re.fullmatch(r"([1-9]\d*)(?:@(\d+))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"{text}: expected T, or T@STEP, as in 512@0 1024@2000")
+    return [int(found[1]), int(found[2] or 0)]
+
+
+def parse_steps(text):
+    """"3:5" -> [3, 5]"""
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found or int(found[1]) >= int(found[2]):
+        raise argparse.ArgumentTypeError(f"{text}: expected A:B, two steps, the first one below the second")
+    return [int(found[1]), int(found[2])]
 
 
 def parse_data(specs):
@@ -168,7 +194,8 @@ def train(flags):
     rank, local_rank, world = start_ranks(flags.device)
     refuse_differences(lambda: {**flags_and_versions(flags), **shards_and_sizes(flags)})
     device, cuda = set_up_device(flags, local_rank), flags.device == "cuda"
-    micro, accumulate = split_batch(flags.batch_size, world, flags.micro_batch_size)
+    phases = [phase_of(flags, world, T, begin) for T, begin in flags.seq_len]
+    longest = phases[-1]
     stop = StopRequest(flags.max_minutes)
     out, checkpoint = from_rank_0(on_some_ranks(rank == 0, lambda: choose_run(flags)))
     saved = load_checkpoint(checkpoint) if checkpoint else None
@@ -177,12 +204,20 @@ def train(flags):
     # Data: the loader deals rows to ranks by itself
     sources = sources_of(flags)
     tokenizer, where = tokenizer_of_run(flags, settings, saved, local_rank)
-    loader = PackedLoader(
-        tokenizer, micro, flags.seq_len, "train", data_dir=sources, packing=flags.packing, tails=flags.tails,
-        num_lanes=settings["num_lanes"], device=device if cuda else "cpu",
-        shuffle_seed=flags.seed if flags.shuffle else None)
-    n_val = -(-flags.eval_rows // flags.batch_size) * accumulate
-    val = {path: val_batches(tokenizer, micro, flags.seq_len, path, settings["num_lanes"], n_val)
+    def make_loader(state, phase):
+        loader = PackedLoader(
+            tokenizer, phase.micro, phase.T, "train", data_dir=sources, packing=flags.packing,
+            tails=flags.tails, num_lanes=settings["num_lanes"], device=device if cuda else "cpu",
+            shuffle_seed=flags.seed if flags.shuffle else None)
+        if state:
+            loader.load_state_dict(state)
+        return loader
+
+    step, rows_hash = (saved["step"], saved["rows_hash"]) if saved else (0, 0)
+    phase = phase_at(phases, max(0, step - 1))
+    loader = make_loader(json.loads(saved["loader"]) if saved else None, phase)
+    n_val = -(-flags.eval_rows // flags.batch_size) * longest.accumulate
+    val = {path: val_batches(tokenizer, longest.micro, longest.T, path, settings["num_lanes"], n_val)
            for path in sources}
 
     # Model and optimizer
@@ -192,9 +227,9 @@ def train(flags):
     if flags.init:
         load_weights(model, load_checkpoint(flags.init), flags.init)
     compile_parts(model, flags.compile)
-    optimizers, step = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * flags.seq_len), 0
+    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * longest.T)
     if saved:
-        step = restore(saved, checkpoint, model, optimizers, loader)
+        restore(saved, checkpoint, model, optimizers)
     net = model
     if dist.is_initialized():
         net = DistributedDataParallel(model, [local_rank] if cuda else None, gradient_as_bucket_view=True)
@@ -202,15 +237,16 @@ def train(flags):
     def save():    # all ranks together: each knows its own lanes and momenta
         states, parts = gather_json(loader.state_dict()), [o.state_dict() for o in optimizers]
         checkpoints.save(step, states, {"model": model.state_dict(), "optimizers": parts, "flags": settings,
-                                        "tokenizer": tokenizer.as_dict()})
+                                        "rows_hash": rows_hash, "tokenizer": tokenizer.as_dict()})
 
     # Loop
     say(f"model: {count_parameters(model):,} parameters, depth {flags.depth}; tokenizer: "
         f"{tokenizer.get_vocab_size():,} tokens, {where}")
-    say(f"a step: {flags.batch_size} rows of {flags.seq_len} tokens ({world} ranks x {accumulate} "
-        f"micro-batches x {micro} rows)")
+    for p in phases:
+        say(f"a step: {p.micro * p.accumulate * world} rows of {p.T} tokens ({world} ranks x {p.accumulate} "
+            f"micro-batches x {p.micro} rows)" + (f" from step {p.begin} on" if len(phases) > 1 else ""))
     say(f"data: {' '.join(sources)}; run: {out}")
-    mfu_of_one_token = model.flops_per_token(flags.seq_len) / (peak_flops(device) * world)
+    mfu_of_one_token = model.flops_per_token(longest.T) / (peak_flops(device) * world)
     log = Log(out, flags, mfu_of_one_token, {
         "flags": settings, "python": sys.version.split()[0], "torch": torch.__version__,
         "parameters": count_parameters(model), "world_size": world, "from_step": step})
@@ -220,26 +256,22 @@ def train(flags):
         evaluate(step, model, tokenizer, val, stop, log.write)
     while step < flags.steps and not stopping:
         began = time.perf_counter()
-        batches = [next(loader) for _ in range(accumulate)]
+        if phase != phase_at(phases, step):    # rows of another length: no token is lost or repeated
+            phase, before = phase_at(phases, step), loader
+            loader = make_loader(before.state_dict(), phase)
+            before.close()
+        first_row, batches = loader.rows, [next(loader) for _ in range(phase.accumulate)]
         waited = time.perf_counter() - began
-
-        share = set_rates(optimizers, step, flags.steps)
-        n_tokens = sum_over_ranks(sum((targets >= 0).sum() for _, targets in batches))
-        nats = torch.zeros((), device=device)
-        for i, (inputs, targets) in enumerate(batches):
-            with gradients_summed(net, now=i == len(batches) - 1):    # the forward inside it too
-                loss = net(inputs.to(device), targets.to(device)).sum()
-                (loss * (world / n_tokens)).backward()    # DDP divides by the world size
-            nats += loss.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-        model.zero_grad(set_to_none=True)
-        loss, norm = (sum_over_ranks(nats) / n_tokens).item(), norm.item()    # waits for the GPU
-        if not math.isfinite(loss + norm):
-            return report_not_finite(out, step, loss, norm, loader.state_dict(batches_ago=accumulate))
-
-        log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited, stop.seconds_left())
+        n_tokens, rows_hash = count_and_hash(batches, first_row, rank, world, rows_hash)
+        if any(a <= step < b for a, b in settings["skip"]):
+            log.write({"step": step, "skipped": True, "rows_hash": f"{rows_hash:016x}"})
+        else:
+            share = set_rates(optimizers, step, flags.steps)
+            loss, norm = train_step(net, model, optimizers, batches, n_tokens, world, device)
+            if not math.isfinite(loss + norm) or loss > (flags.spike or math.inf):
+                return report_batch(out, step, loss, norm, loader, phase.accumulate)
+            log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited,
+                     stop.seconds_left(), f"{rows_hash:016x}")
         profiler.step()
         step += 1
         stopping = stop.agreed()
@@ -252,11 +284,60 @@ def train(flags):
         save()
     is_saved = checkpoints.hold(step)
     loader.close()
+    say(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
     how = "done" if step >= flags.steps else f"stopped ({stop.why or 'by another rank'})"
     where = f"checkpoint: {checkpoint_path(out, step)}" if is_saved else "this step is NOT saved"
     say(f"{how} at step {step} of {flags.steps}; {step - first} steps took {log.seconds:.0f} s; {where}")
     log.close()
     return 0 if is_saved else 1
+
+
+class Phase(NamedTuple):
+    """How the rows of a step are made, from step `begin` on. The tokens of a step stay the same."""
+    begin: int
+    T: int
+    micro: int         # rows in a micro-batch
+    accumulate: int    # micro-batches a rank makes of a step
+
+
+def phase_of(flags, world, T, begin):
+    scale = flags.seq_len[-1][0]
+    micro, accumulate = split_batch(flags.batch_size * scale // T, world, flags.micro_batch_size * scale // T)
+    return Phase(begin, T, micro, accumulate)
+
+
+def phase_at(phases, step):
+    return [phase for phase in phases if phase.begin <= step][-1]
+
+
+def train_step(net, model, optimizers, batches, n_tokens, world, device):
+    """-> loss: the mean over all ranks' tokens, and the norm of the gradient before it was clipped"""
+    nats = torch.zeros((), device=device)
+    for i, (inputs, targets) in enumerate(batches):
+        with gradients_summed(net, now=i == len(batches) - 1):    # the forward inside it too
+            loss = net(inputs.to(device), targets.to(device)).sum()
+            (loss * (world / n_tokens)).backward()    # DDP divides by the world size
+        nats += loss.detach()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad(set_to_none=True)
+    return (sum_over_ranks(nats) / n_tokens).item(), norm.item()    # waits for the GPU
+
+
+def count_and_hash(batches, first_row, rank, world, rows_hash):
+    """
+    -> the targets of all ranks, and the hash of all rows so far: a sum over their tokens, each times an odd
+    number that its place in the run decides, modulo 2**64. So it is the same for any number of ranks.
+    """
+    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    B, T = inputs.shape
+    rows = first_row + rank + world * torch.arange(B, device=inputs.device)
+    places = rows[:, None] * T + torch.arange(T, device=inputs.device)
+    factors = places * 0x1E3779B97F4A7C15 | 1
+    sums = torch.stack([(targets >= 0).sum(), ((3 * inputs + targets) * factors).sum()])
+    n_tokens, added = sum_over_ranks(sums).tolist()
+    return n_tokens, (rows_hash + added) % 2**64
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -801,7 +882,7 @@ def print_sample(flags):
     if not path:
         raise ValueError("no checkpoint in --out or runs/ yet; train one first: python train.py")
     model, tokenizer, saved, _ = load_model(path, flags)
-    print(generate(model, tokenizer, saved.seq_len, flags.sample, 200))
+    print(generate(model, tokenizer, saved.seq_len[-1][0], flags.sample, 200))
 
 
 def print_eval(flags):
@@ -810,7 +891,7 @@ def print_eval(flags):
     model, tokenizer, saved, step = load_model(flags.eval, flags)
     micro, accumulate = split_batch(saved.batch_size, world, saved.micro_batch_size)
     n = -(-saved.eval_rows // saved.batch_size) * accumulate
-    val = {path: val_batches(tokenizer, micro, saved.seq_len, path, saved.num_lanes, n)
+    val = {path: val_batches(tokenizer, micro, saved.seq_len[-1][0], path, saved.num_lanes, n)
            for path in sources_of(flags if flags.data else saved)}
     evaluate(step, model, tokenizer, val, StopRequest(None), lambda record: None)
 
@@ -887,17 +968,14 @@ def write_checkpoint(path, content):
     os.close(handle)
 
 
-def restore(saved, path, model, optimizers, loader):
-    """-> the step to go on with"""
+def restore(saved, path, model, optimizers):
     load_weights(model, saved, path)
     for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
         peaks = [group["peak_lr"] for group in optimizer.param_groups]
         optimizer.load_state_dict(state)
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["peak_lr"] = peak    # --lr may be another one now
-    loader.load_state_dict(json.loads(saved["loader"]))
     say(f"resumed from {path}: step {saved['step']}")
-    return saved["step"]
 
 
 def list_checkpoints(folder):
@@ -993,6 +1071,8 @@ def settle(flags, world, saved, path):
     before = saved["flags"] if saved else open_ones
     settings = {**vars(flags), **{name: getattr(flags, name) or before[name] for name in open_ones}}
     if saved:
+        new = [steps for steps in flags.skip if steps not in before["skip"]]
+        settings["skip"] = sorted([*before["skip"], *new])
         refuse_other_flags(before, settings, path)
     return settings
 
@@ -1010,16 +1090,31 @@ def refuse_other_flags(saved, settings, path):
 # ---------------------------------------------------------------------------------------------------------
 # What is printed and kept
 
-def report_not_finite(out, step, loss, norm, before):
-    """The loader's state before the batch is kept: loaded, next() gives the batch again. -> exit status"""
-    states = gather_json(before)
+def report_batch(out, step, loss, norm, loader, n_batches):
+    """Of a loss that is not finite or above --spike: the documents in it, and what goes on. -> exit status"""
+    states = gather_json(loader.state_dict(batches_ago=n_batches))
     if is_first_rank():
-        path = os.path.join(out, f"not_finite_{step:07d}.json")
+        path, state = os.path.join(out, f"bad_batch_{step:07d}.json"), merge_states(states)
         with open(path, "w") as file:
-            json.dump(merge_states(states), file)
-        say(f"error: step {step}: loss {loss}, gradient norm {norm}; no checkpoint was touched. The batch "
-            f"begins at row {states[0]['rows']} of the run; the loader's state before it: {path}")
+            json.dump(state, file)
+        say(f"error: step {step}: loss {loss}, gradient norm {norm}; no checkpoint was touched. Its rows, "
+            f"from row {state['rows']} of the run on, hold most of:")
+        for place, n in documents_of_batch(loader, state, n_batches).most_common(8):
+            say(f"{n:8,} tokens of {place.path}, row group {place.row_group}, row {place.row}")
+        say(f"The loader's state before it: {path}. To go on without it, add: --out {out} --resume auto "
+            f"--skip {step}:{step + 1}")
     return 1
+
+
+def documents_of_batch(loader, state, n_batches):
+    """Of all ranks: {Place: tokens}"""
+    n_rows = loader.B * loader.world_size * n_batches
+    same = {**loader.arguments, "rank": 0, "world_size": 1, "B": n_rows, "device": "cpu", "prefetch": 0}
+    with PackedLoader(**same) as whole:
+        rows, counts = next(trace(whole, state)), Counter()
+    for piece in (piece for row in rows for piece in row):
+        counts[piece.place] += piece.stop - piece.start
+    return counts
 
 
 def peak_flops(device):
@@ -1030,10 +1125,10 @@ def peak_flops(device):
 
 
 def start_profiler(spec, out, step):
-    """--profile A:B, of rank 0, from `step` on"""
+    """--profile, of rank 0, from `step` on"""
     if not spec or not is_first_rank():
         return SimpleNamespace(step=lambda: None, stop=lambda: None)
-    first, last = (max(0, int(number) - step) for number in spec.split(":"))
+    first, last = (max(0, number - step) for number in spec)
     profiler = torch.profiler.profile(
         schedule=torch.profiler.schedule(wait=first, warmup=0, active=max(1, last - first), repeat=1),
         on_trace_ready=lambda done: done.export_chrome_trace(os.path.join(out, "trace.json")))
@@ -1097,16 +1192,16 @@ class Log:
                 print(f"warning: {self.path}: {error}; lines will be missing in it", flush=True)
             self.failed = True
 
-    def step(self, step, loss, lr, norm, seconds, waited, seconds_left):
+    def step(self, step, loss, lr, norm, seconds, waited, seconds_left, rows_hash):
         self.seconds += seconds
         self.times = [*self.times[-49:], seconds]
         usual = sorted(self.times)[len(self.times) // 2]
         left = min((self.flags.steps - step - 1) * usual, seconds_left)
-        per_second = self.flags.batch_size * self.flags.seq_len / seconds
+        per_second = self.flags.batch_size * self.flags.seq_len[-1][0] / seconds
         memory = torch.cuda.max_memory_allocated() if self.flags.device == "cuda" else peak_memory()
         self.write({"step": step, "loss": loss, "lr": lr, "norm": norm, "tokens_per_s": per_second,
                     "ms": 1e3 * seconds, "wait_ms": 1e3 * waited, "memory_gb": memory / 1e9,
-                    "mfu": per_second * self.mfu_of_one_token or None})
+                    "mfu": per_second * self.mfu_of_one_token or None, "rows_hash": rows_hash})
         if self.board:
             for name, value in (("loss", loss), ("lr", lr), ("norm", norm), ("tokens_per_s", per_second)):
                 self.board.add_scalar(name, value, step)
