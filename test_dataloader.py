@@ -265,7 +265,7 @@ def quick(monkeypatch):
     """Retries without the long waits."""
     monkeypatch.setattr(dataset, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(dataset, "TIMEOUT", (2, 0.5))
-    dataset.read_metadata.cache_clear()
+    dataset.read_footer.cache_clear()
 
 
 @pytest.fixture
@@ -322,7 +322,7 @@ def test_find_data_prefers_given_then_downloaded_then_builtin(tmp_path, monkeypa
 def test_last_shard_is_val_and_listing_opens_no_file(tmp_path, monkeypatch):
     texts = make_shards(tmp_path)
     dataset.write_index(str(tmp_path))
-    monkeypatch.setattr(dataset, "read_metadata", None)
+    monkeypatch.setattr(dataset, "read_footer", None)
     train, val = dataset.list_shards(str(tmp_path), "train"), dataset.list_shards(str(tmp_path), "val")
     assert [s.name for s in train + val] == [f"shard_{i:05d}.parquet" for i in range(3)]
     assert [s.size for s in val] == [os.path.getsize(tmp_path / "shard_00002.parquet")]
@@ -425,7 +425,7 @@ def check_corruptions(folder, n, seed):
         how, damaged = corrupt(whole, pick)
         with open(path, "wb") as file:
             file.write(damaged)
-        dataset.read_metadata.cache_clear()
+        dataset.read_footer.cache_clear()
         try:
             shard = open_shard(folder, "shard_00000.parquet")
             seen = [text for i in range(len(shard.rows)) for text in shard.read(i).to_pylist()]
@@ -3114,13 +3114,13 @@ def test_a_fork_while_a_thread_reads_a_footer_does_not_hang(tmp_path):
 import sys, signal; sys.path.insert(0, {HERE!r})
 from test_dataloader import *
 shard, = dataset.list_shards({str(tmp_path)!r}, "val")
-read, reading, go_on, parent = dataset.read_metadata, threading.Event(), threading.Event(), os.getpid()
+read, reading, go_on, parent = dataset.read_footer, threading.Event(), threading.Event(), os.getpid()
 def slowly(*place):
     reading.set()
     if os.getpid() == parent:
         go_on.wait()
     return read(*place)
-dataset.read_metadata = slowly
+dataset.read_footer = slowly
 thread = threading.Thread(target=shard.read, args=(0,))
 thread.start()
 reading.wait()
