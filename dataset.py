@@ -216,12 +216,12 @@ def read_entry(folder, item):
     """What an index says of all shards of a folder, and of this one."""
     name, file = item
     with errors_named(folder, name, "footer"):
-        metadata = patiently(lambda: read_metadata(folder, name, file.size), folder)
+        metadata, checksums = patiently(lambda: read_footer(folder, name, file.size), folder)
         schema, extra = metadata.schema.to_arrow_schema(), metadata.metadata or {}
         kind = "tokens" if "tokens" in schema.names and "text" not in schema.names else "text"
         check_column(join_name(folder, name), schema, kind)
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-        if sum(rows) != metadata.num_rows or len(checksums_in(metadata) or rows) != len(rows):
+        if sum(rows) != metadata.num_rows or len(checksums or rows) != len(rows):
             raise ValueError("its footer contradicts itself")
         head, text_bytes = {"kind": kind, "dtype": None, "tokenizer": None}, file.size
         if kind == "tokens":
@@ -283,8 +283,7 @@ class Shard:
             return patiently(lambda: self._read(row_group), self.folder)
 
     def _read(self, row_group):
-        metadata = read_metadata(self.folder, self.name, self.file_size)
-        checksums = checksums_in(metadata)
+        metadata, checksums = read_footer(self.folder, self.name, self.file_size)
         with open_file(self.folder, self.name, self.file_size) as file:
             # Our checksum of ids says all that the pages' would, which cost two thirds of the speed.
             pages = self.kind == "text" or not checksums
@@ -311,17 +310,18 @@ def open_shard(folder: str, name: str, file: "File") -> Shard:
     return make_shard(folder, name, *read_entry(folder, (name, file)))
 
 
+class Footer(NamedTuple):
+    metadata: pq.FileMetaData
+    checksums: list[int] | None    # of each row group; None in shards that others wrote
+
+
 @functools.lru_cache(maxsize=64)
-def read_metadata(folder, name, size):
-    """The parsed footer: a request saved for each row group that is read from far away."""
+def read_footer(folder, name, size):
+    """A request saved for each row group that is read from far away."""
     with open_file(folder, name, size) as file:
-        return pq.ParquetFile(file).metadata
-
-
-def checksums_in(metadata):
-    """Of each row group; None in shards that others wrote."""
+        metadata = pq.ParquetFile(file).metadata
     extra = metadata.metadata or {}
-    return json.loads(extra[CHECKSUMS]) if CHECKSUMS in extra else None
+    return Footer(metadata, json.loads(extra[CHECKSUMS]) if CHECKSUMS in extra else None)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,6 @@ from dataset import (
     Progress,
     all_shards,
     check_local,
-    checksums_in,
     cores,
     default_data_dir,
     errors_in_one_line,
@@ -61,7 +60,7 @@ from dataset import (
     one_line,
     open_file,
     open_shard,
-    read_metadata,
+    read_footer,
     remove,
     sha256_of,
     write_index,
@@ -102,7 +101,7 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
     check_local(out)
     files, others = find_inputs(inputs)
     parse = functools.partial(scatter_task, text_key=text_key, skip_bad=skip_bad, skip_torn=skip_torn,
-                              cut_bytes=cut_bytes, seed=seed, longest_in_val=sum(map(size_in, files)) // 100)
+                              cut_bytes=cut_bytes, seed=seed, longest_in_val=sum(map(size_in, files)) // 20)
     ahead = 4 * (workers or cores())
     with working_folder(out) as building, executor_or_pool(executor, workers) as pool:
         try:
@@ -128,8 +127,8 @@ def working_folder(out):
     if os.path.isdir(out) and os.listdir(out):
         raise ValueError(f"{out} is not empty; name a new folder with --out, or remove it first")
     os.makedirs(os.path.dirname(out), exist_ok=True)
-    for old in glob.glob(glob.escape(out) + ".convert-*"):
-        with lock_file(old + "/lock", wait=False) as abandoned:
+    for old in glob.glob(glob.escape(out) + ".convert-*") if os.name == "posix" else ():    # where locks are
+        with contextlib.suppress(FileNotFoundError), lock_file(old + "/lock", wait=False) as abandoned:
             if abandoned:
                 shutil.rmtree(old, ignore_errors=True)
     building = tempfile.mkdtemp(prefix=os.path.basename(out) + ".convert-", dir=os.path.dirname(out))
@@ -219,7 +218,7 @@ def scatter_task(task, building, text_key, skip_bad, skip_torn, cut_bytes, seed,
                 continue
             place = b"%d %d %d" % (seed, file_number, index)
             key = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big")
-            # The last documents are val: one that were half of it does not come last.
+            # The last documents are val: one that holds much of all text does not come last.
             keys.append(key // 2 if len(text) > longest_in_val else key)
             texts.append(text)
             size += len(text)
@@ -704,7 +703,7 @@ def check_shard(name, folder, files, index, sums):
         for row_group in range(len(shard.rows)):
             array = shard.read(row_group)
             nulls, size = nulls + array.null_count, size + count_bytes(array)
-        ours = checksums_in(read_metadata(folder, name, files[name].size))
+        ours = read_footer(folder, name, files[name].size).checksums
         checked_by = "documents' CRC-32" if ours else "pages' CRC-32 where there are"
         if name in sums:
             checked_by = "SHA-256 and " + checked_by
