@@ -468,6 +468,27 @@ def compiled_block_mask():
     return torch.compile(create_block_mask, dynamic=False)
 
 
+def document_boundaries(inputs, bos, most=None):
+    """
+    -> positions: int64 (B, T), of each token within its document, counted from the row's beginning where
+       that is no BOS; cu_seqlens: int32 (most + 1,), where the documents of the flattened batch begin, as
+       varlen attention takes it, filled up with B * T: a fixed shape, so that nothing recompiles.
+    most: documents in a batch (any more count as part of the last one); default B * T.
+    Example: inputs [[BOS, 5, BOS, 7]], most=3 -> [[0, 1, 0, 1]], [0, 2, 4, 4]
+    """
+    B, T = inputs.shape
+    most = B * T if most is None else most
+    starts = inputs == bos
+    starts[:, 0] = True
+    at = torch.arange(T, device=inputs.device).expand(B, T)
+    positions = at - torch.where(starts, at, 0).cummax(1).values
+    starts, flat = starts.flatten(), torch.arange(B * T, dtype=torch.int32, device=inputs.device)
+    number = torch.where(starts, starts.cumsum(0) - 1, most).clamp(max=most)    # most: not counted
+    cu_seqlens = torch.full((most + 1,), B * T, dtype=torch.int32, device=inputs.device)
+    cu_seqlens[:most] = cu_seqlens.scatter_reduce(0, number, flat, "amin")[:most]
+    return positions, cu_seqlens
+
+
 def document_mask(inputs, bos, flex):
     """Causal and inside documents: dense, (B, 1, T, T), or flex attention's BlockMask; fixed shapes both."""
     B, T = inputs.shape
