@@ -502,7 +502,7 @@ def tokenizer_of_run(flags, settings, saved, local_rank):
     trained_here = where.endswith(f"-{wanted}")    # smaller than asked for where the text has few pairs
     if not saved and wanted and n != wanted and not trained_here:
         raise ValueError(f"--vocab_size {wanted}: {where} has {n} tokens; leave --vocab_size out, or pass "
-                         f"--tokenizer DIR after: python tokenizer.py --vocab-size {wanted} --out DIR")
+                         f"--tokenizer DIR after: python tokenizer.py --vocab_size {wanted} --out DIR")
     return tokenizer, where
 
 
