@@ -3,7 +3,8 @@ Documents in parquet shards to packed (B, T) batches for pretraining, by threads
 
     index -> Source.deal -> read -> encode -> packer.row(pull) -> lane.row -> batch -> device
 
-Each arrow is a pull by the stage on its right. The row groups of an epoch are dealt to `num_lanes` lanes,
+Each arrow is a pull by the stage on its right. Four threads read, `threads` encode, one packs and works
+ahead; the caller only waits for batches. The row groups of an epoch are dealt to `num_lanes` lanes,
 each with a packer of its own, and row g of the run comes from lane g % num_lanes: so the rows are the same
 for every world size, batch size, thread count and stop point. A state names documents, and holds no token.
 
@@ -16,6 +17,7 @@ so that a state is plain JSON of about 20 bytes for each of them.
 """
 
 import collections
+import contextlib
 import hashlib
 import itertools
 import json
@@ -23,6 +25,7 @@ import math
 import mmap
 import os
 import queue
+import sys
 import threading
 import time
 from bisect import bisect_left, bisect_right, insort
@@ -50,7 +53,7 @@ class Ref(NamedTuple):
     doc: int = 0      # among the documents of it
     token: int = 0    # tokens of the document delivered before
 
-    def document(self, i):
+    def plus(self, i):
         """The Ref of the i-th document behind this one."""
         return Ref(self.epoch, self.group, self.doc + i)
 
@@ -62,18 +65,21 @@ class Place(NamedTuple):
     row: int
 
 
-class Order(NamedTuple):
-    """What an epoch deals: numbers of row groups, counted through all shards, and which part of each."""
-    numbers: np.ndarray
-    part: np.ndarray
-    parts: int
-
-
-class Documents(NamedTuple):
-    """The documents of one row group, or part of one: its rows in the order of their delivery."""
+class Rows(NamedTuple):
+    """Some rows of a row group on disk, a document each, in the order of their delivery."""
     shard: Shard
     row_group: int
-    rows: range | np.ndarray
+    rows: range | np.ndarray | list
+
+
+class Order(NamedTuple):
+    """
+    What an epoch deals: row groups, numbered through all shards, and which part of each.
+    Example: 2 row groups for 3 lanes -> numbers [0, 0, 1, 1], part_of [0, 1, 0, 1], n_parts 2
+    """
+    numbers: np.ndarray
+    part_of: np.ndarray
+    n_parts: int
 
 
 def shuffled(n, seed, *place):
@@ -91,55 +97,53 @@ class Source:
     The shards of one folder, and how their documents are dealt to lanes.
 
     An epoch is one permutation of all row groups, as they lie without a seed; number k of it goes to lane
-    k % num_lanes. Where there are fewer row groups than lanes, each counts as `parts` parts of interleaved
+    k % num_lanes. Where there are fewer row groups than lanes, each counts as several parts of interleaved
     documents, the fewest that give every lane a document. history: [epoch, n] pairs; from that epoch on, the
     first n shards are dealt.
     """
+    dealing = "row groups in turn"    # a setting that rows depend on
 
     def __init__(self, name, shards, num_lanes, seed=None, history=()):
         self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
         self.history = [list(pair) for pair in history] or [[1, len(shards)]]
         self.first_group = np.cumsum([0, *(len(shard.rows) for shard in shards)])
-        self.documents_of = np.array([n for shard in shards for n in shard.rows], np.int64)
+        self.group_sizes = np.array([n for shard in shards for n in shard.rows], np.int64)
         self.order = lru_cache(maxsize=4)(self._order)
         self.order(self.history[-1][0])    # an error here, rather than in an epoch to come
 
     def _order(self, epoch):
         n_shards = [n for since, n in self.history if since <= epoch][-1]
-        counts = self.documents_of[:self.first_group[n_shards]]
-        numbers, parts = np.flatnonzero(counts), 1
-        check_enough_documents(self, counts.sum())
-        while np.minimum(counts[numbers], parts).sum() < self.num_lanes:
-            parts += 1
+        sizes = self.group_sizes[:self.first_group[n_shards]]
+        check_enough_documents(self, sizes.sum())
+        numbers, n_parts = np.flatnonzero(sizes), 1
+        while np.minimum(sizes[numbers], n_parts).sum() < self.num_lanes:
+            n_parts += 1
         numbers = numbers[shuffled(len(numbers), self.seed, epoch, 0)]
-        repeats = np.minimum(counts[numbers], parts)
-        starts = np.cumsum(repeats) - repeats
-        part = np.arange(repeats.sum()) - np.repeat(starts, repeats)
-        return Order(np.repeat(numbers, repeats), part, parts)
+        counts = np.minimum(sizes[numbers], n_parts)
+        part_of = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Order(np.repeat(numbers, counts), part_of, n_parts)
 
     def deal(self, lane, start, epochs=None):
         """The Refs of a lane's row groups from `start` on, without end unless `epochs` is a number."""
         epoch, group = start.epoch, start.group
         while epochs is None or epoch <= epochs:
-            numbers = self.order(epoch).numbers
             first = group + (lane - group) % self.num_lanes
-            for group in range(first, len(numbers), self.num_lanes):
-                if numbers[group] >= 0:
-                    yield Ref(epoch, group)
+            for group in range(first, len(self.order(epoch).numbers), self.num_lanes):
+                yield Ref(epoch, group)
             epoch, group = epoch + 1, 0
 
-    def documents(self, ref):
-        """The Documents of the row group, or part of one, that a Ref names."""
-        numbers, part, parts = self.order(ref.epoch)
+    def rows(self, ref):
+        """The Rows of the row group, or part of one, that a Ref names."""
+        numbers, part_of, n_parts = self.order(ref.epoch)
         number = int(numbers[ref.group])
         shard = int(bisect_right(self.first_group, number)) - 1
-        rows = shuffled(int(self.documents_of[number]), self.seed, ref.epoch, 1, number)
+        rows = shuffled(int(self.group_sizes[number]), self.seed, ref.epoch, 1, number)
         row_group = number - int(self.first_group[shard])
-        return Documents(self.shards[shard], row_group, rows[part[ref.group]::parts])
+        return Rows(self.shards[shard], row_group, rows[part_of[ref.group]::n_parts])
 
 
 def fingerprint_of(shards):
-    """Of their names and sizes; a shard of tokens counts as the text that it was made of."""
+    """A hash of the shards' names and sizes; a shard of tokens counts as the text that it was made of."""
     named = [[shard.name, shard.size] for shard in shards]
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
 
@@ -148,7 +152,7 @@ def fingerprint_of(shards):
 # Encoding: row groups to chunks of documents, by threads, ahead of the packers and in order
 
 class Document(NamedTuple):
-    """Its ids, all of them with BOS in front; ref.token says how many were delivered before."""
+    """All ids of a document, BOS in front; ref.token says how many were delivered before."""
     ids: np.ndarray
     ref: Ref
 
@@ -166,7 +170,7 @@ class Chunk(NamedTuple):
 
 
 CHUNK_BYTES = 1 << 16    # of a text shard as it lies on disk; about 30,000 tokens of prose
-CHECKED_SHARE = 1000     # one document in so many is encoded by tiktoken too, where another engine encodes
+CHECK_EVERY = 1000       # one document in so many is encoded by tiktoken too, where another engine encodes
 
 
 def documents_per_chunk(shard):
@@ -174,10 +178,18 @@ def documents_per_chunk(shard):
     return max(1, min(1024, CHUNK_BYTES * sum(shard.rows) // max(1, shard.size)))
 
 
+class Task(NamedTuple):
+    """What one thread encodes at a time: documents that lie behind one another in their order."""
+    first: Ref
+    rows: Rows
+    array: pa.Array    # of the whole row group
+    per_chunk: int     # documents
+
+
 class RowGroups:
     """
-    Row groups that are being read or in use, each once for all lanes. Where lanes are so many that these are
-    more than `limit` bytes, the least recently used are forgotten, and read again. One thread calls it.
+    Row groups that are being read or in use, shared by all lanes. Keeps about `limit` bytes of them; beyond
+    that the least recently used are dropped, and read again when a lane asks. Called by one thread.
     """
 
     def __init__(self, limit=1 << 29):
@@ -200,7 +212,7 @@ class RowGroups:
     def _read(self, shard, row_group):
         began = time.perf_counter()
         array = shard.read(row_group)
-        self.seconds += time.perf_counter() - began
+        self.seconds += time.perf_counter() - began    # a lost update of two threads is a lost microsecond
         return array
 
     def _forget(self):
@@ -225,9 +237,8 @@ class Encoder:
         self.tokenizer, self.threads, self.transform = tokenizer, threads, transform
         self.bos, self.fingerprint = tokenizer.get_bos_token_id(), tokenizer_fingerprint(tokenizer)
         self.dtype = np.dtype(np.int64 if transform else getattr(tokenizer, "dtype", np.uint32))
-        self.has_engines = hasattr(tokenizer, "engine")
-        self.whole_face = hasattr(tokenizer, "encode_documents")    # else nanochat's, called from one thread
-        self.executor = ThreadPoolExecutor(threads if self.whole_face else 1, "encode")
+        # nanochat's tokenizers have threads of their own, and are called from one.
+        self.executor = ThreadPoolExecutor(threads if hasattr(tokenizer, "encode_documents") else 1, "encode")
         self.row_groups = RowGroups()
         self.counts, self.lock = collections.Counter(), threading.Lock()
 
@@ -244,63 +255,74 @@ class Encoder:
         """One for each chunk of text; one for all of a row group of tokens, which only need to be cut."""
         ref = next(refs, None)
         while ref is not None:
-            following = next(refs, None)
-            if following is not None:
-                self.row_groups.get(*source.documents(following)[:2])    # while this one is being encoded
-            shard, row_group, rows = documents = source.documents(ref)
+            shard, row_group, rows = source.rows(ref)
+            ref_behind = next(refs, None)
+            behind = source.rows(ref_behind)[:2] if ref_behind else None
+            if behind:
+                self.row_groups.get(*behind)    # read while this one is being encoded
             per_chunk = size or documents_per_chunk(shard)
             per_task = per_chunk if shard.kind == "text" else len(rows)
             first = start.doc if (ref.epoch, ref.group) == (start.epoch, start.group) else 0
             for doc in range(first, len(rows), max(1, per_task)):
                 array = self.row_groups.get(shard, row_group).result()
-                yield ref._replace(doc=doc), documents, array, doc + per_task, per_chunk
-            self.row_groups.drop(shard, row_group)
-            ref = following
+                yield Task(ref.plus(doc), Rows(shard, row_group, rows[doc:doc + per_task]), array, per_chunk)
+            if behind != (shard, row_group):
+                self.row_groups.drop(shard, row_group)
+            ref = ref_behind
 
     def _encode_task(self, task):
-        first, (shard, row_group, rows), array, stop, per_chunk = task
-        rows = rows[first.doc:stop]
-        ids, bounds = self._encode(shard, row_group, rows, take(array, rows), first.document)
+        """The Chunks of a task."""
+        ids, bounds = self._encode(task.rows, take(task.array, task.rows.rows), task.first.plus)
         chunks = []
-        for i in range(0, len(rows), per_chunk):
-            cuts = bounds[i:i + per_chunk + 1]
-            inside = [cut - cuts[0] for cut in cuts] if i else cuts
-            chunks.append(Chunk(ids[cuts[0]:cuts[-1]], inside, first.document(i)))
+        for i in range(0, len(bounds) - 1, task.per_chunk):
+            cuts = bounds[i:i + task.per_chunk + 1]
+            chunks.append(Chunk(ids[cuts[0]:cuts[-1]], [cut - cuts[0] for cut in cuts], task.first.plus(i)))
         return chunks
 
-    def documents(self, source, refs):
-        """Read and encode just these documents: {Ref without its token: ids}."""
-        wanted = collections.defaultdict(list)
-        for ref in sorted({ref._replace(token=0) for ref in refs}):
-            shard, row_group, rows = source.documents(ref)
-            wanted[shard, row_group].append((ref, int(rows[ref.doc])))
-
+    def encode_again(self, source, refs):
+        """Read and encode just these documents of a state: {Ref without its token: ids}."""
         def encode(task):
-            (shard, row_group), array, refs, rows = task
-            ids, bounds = self._encode(shard, row_group, rows, take(array, rows), refs.__getitem__)
-            return [ids[a:b].copy() for a, b in itertools.pairwise(bounds)]
+            group, rows, read = task
+            return self._encode(rows, take(read.result(), rows.rows), group.__getitem__)
 
-        reads = [self.row_groups.get(*where) for where in wanted]
-        tasks = ((where, read.result(), *zip(*wanted[where], strict=True))
-                 for where, read in zip(wanted, reads, strict=True))
-        found = in_order(self.executor, encode, tasks, 2 * self.threads)
-        return {ref: ids for (_, _, refs, _), parts in found for ref, ids in zip(refs, parts, strict=True)}
+        found, used = {}, None
+        tasks = self._tasks_again(source, refs)
+        for (group, rows, _), (ids, bounds) in in_order(self.executor, encode, tasks, 2 * self.threads):
+            for ref, (a, b) in zip(group, itertools.pairwise(bounds), strict=True):
+                found[ref] = ids[a:b].copy()
+            if used is not None:
+                self.row_groups.drop(*used)
+            used = rows[:2]    # the last one is where the lane goes on
+        return found
 
-    def _encode(self, shard, row_group, rows, array, ref_of):
-        """(ids, bounds as a list) of an array of documents; an error names shard, row group and row."""
-        began = time.perf_counter()
+    def _tasks_again(self, source, refs):
+        refs = sorted({ref._replace(token=0) for ref in refs})
+        for _, group in itertools.groupby(refs, key=lambda ref: ref[:2]):
+            group = list(group)
+            shard, row_group, rows = source.rows(group[0])
+            rows = [int(rows[ref.doc]) for ref in group]
+            yield group, Rows(shard, row_group, rows), self.row_groups.get(shard, row_group)
+
+    def _encode(self, where, array, ref_of):
+        """
+        (ids, bounds as a list) of the documents in an array, which stand at the Rows `where`; ref_of(i) is
+        the Ref of number i. An error names shard, row group and row.
+        """
+        began, (shard, row_group, rows) = time.perf_counter(), where
         try:
-            encode = self._encode_text if is_text(array.type) else self._view_tokens
-            ids, bounds = encode(array, shard, ref_of)
+            if is_text(array.type):
+                ids, bounds = self._encode_text(array, ref_of(0))
+            else:
+                ids, bounds = self._view_tokens(array, shard)
             if self.transform:
-                places = [Place(shard.path, row_group, int(row)) for row in rows]
-                ids, bounds = self._transformed(ids, bounds, ref_of, places)
+                ids, bounds = self._transformed(ids, bounds, ref_of, where)
         except BaseException as error:    # tiktoken's panics are no Exceptions
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
-                    self._encode(shard, row_group, rows[i:i + 1], array[i:i + 1], lambda _, i=i: ref_of(i))
-            where = f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows)} to {max(rows)}"
-            raise RuntimeError(f"{shard.path}, row group {row_group}, {where}: "
+                    self._encode(Rows(shard, row_group, rows[i:i + 1]), array[i:i + 1],
+                                 lambda _, i=i: ref_of(i))
+            at = f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows)} to {max(rows)}"
+            raise RuntimeError(f"{shard.path}, row group {row_group}, {at}: "
                                f"{type(error).__name__}: {error}") from error
         with self.lock:
             self.counts["tokens"] += len(ids)
@@ -308,22 +330,22 @@ class Encoder:
             self.counts["seconds"] += time.perf_counter() - began
         return ids, bounds
 
-    def _encode_text(self, array, shard, ref_of):
-        if self.has_engines:
-            first = ref_of(0)
-            start = -(first.doc + 613 * first.group + 7919 * first.epoch) % CHECKED_SHARE
-            check = range(start, len(array), CHECKED_SHARE)
+    def _encode_text(self, array, first):
+        if hasattr(self.tokenizer, "engine"):    # ours; its threads help each other with long documents
+            # Another document in every row group and epoch, so that in the end each is checked.
+            start = -(first.doc + 613 * first.group + 7919 * first.epoch) % CHECK_EVERY
+            check = range(start, len(array), CHECK_EVERY)
             ids, bounds = self.tokenizer.encode_documents(array, check=check, executor=self.executor)
             return ids, bounds.tolist()
         texts = array.cast(pa.large_binary()).to_pylist()
-        if self.whole_face:
+        if hasattr(self.tokenizer, "encode_documents"):
             ids, bounds = self.tokenizer.encode_documents(texts)
             return ids, bounds.tolist()
         strings = [str(text, "utf-8") for text in texts if text is not None]
         encoded = iter(self.tokenizer.encode(strings, prepend=self.bos, num_threads=self.threads))
         return joined([() if text is None else next(encoded) for text in texts], self.dtype)
 
-    def _view_tokens(self, array, shard, ref_of):
+    def _view_tokens(self, array, shard):
         """No copy: the ids of a token shard as they lie in the column's buffer."""
         if shard.fingerprint != self.fingerprint:
             raise ValueError(f"tokens of the tokenizer {shard.fingerprint}, but this run's is "
@@ -341,10 +363,11 @@ class Encoder:
             raise ValueError(f"a document does not begin with BOS ({self.bos})")
         return ids, bounds.tolist()
 
-    def _transformed(self, ids, bounds, ref_of, places):
+    def _transformed(self, ids, bounds, ref_of, where):
         found, ids = [], ids.astype(self.dtype)
         for i, (a, b) in enumerate(itertools.pairwise(bounds)):
-            result = self.transform(ids[a:b], ref_of(i), places[i]) if a < b else None
+            place = Place(where.shard.path, where.row_group, int(where.rows[i]))
+            result = self.transform(ids[a:b], ref_of(i), place) if a < b else None
             found.append(() if result is None else result)
         return joined(found, self.dtype)
 
@@ -377,12 +400,16 @@ def joined(parts, dtype):
 # rows: how many it has given, before it was restored too
 # counts: tokens "dropped", "documents" pulled, and "cut": documents delivered in pieces that fit a row
 
+def new_counts():
+    return collections.Counter(documents=0, dropped=0, cut=0)
+
+
 class FlatPacker:
     """All documents behind one another, cut every T tokens; the last token of a row opens the next."""
     options, usual_buffer_size, chunk_size = (), 1, None
 
     def __init__(self, T):
-        self.T, self.rows, self.counts = T, 0, collections.Counter()
+        self.T, self.rows, self.counts = T, 0, new_counts()
         self.chunks = collections.deque()
         self.at = self.n_tokens = 0    # the next token in the first chunk; tokens from there on
 
@@ -470,7 +497,7 @@ class BestFitPacker:
 
     def __init__(self, T, buffer_size, tokenizer_batch_size):
         self.R, self.buffer_size, self.chunk_size = T + 1, buffer_size, tokenizer_batch_size
-        self.rows, self.counts = 0, collections.Counter()
+        self.rows, self.counts = 0, new_counts()
         self.buffer, self.sizes = {}, []    # arrival -> Document; sorted (tokens of the whole one, arrival)
         self.arrivals = itertools.count()
 
@@ -498,9 +525,9 @@ class BestFitPacker:
         return list(self.buffer.values())
 
     def restore(self, document):
-        arrival = next(self.arrivals)
-        insort(self.sizes, (len(document.ids), arrival))
-        self.buffer[arrival] = document._replace(ids=document.ids[:self.R].copy())
+        (ids, ref), arrival = document, next(self.arrivals)
+        insort(self.sizes, (len(ids), arrival))
+        self.buffer[arrival] = Document(ids[:self.R].copy(), ref)
 
 
 MOST_STEPS = 1 << 25    # bits that fill_gap may keep: 4 MB
@@ -520,7 +547,7 @@ def fill_gap(gap, lengths, copies, alone):
         return [gap]
     half, steps = gap // 2, []    # steps: (length, how many of it, what could be left open without them)
     one_of_the_longer = alone & ((1 << (gap - half)) - 1)
-    left = (1 << gap) | one_of_the_longer
+    left = (1 << gap) | one_of_the_longer    # bit k: some choice leaves k tokens open
     for length in reversed(lengths[:bisect_right(lengths, half)]):
         available, n = min(len(copies[length]), gap // length), 1
         while available and not left & 1 and len(steps) * gap < MOST_STEPS:
@@ -538,6 +565,11 @@ def fill_gap(gap, lengths, copies, alone):
     return [*chosen, gap - target] if target < gap else chosen
 
 
+# With tails="drop" a document is T + 1 tokens, and so many more that may fill a gap before them. Without them
+# 6.7 % of the documents that fit a row were cut (20,358 source files, T = 2048), with them none.
+SPARE = 64
+
+
 class ExactFitPacker:
     """
     Rows filled exactly with whole documents; every piece of one begins with its BOS.
@@ -547,15 +579,13 @@ class ExactFitPacker:
     is filled by fill_gap, with documents of which nothing was delivered yet, so that a document's rows stand
     far apart. Where no subset fits, the oldest long document gives what is missing and goes to the back, for
     it is cut anyway; only where there is none, the shortest that is longer does. `buffer_size` counts
-    documents shorter than a row. With tails="drop" a document is T + 1 tokens, and 64 more that may fill a
-    gap before them: without those 6.7 % of the documents that fit a row were cut (20,358 source files,
-    T = 2048), with them none.
+    documents shorter than a row.
     """
     options, usual_buffer_size, chunk_size = ("buffer_size", "tails"), 256, None
 
     def __init__(self, T, buffer_size, tails):
         self.R, self.buffer_size, self.tails = T + 1, buffer_size, tails
-        self.rows, self.counts = 0, collections.Counter()
+        self.rows, self.counts = 0, new_counts()
         self.buffer = {}                       # arrival -> Document, oldest first
         self.arrivals = itertools.count()
         self.long = collections.deque()        # arrivals of those longer than a row, oldest first
@@ -586,8 +616,9 @@ class ExactFitPacker:
 
     def _wants_more(self):
         """
-        Long documents are many tokens: of those no more than keeps the rows of one apart. The buffer grows
-        with the lane's first rows, so that the first batch of many lanes comes soon.
+        Until `size` short documents are there. Long ones are many tokens: of those no more than 2 * size rows
+        of tokens, but at least size / 4 documents, which keep the rows of one apart. The buffer grows with
+        the lane's first rows, from 32 documents on, so that the first batch of many lanes comes soon.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
         return self.n_tokens < self.R or (self.n_short < size and (
@@ -597,8 +628,8 @@ class ExactFitPacker:
         """A long document. Short ones soon leave; a view of this one would keep its row group in memory."""
         if self.tails == "keep":
             return Document(document.ids.copy(), document.ref)
-        self.counts["dropped"] += max(0, len(document.ids) - self.R - 64)
-        return Document(document.ids[:self.R + 64], document.ref)
+        self.counts["dropped"] += max(0, len(document.ids) - self.R - SPARE)
+        return Document(document.ids[:self.R + SPARE], document.ref)
 
     def _cut_to_fit(self, missing):
         """Fill what no subset does; a row stays short only where a finite run has nothing more."""
@@ -669,7 +700,7 @@ class ExactFitPacker:
 
     def restore(self, document):
         if self.tails == "drop":
-            document = self._trimmed(document)
+            document = Document(document.ids[:self.R + SPARE], document.ref)
         if document.ref.token < len(document.ids):    # else a shorter row drops what was left of it
             self._put(document)
 
@@ -715,7 +746,7 @@ class Stream:
     def row(self):
         """The arrays of the next row: T + 1 tokens, fewer in a finite run's last row, [] behind it."""
         if self.to_restore:
-            ids = self.encoder.documents(self.source, [document.ref for document in self.to_restore])
+            ids = self.encoder.encode_again(self.source, [document.ref for document in self.to_restore])
             for _, ref in self.to_restore:
                 self.packer.restore(Document(ids[ref._replace(token=0)], ref))
             self.to_restore = ()
@@ -727,7 +758,7 @@ class Stream:
         self.waited += time.perf_counter() - began
         if chunk is None:
             return None
-        self.next = chunk.first.document(len(chunk.bounds) - 1)
+        self.next = chunk.first.plus(len(chunk.bounds) - 1)
         if len(chunk.ids):
             self.fed_in = self.next.epoch
         elif self.next.epoch > self.fed_in + 1:
@@ -739,61 +770,49 @@ class Stream:
         return Standing(self.next, self.to_restore or self.packer.held(), self.packer.rows, share)
 
 
-def turns(weights, shares):
+def whose_turn(weights, shares):
     """
-    Yields which source gives the lane's next row, so that after every row each source i has given its exact
-    share of them to within one row (strictly). weights: positive integers; shares[i]: its rows so far. Row n
-    of a source, from 0, must stand behind row n * total / w of the lane and not behind (n + 1) * total / w;
-    of the sources that may stand here, the one that is due first does. Source: Pfair scheduling, Baruah et
-    al. 1996.
-    Example: weights [2, 1] -> 0, 1, 0, and so on again: the order repeats after sum(weights) rows
+    Which source gives the lane's next row, so that after every row each has given its exact share of them to
+    within one row (strictly). weights: positive integers by name; shares: rows so far of the sources that
+    have more. Row n of a source, from 0, must stand behind row n * total / w of the lane and not behind
+    (n + 1) * total / w; of the sources that may stand here, the one that is due first does.
+    Source: Pfair scheduling, Baruah et al. 1996.
+    Example: weights a: 2, b: 1 and shares from 0, 0 on -> a, b, a, and so on again
     """
-    total, shares = sum(weights), list(shares)
-    for now in itertools.count(sum(shares) + 1):
-        due = [(-(-(n + 1) * total // w), i) for i, (n, w) in enumerate(zip(shares, weights, strict=True))
-               if n * total // w < now]
-        _, turn = min(due)
-        yield turn
-        shares[turn] += 1
+    now, total = sum(shares.values()) + 1, sum(weights[name] for name in shares)
+    due = [(-(-(n + 1) * total // weights[name]), name)
+           for name, n in shares.items() if n * total // weights[name] < now]
+    return min(due)[1]
 
 
 class Lane:
     """The streams of one lane, one a source, taking turns by their weights."""
 
     def __init__(self, streams, weights, shares):
-        self.streams, self.weights, self.shares = streams, weights, shares    # by name of the source
-        self._begin_turns()
-
-    def _begin_turns(self):
-        self.live = live = [name for name, share in self.shares.items() if share is not None]
-        weights = whole_numbers([self.weights[name] for name in live])
-        order = turns(weights, [self.shares[name] for name in live])
-        if sum(weights) <= 10_000:    # then computed once: 0.6 -> 0.03 us a row
-            order = itertools.cycle(list(itertools.islice(order, sum(weights))))
-        self.turns = (live[turn] for turn in order)
+        self.streams, self.weights = streams, weights    # by name of the source
+        self.shares = {name: share for name, share in shares.items() if share is not None}
 
     def row(self):
         """A source that ends leaves its share to the others, whose shares begin anew."""
-        while self.live:
-            name = next(self.turns)
+        while self.shares:
+            # One source needs no turns (0.6 us a row).
+            name = whose_turn(self.weights, self.shares) if len(self.shares) > 1 else next(iter(self.shares))
             if row := self.streams[name].row():
                 self.shares[name] += 1
                 return row
-            self.shares[name] = None
-            for other, share in self.shares.items():
-                self.shares[other] = share and 0
-            self._begin_turns()
+            del self.shares[name]
+            self.shares = dict.fromkeys(self.shares, 0)
         return []
 
     def standings(self):
-        return {name: stream.standing(self.shares[name]) for name, stream in self.streams.items()}
+        return {name: stream.standing(self.shares.get(name)) for name, stream in self.streams.items()}
 
 
 def whole_numbers(weights):
-    """Weights as integers in the same proportions: [0.7, 0.2, 0.1] -> [7, 2, 1]."""
-    exact = [Fraction(str(weight)) for weight in weights]
-    scale = math.lcm(*(fraction.denominator for fraction in exact))
-    return [int(fraction * scale) for fraction in exact]
+    """In the same proportions: {"a": 0.7, "b": 0.2, "c": 0.1} -> {"a": 7, "b": 2, "c": 1}"""
+    exact = {name: Fraction(str(weight)) for name, weight in weights.items()}
+    scale = math.lcm(*(fraction.denominator for fraction in exact.values()))
+    return {name: int(fraction * scale) for name, fraction in exact.items()}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -833,10 +852,10 @@ class Pipeline:
         self.position = Position(rows, {number: lane.standings() for number, lane in lanes.items()})
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.began, self.waited, self.packing_seconds = time.perf_counter(), 0.0, 0.0
-        # A thread begins on GPU 0, where each rank would then keep a context of hundreds of MB.
-        on_gpu = (torch.cuda.set_device, (self.stream.device,)) if self.stream else ()
-        self.executor, self.packing = ThreadPoolExecutor(1, "pack", *on_gpu), threading.Lock()
-        self.ready, self.error, self.wakes = collections.deque(), None, queue.SimpleQueue()
+        self.ready, self.error = collections.deque(), None
+        # No Condition, nor what has one inside: a Ctrl-C in its Python code could leave it locked for ever.
+        self.requests, self.wakes = queue.SimpleQueue(), queue.SimpleQueue()
+        threading.Thread(target=self._work_ahead, name="pack", daemon=True).start()
 
     def next_batch(self, position):
         """
@@ -846,24 +865,27 @@ class Pipeline:
         began = time.perf_counter()
         if self.ready and self.ready[0].position is position:
             self.ready.popleft()
-        self.executor.submit(self._work_ahead)
+        self.requests.put(True)
         while not self.wakes.empty():    # of batches that came before
             self.wakes.get()
         while not self.ready and self.error is None:
-            self.wakes.get()    # no Condition: a Ctrl-C in its Python code could leave it locked for ever
+            self.wakes.get()
         if not self.ready:
             raise self.error
         self.waited += time.perf_counter() - began
         return self.ready[0]
 
     def _work_ahead(self):
-        with self.packing:
-            while len(self.ready) < self.most_ready and self.error is None:
-                try:
+        try:
+            if self.stream:    # else on GPU 0, where each rank would then keep a context of hundreds of MB
+                torch.cuda.set_device(self.stream.device)
+            while self.requests.get():
+                while len(self.ready) < self.most_ready and self.error is None:
                     self.ready.append(self._pack_batch())
-                except BaseException as error:    # tiktoken's panics are no Exceptions
-                    self.error = self.error or error
-                self.wakes.put(None)
+                    self.wakes.put(None)
+        except BaseException as error:    # tiktoken's panics are no Exceptions
+            self.error = self.error or error
+            self.wakes.put(None)
 
     def _pack_batch(self):
         began, (B, R) = time.perf_counter(), self.rows.shape
@@ -904,21 +926,12 @@ class Pipeline:
             both = both.to(self.device, non_blocking=True)
         return Batch(*both, *about, self.stream.record_event())
 
-    def rows_of_lanes(self):
-        """Pack all that is left, undelivered: {lane: rows in all}."""
-        with self.packing:
-            for lane in self.lanes.values():
-                while lane.row():
-                    pass
-        return {number: sum(stream.packer.rows for stream in lane.streams.values())
-                for number, lane in self.lanes.items()}
-
     def close(self):
         """Without waiting for what the threads are at; whoever waits for a batch gets an error."""
         self.error = self.error or RuntimeError(CLOSED)
+        self.requests.put(False)
         self.wakes.put(None)
         self.encoder.close()
-        self.executor.shutdown(wait=False, cancel_futures=True)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -940,7 +953,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     shuffle_seed: None: documents as they lie; an int: another order in every epoch
     epochs: n, or {folder: n}: a finite run. Its last rows are completed with BOS whose targets are -100
         (torch's ignore_index); a source that ends leaves its share to the others
-    uneven: what the ranks of a finite run do where lanes differ in length, see in_step; "free": each rank
+    uneven: what the ranks of a finite run do where lanes differ in length, see InStep; "free": each rank
         ends by itself
     transform(ids, ref, place): see Encoder
     threads: that encode; default: the cores of this rank. prefetch: batches made ahead
@@ -957,9 +970,9 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                  device: str | torch.device = "cpu", threads: int | None = None, prefetch: int = 2,
                  tokenizer_batch_size: int = 128, transform: Callable | None = None):
         self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
-        self.rank, self.world_size = rank, world_size
-        if rank is None and world_size is None:
-            self.rank, self.world_size = ranks_of_this_process()
+        if (rank is None) != (world_size is None):
+            raise ValueError(f"rank={rank}, world_size={world_size}; pass both, or neither")
+        self.rank, self.world_size = (rank, world_size) if rank is not None else ranks_of_this_process()
         self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
         self.packing, self.tails, self.uneven, self.transform = packing, tails, uneven, transform
         self.shuffle_seed, self.tokenizer_batch_size = shuffle_seed, tokenizer_batch_size
@@ -967,8 +980,9 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         if buffer_size is None and packing in PACKINGS:
             self.buffer_size = PACKINGS[packing].usual_buffer_size
         self.threads = cores_of_this_rank() if threads is None else threads
-        self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
+        self.num_lanes = num_lanes
         check_arguments(self)
+        self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
         check_tokenizer(tokenizer)
         self.weights, self.epochs = sources_of(data_dir, epochs)
         shards = {name: list_shards(name, split) for name in self.weights}
@@ -976,7 +990,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                         for name in sorted(shards)}    # by name: then whose turn it is, too
         self.fingerprint = tokenizer_fingerprint(tokenizer)
         self._position = Position(0, {})    # where to go on
-        self._before = collections.deque(maxlen=64)    # positions of the batches before
+        self._before = collections.deque(maxlen=8)    # positions of the batches before
         self._pipeline, self._in_step = None, self._join_ranks()
         self._finished = self._closed = False
         self._pid, self._lock = os.getpid(), threading.Lock()
@@ -1009,7 +1023,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                                     ahead)
             streams[name] = Stream(source, packer, chunks, standing, encoder)
             shares[name] = standing.share
-        return Lane(streams, self.weights, shares)
+        return Lane(streams, whole_numbers(self.weights), shares)
 
     def _packer_options(self):
         return {name: getattr(self, name) for name in PACKINGS[self.packing].options}
@@ -1021,17 +1035,17 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def _join_ranks(self):
         """The only runs whose ranks talk: finite ones of several ranks that are to end together."""
         together = self._is_finite() and self.world_size > 1 and self.uneven != "free"
-        return in_step(self, self.uneven) if together else None
+        return InStep(self, self.uneven) if together else None
 
     # Iterating -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         check_worker(self)
+        check_callers()
         if get_worker_info() is not None:
             self._worker[:] = os.getpid().to_bytes(8, "little")
         if self._finished:    # the same run again, as with any other iterable
-            self._position, self._pipeline, self._finished = Position(0, {}), None, False
-            self._in_step = self._join_ranks()
+            self._go_to(Position(0, {}))
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -1062,7 +1076,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             stream.wait_event(batch.copied)
             batch.inputs.record_stream(stream)    # both are parts of one allocation
         tensors = batch.inputs, batch.targets
-        self._before.append(self._position)
+        if not self._before or self._before[-1] is not self._position:
+            self._before.append(self._position)
         self._position = batch.position    # last: if what comes before it is interrupted, it is done again
         return tensors
 
@@ -1079,11 +1094,13 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def close(self) -> None:
         """Stop the threads. In a finite run on several ranks the others get an error."""
-        mine, self._closed = self._pid == os.getpid(), True
-        if mine and self._in_step is not None:
-            self._in_step.close()
-        if mine and self._pipeline is not None:
+        self._closed = True
+        if self._pid != os.getpid():    # behind a fork: the threads are those of another process
+            return
+        if self._pipeline is not None:
             self._pipeline.close()
+        if self._in_step is not None:
+            self._in_step.close()
 
     def __del__(self):
         if not getattr(self, "_closed", True):
@@ -1099,9 +1116,10 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         """
         Load this and the next batch is the one that would have come next. Plain JSON: references to
         documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
-        batches_ago: of an earlier batch, at most 64 back: 1 for those who fetch one batch ahead.
+        batches_ago: of an earlier batch, at most 8 back: 1 for those who fetch one batch ahead.
         """
         check_iterated_here(self)
+        check_caller_of_state()
         if not self._position.lanes:
             self._start()
         if batches_ago > len(self._before):
@@ -1117,15 +1135,18 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         Go on where a state ends; also on a loader that was iterated, and at another T, B or world size.
         ValueError, and nothing changed, where it does not fit.
         """
-        num_lanes, sources, position = read_state(self, state)
-        if self._pipeline is not None and self._pid == os.getpid():
-            self._pipeline.close()
-        self.num_lanes, self.sources, self._position = num_lanes, sources, position
-        self._before.clear()
+        self.num_lanes, self.sources, position = read_state(self, state)
+        self._go_to(position)
         if get_worker_info() is not None:
             self._worker[:] = os.getpid().to_bytes(8, "little")
+
+    def _go_to(self, position):
+        if self._pipeline is not None and self._pid == os.getpid():
+            self._pipeline.close()
+        self._position, self._pipeline = position, None
+        self._before.clear()
         self._in_step = self._join_ranks() if self._finished else self._in_step
-        self._pipeline, self._finished = None, False
+        self._finished = False
 
     def stats(self) -> dict:
         """
@@ -1180,48 +1201,58 @@ def cores_of_this_rank():
 # ---------------------------------------------------------------------------------------------------------
 # Ends: the one place that knows a process group
 
-def in_step(loader, uneven="pad"):
+class InStep:
     """
     The batches of a finite run on several ranks, so that all ranks end together: one small message a batch.
 
-    uneven: "pad": go on with rows whose targets are all -100 until the longest lane is done; "stop" with the
-    shortest; "error": ValueError where lanes differ. RuntimeError on the others where a rank is lost.
+    uneven: "pad": go on with rows whose targets are all -100 until the longest lane is done (the mean loss of
+    a batch of such rows is NaN: sum, and divide by the targets of all ranks); "stop" with the shortest;
+    "error": ValueError where lanes differ. RuntimeError on the others where a rank is lost. All ranks make it
+    together.
     """
-    batches = batches_in_step(loader, uneven)
-    next(batches)    # makes the group: a rank that leaves before its first batch is then noticed, too
-    return batches
 
+    def __init__(self, loader, uneven="pad"):
+        check_group(loader)
+        self.loader, self.uneven, self.group = loader, uneven, dist.new_group(backend="gloo")
 
-def batches_in_step(loader, uneven):
-    check_group(loader)
-    group = dist.new_group(backend="gloo")
+    def __iter__(self):
+        return self
 
-    def on_any_rank(*flags):
-        flags = torch.tensor(flags, dtype=torch.int32)
+    def __next__(self):
+        batch = self.loader._next_batch()
+        more, lacking = self._over_ranks(torch.tensor([batch.more, not batch.full], dtype=torch.int64))
+        if lacking and self.uneven == "error":
+            check_even(self._over_ranks(self._rows_of_lanes()))
+        if not more or (lacking and self.uneven == "stop"):
+            self.loader._finished = True
+            self.close()
+            raise StopIteration
+        return self.loader._deliver(batch)
+
+    def _over_ranks(self, numbers):
         try:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
-        except RuntimeError as error:
+            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+        except (RuntimeError, ValueError) as error:
             raise RuntimeError("this finite run has lost a rank: it ended, or closed its loader, too "
                                "soon") from error
-        return flags.tolist()
+        return numbers.tolist()
 
-    try:
-        yield
-        while True:
-            batch = loader._next_batch()
-            more, lacking = on_any_rank(batch.more, not batch.full)
-            if lacking and uneven == "error":
-                counts = torch.zeros(loader.num_lanes, dtype=torch.int64)
-                for number, rows in loader._pipeline.rows_of_lanes().items():
-                    counts[number] = rows
-                dist.all_reduce(counts, group=group)
-                check_even(counts.tolist())
-            if (lacking if uneven == "stop" else not more):
-                loader._finished = True
-                return
-            yield loader._deliver(batch)
-    finally:
-        dist.destroy_process_group(group)
+    def _rows_of_lanes(self):
+        """Of the whole run; what is left of it is packed for this number, and not delivered."""
+        rows = torch.zeros(self.loader.num_lanes, dtype=torch.int64)
+        self.loader._pipeline.close()
+        self.loader._start()
+        for number, lane in self.loader._pipeline.lanes.items():
+            while lane.row():
+                pass
+            rows[number] = sum(stream.packer.rows for stream in lane.streams.values())
+        return rows
+
+    def close(self):
+        group, self.group = self.group, None
+        with contextlib.suppress(RuntimeError, ValueError):    # where all groups were destroyed already
+            if group is not None:
+                dist.destroy_process_group(group)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1237,7 +1268,7 @@ VERSION = 2    # rows of a version never change
 
 def config_of(loader):
     """T is not in it, nor are B, the world size or threads: references do not depend on them."""
-    (dealing,) = {type(source).__name__ for source in loader.sources.values()}
+    (dealing,) = {source.dealing for source in loader.sources.values()}
     return {"split": loader.split, "num_lanes": loader.num_lanes, "dealing": dealing,
             "shuffle_seed": loader.shuffle_seed, "packing": loader.packing, **loader._packer_options(),
             "tokenizer": loader.fingerprint, "transform": name_of(loader.arguments["transform"])}
@@ -1389,41 +1420,26 @@ def pieces_of_row(row, found):
     return pieces
 
 
-def document_boundaries(inputs, bos, most=None):
-    """
-    -> positions: int64 (B, T), of each token within its document, counted from the row's beginning where it
-       begins without BOS; cu_seqlens: int32 (most + 1,), where the documents of the flattened batch begin,
-       as varlen attention takes it, filled up with B * T: its shape never changes, so nothing recompiles.
-    most: documents in a batch; default B * T. Example: inputs [[BOS, 5, BOS, 7]], most=3 ->
-    [[0, 1, 0, 1]], [0, 2, 4, 4]
-    """
-    B, T = inputs.shape
-    most = B * T if most is None else most
-    starts = inputs == bos
-    starts[:, 0] = True
-    at = torch.arange(T, device=inputs.device).expand(B, T)
-    positions = at - torch.where(starts, at, 0).cummax(1).values
-    order = starts.flatten().cumsum(0) - 1
-    cu_seqlens = torch.full((most + 1,), B * T, dtype=torch.int32, device=inputs.device)
-    where = torch.where(starts.flatten(), order, most)    # tokens inside documents: to the last one, B * T
-    flat = torch.arange(B * T, dtype=torch.int32, device=inputs.device)
-    cu_seqlens.scatter_reduce_(0, where.clamp(max=most), torch.where(starts.flatten(), flat, B * T), "amin")
-    return positions, cu_seqlens
-
-
 # ---------------------------------------------------------------------------------------------------------
 # nanochat's four generators
 
 class NanochatSource(Source):
-    """Dealt as nanochat deals: lane k begins with row group k in every shard. -1 stands for no row group."""
+    """Dealt as nanochat deals: lane k begins with row group k in every shard."""
+    dealing = "row groups of each shard in turn"
 
     def _order(self, epoch):
+        """-1: no row group, to fill up the turn of a shard's last ones."""
         check_enough_row_groups(self)
         padded = []
         for first, behind in itertools.pairwise(self.first_group):
             padded += [np.arange(first, behind), np.full((first - behind) % self.num_lanes, -1)]
         numbers = np.concatenate(padded)
         return Order(numbers, np.zeros_like(numbers), 1)
+
+    def deal(self, lane, start, epochs=None):
+        for ref in super().deal(lane, start, epochs):
+            if self.order(ref.epoch).numbers[ref.group] >= 0:
+                yield ref
 
 
 def tokenizing_distributed_data_loader_with_state(
@@ -1468,7 +1484,7 @@ def batches_with_state(resume, *args, **kwargs):
         state = loader.state_dict()
         ((standing,),) = [lane.values() for lane in state["lanes"].values()]
         ref = Ref(*standing["next"])
-        shard, row_group, _ = source.documents(ref)
+        shard, row_group, _ = source.rows(ref)
         yield inputs, targets, {**state, "epoch": ref.epoch, "pq_idx": source.shards.index(shard),
                                 "rg_idx": row_group}
 
@@ -1484,15 +1500,14 @@ def check_arguments(loader):
             raise ValueError(f"{name}={getattr(loader, name)!r}; choose one of {', '.join(allowed)}")
     least = {"B": 1, "T": 1, "world_size": 1, "rank": 0, "num_lanes": 1, "buffer_size": 1,
              "tokenizer_batch_size": 1, "threads": 1, "prefetch": 0, "shuffle_seed": 0}
-    if (loader.rank is None) != (loader.world_size is None):
-        raise ValueError(f"rank={loader.rank}, world_size={loader.world_size}; pass both, or neither")
     for name, low in least.items():
         n = getattr(loader, name)
-        if (name, n) != ("shuffle_seed", None) and (type(n) is not int or n < low):
+        may_be_left_out = name in ("shuffle_seed", "num_lanes") and n is None
+        if not may_be_left_out and (type(n) is not int or n < low):
             raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
     if not 0 <= loader.rank < loader.world_size:
         raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks count from 0")
-    if loader.num_lanes % loader.world_size:
+    if loader.num_lanes is not None and loader.num_lanes % loader.world_size:
         raise ValueError(f"{loader.num_lanes} lanes cannot be shared evenly by {loader.world_size} ranks; "
                          f"choose num_lanes a multiple of {loader.world_size}, or a world size in "
                          f"{divisors(loader.num_lanes)}")
@@ -1533,34 +1548,35 @@ WRAPPER = """a tokenizer needs get_bos_token_id() and an encode that prepends, a
     class Wrapped:
         def get_bos_token_id(self):
             return BOS
-        def encode(self, texts, prepend, num_threads):
+        def encode(self, texts, prepend=None, num_threads=8):
             return [[prepend, *ids] for ids in YOURS.encode_batch(texts)]    # lists of ints"""
 
 
 def check_tokenizer(tokenizer):
     """That it has one of the faces, and puts BOS in front."""
     try:
-        bos = tokenizer.get_bos_token_id()
-        if hasattr(tokenizer, "encode_documents"):
-            ids = tokenizer.encode_documents([b"a", None])[0].tolist()
-        else:
-            (ids,) = tokenizer.encode(["a"], prepend=bos, num_threads=1)
-        first, *rest = ids
+        bos, (first, *rest) = tokenizer.get_bos_token_id(), encode_one(tokenizer, "a")
     except Exception as error:
         raise ValueError(f"{type(tokenizer).__name__} cannot be used ({type(error).__name__}: {error}); "
                          f"{WRAPPER}") from error
     if first != bos or not rest:
-        raise ValueError(f"{type(tokenizer).__name__} makes {ids} of 'a', without BOS ({bos}) in front; "
-                         f"{WRAPPER}")
+        raise ValueError(f"{type(tokenizer).__name__} makes {[first, *rest]} of 'a', without BOS ({bos}) in "
+                         f"front; {WRAPPER}")
 
 
 def tokenizer_fingerprint(tokenizer):
     """A tokenizer without a fingerprint of its own is known by what it makes of a line of text."""
     if hasattr(tokenizer, "fingerprint"):
         return tokenizer.fingerprint()
-    probe = "The quick brown fox,\n\tjumps over 1234567890 lazy dogs; na\u00efve \u4f60\u597d <|endoftext|>"
-    ids = [tokenizer.get_bos_token_id(), *tokenizer.encode([probe])[0]]
-    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
+    probe = "The quick brown fox,\n\tjumps over 1234567890 lazy dogs; na\u00efve \u4f60\u597d <endoftext>"
+    return hashlib.sha256(json.dumps(encode_one(tokenizer, probe)).encode()).hexdigest()
+
+
+def encode_one(tokenizer, text):
+    if hasattr(tokenizer, "encode_documents"):
+        return tokenizer.encode_documents([text.encode()])[0].tolist()
+    (ids,) = tokenizer.encode([text], prepend=tokenizer.get_bos_token_id(), num_threads=1)
+    return list(map(int, ids))
 
 
 def check_enough_documents(source, n):
@@ -1605,6 +1621,24 @@ def check_worker(loader):
     if info is not None and loader._is_finite() and loader.world_size > 1 and loader.uneven != "free":
         raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
                          'num_workers=0, or to this loader uneven="free"')
+
+
+def check_callers():
+    """Of a loader that is iterated: there is no other sign of what Accelerate does with its batches."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "accelerate.data_loader":
+            raise RuntimeError("Accelerate gives rank 0's batches of a DataLoader to all ranks, and fetches "
+                               "one ahead of the state; iterate over the PackedLoader itself, not prepared, "
+                               "or return it from Trainer.get_train_dataloader")
+        frame = frame.f_back
+
+
+def check_caller_of_state():
+    if sys._getframe(2).f_globals.get("__name__", "").endswith("utilities.combined_loader"):
+        raise RuntimeError("Lightning saves rank 0's state alone, and one batch late; pass it "
+                           "map(tuple, loader) with limit_train_batches=..., and save gather_states(loader) "
+                           "in a LightningDataModule's state_dict(), as README.md shows")
 
 
 def check_group(loader):

@@ -38,10 +38,11 @@ import sysconfig
 import threading
 import time
 import tracemalloc
+import unicodedata
 import warnings
 import weakref
 import zipfile
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import cache
 from types import SimpleNamespace
 from xml.etree import ElementTree
@@ -71,8 +72,8 @@ from dataloader import (
     choose_best_fit,
     fill_gap,
     merge_states,
-    turns,
     whole_numbers,
+    whose_turn,
 )
 from dev import bench, pictures, prepare
 from tokenizer import (
@@ -933,8 +934,11 @@ def test_convert_in_bounded_memory_is_the_same_shuffle(tmp_path, monkeypatch, th
     """Runs of 2 kB and many of them give the order that one big run gives."""
     make_inputs(tmp_path / "in", make_texts(300))
     orders, counts, gather = [], [], prepare.gather_all
-    counted = lambda pool, building, size: (    # noqa: E731
-        counts.append(len(prepare.list_runs(building))), gather(pool, building, size))[1]
+
+    def counted(pool, building, *rest):
+        counts.append(len(prepare.list_runs(building)))
+        return gather(pool, building, *rest)
+
     monkeypatch.setattr(prepare, "gather_all", counted)
     monkeypatch.setattr(prepare, "group_files", lambda files, total: [(0, list(enumerate(files)))])
     for run_bytes in (1 << 30, 2000):
@@ -1076,6 +1080,44 @@ def test_a_text_file_is_cut_when_asked(tmp_path, threads_for_processes):
     assert b"".join(parts) == text.encode() and max(map(len, parts)) <= 1001
     assert sorted(part.decode() for part in parts) == sorted(read_all(tmp_path / "out"))
     assert sum(part.endswith(b"\n\n") for part in parts) > 2
+
+
+def test_convert_and_tokenize_on_a_cluster(tmp_path, byte_tokenizer):
+    """The same shards as on one machine, though a worker is killed; without a scheduler nothing is there."""
+    distributed = pytest.importorskip("distributed")
+    make_inputs(tmp_path / "in", make_texts(300))
+    prepare.convert([str(tmp_path / "in")], f"{tmp_path}/alone", "raw_content", workers=1)
+    n = prepare.tokenize(f"{tmp_path}/alone", f"{tmp_path}/alone_tokens")
+    with (distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+          cluster.get_client() as client):
+        victim = next(iter(cluster.workers.values())).pid
+        threading.Timer(0.3, os.kill, (victim, signal.SIGKILL)).start()
+        text, tokens = f"{tmp_path}/out", f"{tmp_path}/tokens"
+        prepare.convert([str(tmp_path / "in")], text, "raw_content", executor=SlowExecutor(client), workers=3)
+        assert group_of(victim) is None
+        assert prepare.tokenize(text, tokens, executor=SlowExecutor(client), at_once=3) == n
+        assert read_all(text) == read_all(f"{tmp_path}/alone") != []
+        assert read_all(tokens) == read_all(f"{tmp_path}/alone_tokens") != []
+        before = sorted(os.listdir(tmp_path))
+        threading.Timer(0.3, cluster.close).start()
+        with pytest.raises((Exception, CancelledError)):    # Dask has several
+            prepare.convert([str(tmp_path / "in")], f"{tmp_path}/never", executor=SlowExecutor(client))
+        assert sorted(os.listdir(tmp_path)) == before
+
+
+class SlowExecutor:
+    """Tasks that last a while, so that something can happen to them."""
+
+    def __init__(self, client):
+        self.executor = client.get_executor()
+
+    def submit(self, function, item):
+        return self.executor.submit(slow_task, function, item)
+
+
+def slow_task(function, item):
+    time.sleep(0.05)
+    return function(item)
 
 
 def test_folders_are_entered_once_and_must_be_readable(tmp_path, threads_for_processes):
@@ -1606,8 +1648,8 @@ def test_big_vocabularies_are_uint32():
 def test_ids_are_tiktoken_s_on_real_text(pattern):
     tok = small_tokenizer(pattern)
     texts = [text for text in standard_library() if len(text.encode()) <= LONGEST_PIECE]
+    texts = random.Random(0).sample(texts, 40)
     ids, bounds = tok.encode_documents(texts)
-    assert len(texts) > 100
     for i, text in enumerate(texts):
         assert ids[bounds[i]:bounds[i + 1]].tolist() == plain_ids(tok, text)
 
@@ -1645,6 +1687,11 @@ def test_no_character_breaks_a_cut(pattern):
         assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
 
 
+@cache
+def exact_pair_engine():
+    return TiktokenEngine(pair_tokenizer().enc, pair_tokenizer().bos_token_id)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.lists(tricky_text, max_size=4))
 def test_pieces_give_the_whole(texts):
@@ -1655,7 +1702,7 @@ def test_pieces_give_the_whole(texts):
         whole = one_document(tok, text)
         assert tok.decode(whole[1:]) == text
         assert one_document(tok, text.encode()) == whole
-        patch.setattr(tok, "_engine", (TiktokenEngine(tok.enc, tok.bos_token_id), ""))
+        patch.setattr(tok, "_engine", (exact_pair_engine(), ""))
         assert one_document(tok, text) == whole
 
 
@@ -1775,13 +1822,14 @@ def test_both_engines_give_the_same_ids_of_drawn_texts(pattern, texts):
 @needs_gigatoken
 @pytest.mark.parametrize("pattern", SCHEMED)
 def test_both_engines_agree_on_every_character(pattern):
-    """Also on those that only one of them knows; of the many of China and Korea on every 50th."""
+    """Of the many of China and Korea, and of those to come, on every 50th; also on new ones of Unicode 17."""
     many = [range(0x3400, 0x9FFF), range(0xAC00, 0xD7A3), range(0xE000, 0xF900), range(0x17000, 0x18B00),
             range(0x20000, 0x110000)]
-    codes = (code for code in range(0x110000) if code % 50 == 0 or not any(code in block for block in many))
-    texts = []
-    for c in (chr(code) for code in codes if not 0xD800 <= code < 0xE000):
-        texts.append(f"a{c}a {c} 1{c}1 {c}{c}'s{c}. .{c}\n{c}  {c}A{c}b")
+    codes = {0x88F, 0xC5C, 0xCDC, 0x10940, 0x10EC5, 0x11DB0, 0x33479, *range(0, 0x110000, 50)}
+    for code in range(0x20000):
+        if unicodedata.category(chr(code)) != "Cn" and not any(code in block for block in many):
+            codes.add(code)
+    texts = [f"a{c}a 1{c}1 {c}{c}'s{c}. {c}\n{c}" for c in map(chr, sorted(codes - {*range(0xD800, 0xE000)}))]
     for i in range(0, len(texts), 10_000):
         assert_same_ids(pattern, texts[i:i + 10_000])
 
@@ -2417,7 +2465,7 @@ def test_a_broken_engine_stops_the_run_and_names_the_document(tmp_path, monkeypa
         return ids
 
     monkeypatch.setattr(GigatokenEngine, "call", wrong)
-    monkeypatch.setattr(dataloader, "CHECKED_SHARE", 50)    # else some hundred epochs may go by
+    monkeypatch.setattr(dataloader, "CHECK_EVERY", 50)    # else some hundred epochs may go by
     loader = make(data, tokenizer=tok, packing="flat", T=500, B=8)
     with pytest.raises(RuntimeError, match=r"row group 1, row 1821: ValueError: document 0 of 1 in this chunk"
                                            r", token 2: gigatoken .* gives \[\d+\], tiktoken \[\d+\]"):
@@ -2643,8 +2691,8 @@ def test_shuffle_is_another_order_every_epoch_and_the_same_for_every_world_size(
 
 
 def describe(source, ref):
-    documents = source.documents(ref)
-    return documents.shard.name, documents.row_group, *map(int, documents.rows)
+    shard, row_group, rows = source.rows(ref)
+    return shard.name, row_group, *map(int, rows)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -2993,7 +3041,7 @@ def test_a_dataloader_worker_cannot_meet_other_ranks(corpus, monkeypatch):
     monkeypatch.setattr(dataloader, "get_worker_info", lambda: SimpleNamespace(num_workers=1))
     loader = make(corpus, epochs=1)
     assert iter(loader) is loader
-    monkeypatch.setattr(dataloader, "in_step", lambda *_: (_ for _ in ()))
+    monkeypatch.setattr(dataloader, "InStep", lambda *_: contextlib.closing(iter(())))
     with pytest.raises(ValueError, match="num_workers=0"):
         iter(make(corpus, epochs=1, rank=0, world_size=2))
 
@@ -3264,6 +3312,77 @@ def test_a_tokenizer_that_puts_no_bos_in_front_is_refused_with_a_wrapper(corpus,
     assert "def encode(self, texts, prepend, num_threads):" in str(error.value)
 
 
+class OnlyDocuments:
+    """The face that the docstring names, and nothing more."""
+    get_bos_token_id = ByteTokenizer.get_bos_token_id
+
+    def encode_documents(self, texts):
+        return ByteTokenizer().encode_documents(texts)
+
+
+class Wrapped:
+    """As the error message shows it: the ids of an encoder of somebody else's, which refuses nothing."""
+
+    def get_bos_token_id(self):
+        return BOS
+
+    def encode(self, texts, prepend=None, num_threads=8):
+        return [[prepend, *ids] for ids in [list(text.encode()) for text in texts]]
+
+
+@pytest.mark.parametrize("tokenizer", [OnlyDocuments(), Wrapped()])
+def test_a_tokenizer_of_few_methods_gives_the_same_rows(corpus, tokenizer):
+    want, loader = make(corpus), make(corpus, tokenizer=tokenizer)
+    assert [rows_of(next(loader)) for _ in range(9)] == [rows_of(next(want)) for _ in range(9)]
+
+
+def test_a_shuffled_row_group_is_shuffled_once_for_all_documents_that_are_held(tmp_path, monkeypatch):
+    """Once for each of them took 24 s, where the row group had 50,000 documents."""
+    data = write_shards(tmp_path, [[numbered([9] * 2000)], [["val"]]])
+    same = {"packing": "bestfit", "buffer_size": 300, "T": 20, "shuffle_seed": 1}
+    state, again, calls = run(data, steps=9, **same)[1], make(data, **same), []
+    shuffled = dataloader.shuffled
+    monkeypatch.setattr(dataloader, "shuffled", lambda *place: calls.append(place) or shuffled(*place))
+    again.load_state_dict(state)
+    next(again)
+    assert len(state["lanes"]["0"][data]["held"]) > 250 and len(calls) < 12
+
+
+def test_a_row_group_that_lanes_share_is_not_read_for_each_of_them_anew(tmp_path, monkeypatch):
+    data = write_shards(tmp_path, [[numbered([9] * 80)], [["val"]]])
+    reads, loader = count_reads(monkeypatch), make(data, num_lanes=8, epochs=2, T=30)
+    assert len(list(loader)) > 20 and len(reads) <= 8, "16 where each lane dropped what it had just asked for"
+
+
+def test_nothing_is_dropped_again_by_loading(corpus):
+    same = {"packing": "exactfit", "tails": "drop", "T": 4, "prefetch": 0}
+    state, loader = run(corpus, steps=20, **same)[1], make(corpus, **same)
+    assert any(Ref(*ref).token == 0 for ref in state["lanes"]["0"][corpus]["held"])
+    loader.load_state_dict(state)
+    loader._start()
+    loader._pipeline.lanes[0].streams[corpus].row()
+    stats = loader.stats()
+    assert stats["tokens_dropped"] <= 41 * stats["documents"] + 70
+
+
+@pytest.mark.parametrize("uneven", ["pad", "stop"])
+def test_an_error_in_a_finite_run_of_ranks_is_an_error_again(corpus, uneven, monkeypatch):
+    """As a generator it would end behind the first one, and the run with it, without a word."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend: object())
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda *args, **kwargs: None)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda group: None)
+    loader = make(corpus, rank=0, world_size=2, num_lanes=2, epochs=1, uneven=uneven)
+    state = loader.state_dict()
+    loader.tokenizer.encode_documents = None
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match="NoneType"):
+            next(loader)
+    del loader.tokenizer.encode_documents
+    loader.load_state_dict(state)
+    assert len(list(loader)) > 5
+
+
 def test_states_of_all_ranks_are_gathered_on_rank_0(corpus):
     ranks = on_two_ranks(corpus, gather=True)
     (state, _), (nothing, _) = ranks
@@ -3503,12 +3622,12 @@ def test_the_trace_of_a_finite_run_leaves_out_what_fills_its_last_rows(corpus):
 
 def test_document_boundaries_as_varlen_attention_takes_them():
     """Against a scan; the shape is the same whatever the rows hold."""
-    assert [x.tolist() for x in dataloader.document_boundaries(torch.tensor([[9, 5, 9, 7]]), 9, 3)] == [
+    assert [x.tolist() for x in train.document_boundaries(torch.tensor([[9, 5, 9, 7]]), 9, 3)] == [
         [[0, 1, 0, 1]], [0, 2, 4, 4]]
     draw = np.random.default_rng(0)
     for _ in range(200):
         rows = draw.integers(0, 4, (3, 7))
-        positions, cu_seqlens = dataloader.document_boundaries(torch.from_numpy(rows), 0, 21)
+        positions, cu_seqlens = train.document_boundaries(torch.from_numpy(rows), 0, 21)
         starts = [i for i, id in enumerate(rows.flatten()) if id == 0 or i % 7 == 0]
         assert cu_seqlens.tolist() == starts + [21] * (22 - len(starts)) and cu_seqlens.dtype == torch.int32
         assert positions.flatten().tolist() == [i - max(s for s in starts if s <= i) for i in range(21)]
@@ -3655,15 +3774,14 @@ def test_errors_of_the_user_are_one_line(command, words):
 # Mixtures
 
 def assert_shares_are_exact(weights, rows):
-    """At every prefix; from any row on the turns go on as they would have, and they repeat."""
-    taken, total = [0] * len(weights), sum(weights)
-    order = list(itertools.islice(turns(weights, taken), rows))
+    """At every prefix; and the turns repeat."""
+    weights, order = dict(enumerate(weights)), []
+    shares, total = dict.fromkeys(weights, 0), sum(weights.values())
+    for k in range(1, rows + 1):
+        order.append(whose_turn(weights, shares))
+        shares[order[-1]] += 1
+        assert all(abs(shares[i] * total - w * k) < total for i, w in weights.items()), k
     assert order[total:] == order[:-total] if total < rows else True
-    for k, turn in enumerate(order, 1):
-        taken[turn] += 1
-        assert all(abs(n * total - w * k) < total for n, w in zip(taken, weights, strict=True)), k
-        if k % 50 == 0:
-            assert list(itertools.islice(turns(weights, taken), min(50, rows - k))) == order[k:k + 50]
 
 
 @pytest.mark.parametrize("weights", [[7, 2, 1], [1], [1, 1], [3, 1000], [5, 7, 11, 13, 17, 1], [1] * 9])
@@ -3677,8 +3795,8 @@ def test_shares_are_exact_for_drawn_weights(weights):
 
 
 def test_weights_are_taken_as_they_are_written():
-    assert whole_numbers([0.7, 0.2, 0.1]) == [7, 2, 1]
-    assert whole_numbers([1, 0.37]) == [100, 37]
+    assert whole_numbers({"a": 0.7, "b": 0.2, "c": 0.1}) == {"a": 7, "b": 2, "c": 1}
+    assert whole_numbers({"a": 1, "b": 0.37}) == {"a": 100, "b": 37}
 
 
 @pytest.fixture
@@ -3801,7 +3919,7 @@ def test_shares_begin_anew_where_a_source_ends(weights):
     for rows_of_first in range(1, 30):
         streams = {i: Rows(i, 999 if i else rows_of_first) for i in range(len(weights))}
         lane = Lane(streams, dict(enumerate(weights)), dict.fromkeys(streams, 0))
-        while lane.shares[0] is not None:
+        while 0 in lane.shares:
             last = lane.row()
         behind = [*last, *(lane.row()[0] for _ in range(50))]
         for k, (i, w) in itertools.product(range(1, 51), enumerate(weights)):
@@ -3866,7 +3984,7 @@ def train_process(base, *arguments, ranks=0):
 
 def train_run(base, *arguments, ranks=0, status=0):
     process = train_process(base, *arguments, ranks=ranks)
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode == status, output
     return output
 
@@ -3883,7 +4001,7 @@ def train_by_hand(bases, flags, **env):
         processes.append(subprocess.Popen(
             train_command(base, "--data", "a", *own), cwd=base, text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, env={**os.environ, **{k: str(v) for k, v in ranks.items()}}))
-    outputs = [process.communicate(timeout=60)[0] for process in processes]
+    outputs = [process.communicate(timeout=300)[0] for process in processes]
     assert all(process.returncode == 1 for process in processes), outputs
     return outputs
 
@@ -3950,13 +4068,13 @@ def test_train_10_steps_and_10_resumed_are_20(train_base, train_whole):
 def test_train_2_ranks_are_1_rank(train_base, train_whole, optimizer):
     """The same losses, val bits per byte and states; and on from 1 rank's checkpoint by 2."""
     one, two = train_base / f"one-{optimizer}", train_base / f"two-{optimizer}"
-    muon = ["--optimizer", optimizer, "--steps", 20, "--save_every", 10, "--micro_batch_size", 2]
-    if optimizer == "adamw":
+    flags = ["--optimizer", optimizer, "--steps", 20, "--save_every", 10, "--micro_batch_size", 2]
+    if optimizer == "muon":
         one = train_whole[0]
     else:
-        train_run(train_base, *muon, "--out", one)
+        train_run(train_base, *flags, "--out", one)
     train_first_half(one, two)
-    train_run(train_base, *muon, "--out", two, "--resume", "auto", ranks=2)
+    train_run(train_base, *flags, "--out", two, "--resume", "auto", ranks=2)
     want = train_losses(one)
     for step, loss in train_losses(two).items():
         assert step >= 10 and loss == pytest.approx(want[step], abs=1e-4)
@@ -3975,7 +4093,7 @@ def test_train_sigterm_saves_and_resumes(train_base, ranks):
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     done = max(train_losses(out)) + 1
     assert f"stopped (SIGTERM) at step {done} of 100000" in output
     assert train.newest_checkpoint(str(out)) == str(out / f"step_{done:07d}.pt")
@@ -3993,7 +4111,7 @@ def test_train_sigterm_saves_and_resumes(train_base, ranks):
 ])
 def test_train_bad_flags_are_one_line(train_base, flags, told):
     process = train_process(train_base, *flags)
-    output = process.communicate(timeout=60)[0]
+    output = process.communicate(timeout=300)[0]
     assert process.returncode in (1, 2) and told in output and "Traceback" not in output
 
 
@@ -4011,7 +4129,7 @@ def test_train_refuses_another_model_and_another_run(train_base, train_whole):
 def test_train_error_of_one_rank_is_told_once(train_base, train_whole):
     """Not as a traceback of each rank that waits for it."""
     for wrong in (["--data", "nowhere"], ["--out", train_whole[0]]):
-        output = train_process(train_base, *wrong, ranks=2).communicate(timeout=120)[0]
+        output = train_process(train_base, *wrong, ranks=2).communicate(timeout=300)[0]
         assert output.count("error: ") == 1 and "gather" not in output, output
 
 
@@ -4022,7 +4140,7 @@ def test_train_rate_is_that_of_the_flag_also_when_resumed(train_base, train_whol
     before, after = (train.load_checkpoint(out / f"step_00000{step}.pt")["model"] for step in (10, 12))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all("blocks" not in name for name in moved) and {"embedding.weight", "head.out.weight"} < moved
-    assert train.parse_flags(["--optimizer", "muon"]).lr == 0.02
+    assert train.parse_flags(["--optimizer", "muon"]).lr == 0.012
     assert train.parse_flags(["--optimizer", "adamw"]).lr == 0.0025
 
 
@@ -4041,7 +4159,8 @@ def test_train_profile_that_reaches_the_end_is_written(train_base):
 def test_train_not_finite_stops_and_names_the_batch(train_base):
     """The state before the batch is kept, and it is one that a loader takes; no checkpoint is written."""
     out = train_base / "boom"
-    told = train_run(train_base, "--lr", "1e39", "--steps", 9, "--out", out, status=1)
+    boom = ["--optimizer", "adamw", "--lr", "1e39", "--steps", 9]
+    told = train_run(train_base, *boom, "--out", out, status=1)
     assert "error: step 1: loss nan" in told and "The batch begins at row 8 of the run" in told
     with open(out / "not_finite_0000001.json") as file:
         assert json.load(file)["rows"] == 8
@@ -4088,7 +4207,7 @@ def test_train_doc_mask_is_each_document_by_itself():
 
 def test_train_muon_takes_the_matrices_of_blocks_only():
     model = train.GPT(2, 300)
-    adamw, muon = train.make_optimizers(model, "muon", 0.02)
+    adamw, muon = train.make_optimizers(model, "muon", 0.02, 2048)
     matrices = {id(p) for group in muon.param_groups for p in group["params"]}
     assert matrices == {id(p) for p in model.blocks.parameters()}
     others = {id(p) for group in adamw.param_groups for p in group["params"]}
@@ -4115,7 +4234,7 @@ def test_train_muon_is_torchs_own_in_float32():
 def test_train_rates_rise_stay_and_fall():
     """Over 3 % of the steps, then until 35 %, then to 5 %."""
     model = train.GPT(1, 64)
-    optimizers = train.make_optimizers(model, "adamw", 0.1)
+    optimizers = train.make_optimizers(model, "adamw", 0.1, 2048)
     shares = [train.set_rates(optimizers, step, 1000) for step in range(1000)]
     assert optimizers[0].param_groups[-1]["lr"] == pytest.approx(0.1 * shares[-1])
     assert [shares[step] for step in (0, 14, 29, 30, 384, 675, 999)] == pytest.approx(

@@ -7,11 +7,13 @@ Train a GPT on packed token batches: one process, one node or many, on CPUs or G
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
         train.py --data DIR --out /shared/d12 --resume auto
     python train.py --sample "def "                      text from the newest checkpoint
+    python train.py --eval FILE --data DIR               bits per byte of a checkpoint on other data
+    python train.py --init FILE --data DIR               a new run that begins with its weights
 
 Rows, their order and the losses depend on the flags, not on where a run was stopped nor on the number of
 ranks, as long as it divides --num_lanes. The trade-off: ranks agree on a few numbers once a step (0.2 ms, 2
 ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a parameter; 8 with Muon), written
-while the training waits.
+by a thread from a copy in memory.
 """
 
 import argparse
@@ -52,7 +54,7 @@ from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 # ---------------------------------------------------------------------------------------------------------
 # Settings
 
-FLAGS = [    # name, default on CUDA after that on everything else, what it is
+FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what it is
     ("depth", 2, 12, "layers; the model is 64 * depth wide"),
     ("seq_len", 256, 2048, "T, tokens in a row"),
     ("batch_size", 8, 256, "rows in an optimizer step, over all ranks"),
@@ -63,10 +65,9 @@ FLAGS = [    # name, default on CUDA after that on everything else, what it is
     ("save_every", 600, 500, "steps between checkpoints"),
     ("log_every", 50, 1, "steps between printed lines"),
 ]
-# AdamW at 4e-3: the demo ends at 1.423 bits a byte, not 1.428, but 1 and 2 ranks part by 3e-4, not 2e-6.
-LR = {"adamw": 2.5e-3, "muon": 0.02}
+LR = {"muon": (0.012, 0.02), "adamw": (0.0025, 0.0025)}
 CHOICES = [
-    ("optimizer", ["adamw", "muon"], "muon: AdamW for embedding and head (cpu adamw, cuda muon)"),
+    ("optimizer", ["muon", "adamw"], "muon: of the blocks' matrices; AdamW for the rest"),
     ("packing", ["exactfit", "bestfit", "flat"], "how documents become rows"),
     ("tails", ["keep", "drop"], "exactfit: what lies beyond a row"),
     ("compile", ["auto", "on", "off"], "auto: on CUDA, where there is a C compiler"),
@@ -86,7 +87,7 @@ def parse_flags(argv=None):
     for name, choices, text in CHOICES:
         p.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
     p.add_argument("--lr", type=float, metavar="N",
-                   help="peak learning rate of the blocks' matrices (adamw 0.0025, muon 0.02)")
+                   help="peak rate of the blocks' matrices (muon 0.012, on CUDA 0.02; adamw 0.0025)")
     p.add_argument("--data", nargs="+", default=[], metavar="PATH[:WEIGHT]",
                    help="folder or URI of shards; several take weights, shares of tokens (default: what "
                         "dataset.py downloaded, else the built-in corpus)")
@@ -109,9 +110,9 @@ def parse_flags(argv=None):
     p.add_argument("--eval", metavar="FILE", help="only evaluate this checkpoint, on --data or its own")
 
     cuda = p.parse_args(argv).device == "cuda"
-    p.set_defaults(optimizer="muon" if cuda else "adamw", dtype="bfloat16" if cuda else "float32",
+    p.set_defaults(dtype="bfloat16" if cuda else "float32",
                    **{name: on_cuda if cuda else on_cpu for name, on_cpu, on_cuda, _ in FLAGS})
-    p.set_defaults(lr=LR[p.parse_args(argv).optimizer])
+    p.set_defaults(lr=LR[p.parse_args(argv).optimizer][cuda])
     flags = p.parse_args(argv)
     check_flags(flags, p)
     return flags
@@ -191,7 +192,7 @@ def train(flags):
     if flags.init:
         load_weights(model, load_checkpoint(flags.init), flags.init)
     compile_parts(model, flags.compile)
-    optimizers, step = make_optimizers(model, flags.optimizer, flags.lr), 0
+    optimizers, step = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * flags.seq_len), 0
     if saved:
         step = restore(saved, checkpoint, model, optimizers, loader)
     net = model
@@ -360,12 +361,6 @@ def flags_and_versions(flags):
             **{f"--{name}": value for name, value in vars(flags).items()}}
 
 
-def shards_and_sizes(flags):
-    shards = [shard for path in sources_of(flags) for split in ("train", "val")
-              for shard in list_shards(path, split)]
-    return {f"shard {shard.path}": f"{shard.size:,} bytes" for shard in shards}
-
-
 def gradients_summed(net, now):
     """A context: whether a backward in it sums the gradients over the ranks."""
     if now or not isinstance(net, DistributedDataParallel):
@@ -397,8 +392,17 @@ class StopRequest:
         return bool(largest_of_ranks(int(self.why != "")))
 
 
+# ---------------------------------------------------------------------------------------------------------
+# Data, device, and who makes which part of a step
+
 def sources_of(flags):
     return parse_data(flags.data) or {find_data(): 1.0}
+
+
+def shards_and_sizes(flags):
+    shards = [shard for path in sources_of(flags) for split in ("train", "val")
+              for shard in list_shards(path, split)]
+    return {f"shard {shard.path}": f"{shard.size:,} bytes" for shard in shards}
 
 
 def tokenizer_of_run(flags, settings, saved, local_rank):
@@ -464,6 +468,27 @@ def compiled_block_mask():
     return torch.compile(create_block_mask, dynamic=False)
 
 
+def document_boundaries(inputs, bos, most=None):
+    """
+    -> positions: int64 (B, T), of each token within its document, counted from the row's beginning where
+       that is no BOS; cu_seqlens: int32 (most + 1,), where the documents of the flattened batch begin, as
+       varlen attention takes it, filled up with B * T: a fixed shape, so that nothing recompiles.
+    most: documents in a batch (any more count as part of the last one); default B * T.
+    Example: inputs [[BOS, 5, BOS, 7]], most=3 -> [[0, 1, 0, 1]], [0, 2, 4, 4]
+    """
+    B, T = inputs.shape
+    most = B * T if most is None else most
+    starts = inputs == bos
+    starts[:, 0] = True
+    at = torch.arange(T, device=inputs.device).expand(B, T)
+    positions = at - torch.where(starts, at, 0).cummax(1).values
+    starts, flat = starts.flatten(), torch.arange(B * T, dtype=torch.int32, device=inputs.device)
+    number = torch.where(starts, starts.cumsum(0) - 1, most).clamp(max=most)    # most: not counted
+    cu_seqlens = torch.full((most + 1,), B * T, dtype=torch.int32, device=inputs.device)
+    cu_seqlens[:most] = cu_seqlens.scatter_reduce(0, number, flat, "amin")[:most]
+    return positions, cu_seqlens
+
+
 def document_mask(inputs, bos, flex):
     """Causal and inside documents: dense, (B, 1, T, T), or flex attention's BlockMask; fixed shapes both."""
     B, T = inputs.shape
@@ -527,14 +552,14 @@ class GPT(nn.Module):
         with_values = [i for i in range(depth) if i < 3 or i >= depth - 3]
         self.head_dim = 128 if depth % 2 == 0 and depth >= 8 else 64
         self.embedding = nn.Embedding(padded_vocab, width)
-        # A token has values of its own in attention: 1.6452 -> 1.6017 bits per byte (500 steps of the demo's
-        # model and batch with Muon, seed 1).
+        # A token has values of its own in attention: 1.6452 -> 1.6017 bits per byte (500 steps of the demo
+        # with Muon, 768 val rows, seed 1).
         self.value_embeddings = nn.ModuleDict()
         for i in with_values:
             self.value_embeddings[str(i)] = nn.Embedding(padded_vocab, width)
             nn.init.uniform_(self.value_embeddings[str(i)].weight, -(3 / width) ** 0.5, (3 / width) ** 0.5)
-        # To each token's embedding, some of the token's before it: with the longer decay 1.6017 -> 1.5713.
-        self.previous = nn.Parameter(torch.zeros(1))
+        # To each token's embedding, some of the one before: 1.6017 -> 1.5713, together with the longer decay.
+        self.previous = nn.Parameter(torch.zeros(width))
         self.blocks = nn.ModuleList(Block(width, self.head_dim) for _ in range(depth))
         self.head = Head(width, padded_vocab)
 
@@ -640,22 +665,22 @@ class Muon:
             momentum.copy_(momenta[name])
 
 
-def make_optimizers(model, kind, lr):
+def make_optimizers(model, kind, lr, tokens_per_step):
     """
-    Muon by module: ndim == 2 would catch embeddings and head as well. Rates and betas of these with Muon, and
-    their scale by width, are nanochat's (scripts/base_train.py).
+    Muon by module: ndim == 2 would catch embeddings and head as well. Rates of these and their scale by width
+    are nanochat's (scripts/base_train.py) for steps of 2 ** 19 tokens. Smaller steps take smaller rates: with
+    those of the demo, the token before by channel and beta2 0.98, 1.5713 -> 1.4410 bits per byte (500 steps).
     """
-    muon, scale = kind == "muon", (model.embedding.embedding_dim / 768) ** -0.5
+    scale = (model.embedding.embedding_dim / 768) ** -0.5 * min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     embeddings = [model.embedding.weight, *model.value_embeddings.parameters()]
-    groups = [{"params": embeddings, "lr": (0.3 if muon else 0.02) * scale},
-              {"params": list(model.head.parameters()), "lr": 0.004 * scale},
+    groups = [{"params": embeddings, "lr": 0.3 * scale},
+              {"params": list(model.head.parameters()), "lr": 0.006 * scale},
               {"params": [model.previous], "lr": 0.01}]
     matrices = list(model.blocks.named_parameters())
-    if not muon:
+    if kind == "adamw":
         groups.append({"params": [p for _, p in matrices], "lr": lr})
-    betas = (0.8, 0.95) if muon else (0.9, 0.95)
-    optimizers = [torch.optim.AdamW(groups, betas=betas, eps=1e-10, weight_decay=0.0, fused=True)]
-    if muon:
+    optimizers = [torch.optim.AdamW(groups, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.0, fused=True)]
+    if kind == "muon":
         optimizers.append(Muon(matrices, lr))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -800,9 +825,10 @@ class Checkpoints:
     """Rank 0's, written by a thread from a copy in memory; the newest two that are whole are kept."""
 
     def __init__(self, folder, resumed_from):
-        self.folder, self.thread, self.kept, self.saved_at = folder, None, [], None
-        if is_first_rank() and resumed_from in list_checkpoints(folder):
-            older = [path for path in list_checkpoints(folder) if path < resumed_from and is_ours(path)]
+        self.folder, self.thread, self.kept, self.saved_at = os.path.abspath(folder), None, [], None
+        there, resumed_from = list_checkpoints(self.folder), os.path.abspath(resumed_from or "")
+        if is_first_rank() and resumed_from in there:
+            older = [path for path in there if path < resumed_from and is_ours(path)]
             self.kept, self.saved_at = [*older, resumed_from], load_checkpoint(resumed_from)["step"]
 
     def save(self, step, states, content):

@@ -55,6 +55,7 @@ from dataset import (
     is_http,
     is_text,
     join_name,
+    list_files,
     list_shards,
     lock_file,
     one_line,
@@ -90,21 +91,23 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
             skip_torn: bool = False, cut_bytes: int | None = None, seed: int = 0, workers: int | None = None,
             shard_bytes: int = SHARD_BYTES, executor: Executor | None = None) -> dict:
     """
-    Make shards of the files in READERS; the last shard, about 1 % of the documents, is val.
+    Make shards of files with one of SUFFIXES; the last shard, about 1 % of the documents, is val.
 
     inputs: paths, folders, globs, URIs. Nothing stands under `out` before everything does. ValueError names
     file and line of the first bad document; with `skip_bad` the report counts them and shows the first few,
     with `skip_torn` also files that end too early. Each .txt or .md file is a document, or with `cut_bytes`
-    parts of at most so many bytes that end at blank lines. Any executor does whose workers see these paths.
+    parts of at most so many bytes that end at blank lines. Any executor does whose workers see these paths;
+    `workers` then says how many there are.
     """
     check_local(out)
     files, others = find_inputs(inputs)
     parse = functools.partial(scatter_task, text_key=text_key, skip_bad=skip_bad, skip_torn=skip_torn,
                               cut_bytes=cut_bytes, seed=seed, longest_in_val=sum(map(size_in, files)) // 100)
+    ahead = 4 * (workers or cores())
     with working_folder(out) as building, executor_or_pool(executor, workers) as pool:
         try:
-            bad = scatter_all(pool, files, functools.partial(parse, building=building))
-            counts = gather_all(pool, building, shard_bytes)
+            bad = scatter_all(pool, files, functools.partial(parse, building=building), ahead)
+            counts = gather_all(pool, building, shard_bytes, ahead)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)    # so that workers end at their next write
             raise
@@ -149,6 +152,20 @@ def executor_or_pool(executor, workers):
         yield pool
 
 
+@contextlib.contextmanager
+def dask_executor(address):
+    """(an executor on a Dask cluster, threads of all its workers), which run our code and see our files."""
+    if not address:
+        yield None, None
+        return
+    try:
+        from distributed import Client
+    except ImportError as error:
+        raise ValueError("--dask needs Dask's scheduler: pip install distributed") from error
+    with Client(address) as client:
+        yield client.get_executor(), sum(client.nthreads().values())
+
+
 def end_with_parent():
     """A worker does not outlive a parent that was killed, and leaves Ctrl-C to it."""
     def wait():
@@ -159,21 +176,21 @@ def end_with_parent():
     threading.Thread(target=wait, daemon=True).start()
 
 
-def scatter_all(pool, files, scatter):
+def scatter_all(pool, files, scatter, ahead):
     total = sum(map(size_in, files))
     progress, bad = Progress(len(files), "files", total / len(files)), []
-    for (_, group), found in in_order(pool, scatter, group_files(files, total), 4 * cores()):
+    for (_, group), found in in_order(pool, scatter, group_files(files, total), ahead):
         bad.append(found)
         progress.add(sum(size_in(file) for _, file in group), len(group))
     progress.close()
     return bad
 
 
-def gather_all(pool, building, shard_bytes):
+def gather_all(pool, building, shard_bytes, ahead):
     keys, lengths = keys_and_lengths(building)
     shards = list(enumerate(plan_shards(keys, lengths, shard_bytes)))
     progress = Progress(len(shards), "shards", lengths.sum() / len(shards))
-    for _, n_bytes in in_order(pool, functools.partial(gather_shard, building=building), shards, 4 * cores()):
+    for _, n_bytes in in_order(pool, functools.partial(gather_shard, building=building), shards, ahead):
         progress.add(n_bytes, 1)
     progress.close()
     return {"documents": len(keys), "bytes": int(lengths.sum()), "shards": len(shards)}
@@ -564,28 +581,32 @@ def check_utf8(data):
 # Tokenize: the same shards with token ids in place of text
 
 def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads: int | None = None,
-             compression: str = "none") -> int:
+             compression: str = "none", executor: Executor | None = None, at_once: int | None = None) -> int:
     """
     Write token shards of text shards: same names, row groups and rows. Returns how many tokens.
 
-    Shards that are there already, of the same text and tokenizer, are kept: a stopped run goes on.
+    Shards that are there already, of the same text and tokenizer, are kept: a stopped run goes on. With an
+    executor, whose workers see these paths, each task is a shard, `at_once` of them; else one after another.
     """
     check_local(out)
     if os.path.realpath(out) == os.path.realpath(data_dir):
         raise ValueError(f"{out} is the folder of the text; name another with --out")
-    tokenizer = get_tokenizer(tokenizer_dir)
     shards = all_shards(data_dir)
-    progress, tokens, threads = Progress(len(shards), "shards"), 0, threads or cores()
-    with ThreadPoolExecutor(threads) as pool:
-        for shard in shards:
-            tokens += tokenize_shard(shard, out, tokenizer, pool, threads, compression, progress)
-            progress.add(done=1)
+    check_no_others(out, shards)
+    progress, tokens = Progress(len(shards), "shards"), 0
+    one = functools.partial(tokenize_shard, out=os.path.abspath(out), tokenizer=get_tokenizer(tokenizer_dir),
+                            threads=threads or cores(), compression=compression)
+    alone = ((shard, one(shard)) for shard in shards)
+    for shard, n_tokens in in_order(executor, one, shards, at_once or cores()) if executor else alone:
+        tokens += n_tokens
+        progress.add(shard.size, 1)
     progress.close()
     write_index(out)
     return tokens
 
 
-def tokenize_shard(shard, out, tokenizer, pool, threads, compression, progress):
+def tokenize_shard(shard, out, tokenizer, threads, compression):
+    """Returns how many tokens the shard has."""
     path = os.path.join(out, shard.name)
     if shard.kind != "text":
         raise ValueError(f"{shard.path} holds tokens already; --data takes a folder of text shards")
@@ -599,19 +620,23 @@ def tokenize_shard(shard, out, tokenizer, pool, threads, compression, progress):
 
     tokens = []
     def encode(row_group):
-        texts = shard.read(row_group)
-        ids = encode_array(texts, tokenizer)
+        ids = encode_array(shard.read(row_group), tokenizer)
         tokens.append(count_bytes(ids) // width)
-        progress.add(texts.nbytes)
         return ids
 
-    arrays = (ids for _, ids in in_order(pool, encode, range(len(shard.rows)), 2 * threads))
     made_of = {"nanoloader.dtype": dtype.name, "nanoloader.tokenizer": fingerprint,
                "nanoloader.text_size": str(shard.size)}
     remove(os.path.join(out, INDEX))    # of a folder that was whole: it comes back when all are there
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    write_shard(path, arrays, "tokens", made_of, compression)
+    with ThreadPoolExecutor(threads) as pool:
+        encoded = in_order(pool, encode, range(len(shard.rows)), 2 * threads)
+        write_shard(path, (ids for _, ids in encoded), "tokens", made_of, compression)
     return sum(tokens)
+
+
+def check_no_others(out, shards):
+    if others := sorted(list_files(out)[0].keys() - {shard.name for shard in shards}):
+        raise ValueError(f"{out} holds {others[0]}, which is not of this text; name a new folder with --out")
 
 
 def encode_array(texts, tokenizer):
@@ -799,11 +824,13 @@ def make_parser():
     add("--cut_bytes", type=int, help="cut .txt and .md files at blank lines into documents of so many bytes")
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num_workers", type=int, help="processes (default: one a core)")
+    add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
     add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
     add("--data", help="folder or URI of text shards (default: what train.py takes)")
     add("--out", required=True, help="folder for the token shards")
     add("--tokenizer", help="folder of the tokenizer")
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
+    add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
     add = command("verify", run_verify, "check every shard against all its checksums")
     add("--data", help="folder or URI (default: what train.py takes)")
     add = command("stats", run_stats, "count documents, bytes, tokens, lengths, row groups, lanes")
@@ -817,8 +844,9 @@ def run_convert(flags):
         if (value := getattr(flags, name)) is not None and value < 1:
             raise ValueError(f"--{name} {value}: expected at least 1")
     out = flags.out or default_data_dir()
-    made = convert(flags.inputs, out, flags.text_key, flags.skip_bad, flags.skip_torn, flags.cut_bytes,
-                   flags.seed, flags.num_workers)
+    with dask_executor(flags.dask) as (executor, threads):
+        made = convert(flags.inputs, out, flags.text_key, flags.skip_bad, flags.skip_torn, flags.cut_bytes,
+                       flags.seed, flags.num_workers or threads, executor=executor)
     print(f"{made['files']:,} files -> {made['documents']:,} documents, {made['bytes'] / 1e6:,.1f} MB, "
           f"in {made['shards']:,} shards, the last for val, in {out}")
     if made["others"]:
@@ -829,7 +857,9 @@ def run_convert(flags):
 
 
 def run_tokenize(flags):
-    tokens = tokenize(find_data(flags.data), flags.out, flags.tokenizer, compression=flags.compression)
+    with dask_executor(flags.dask) as (executor, at_once):
+        tokens = tokenize(find_data(flags.data), flags.out, flags.tokenizer, 1 if executor else None,
+                          flags.compression, executor, at_once)
     print(f"{tokens:,} tokens in {flags.out}")
 
 

@@ -10,6 +10,7 @@ on one. The rows that its model met are compared with those of one PackedLoader 
 """
 
 import collections
+import functools
 import glob
 import itertools
 import json
@@ -104,7 +105,7 @@ def run_leg(folder, leg, script, ranks):
     common = {"LEG": str(leg), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JAX_PORT": free_port()}
     by_rank = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks)} for rank in range(ranks or 0)]
+                "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "1"} for rank in range(ranks or 0)]
     processes = []
     for rank, variables in enumerate(by_rank):    # forked: the imports are done
         child = (folder, script, f"log-{leg}-{rank}", {**common, **variables})
@@ -186,7 +187,7 @@ from torch.utils.data import DataLoader
 
 def test_snippets_are_ten_lines_at_most():
     long = {name: code for name, code in snippets().items() if code.count("\n") > 10}
-    assert len(snippets()) == 11 and not long
+    assert len(snippets()) == 12 and not long
 
 
 def test_dataloader(folder):
@@ -215,7 +216,7 @@ class Module(L.LightningModule):
         return self.model(*batch)
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
-options = dict(accelerator="cpu", devices=2 if os.environ["LEG"] < "2" else 1, logger=False,
+options = dict(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), logger=False,
                enable_progress_bar=False, enable_model_summary=False, callbacks=[
                L.pytorch.callbacks.ModelCheckpoint("saved", every_n_train_steps=save_every, save_top_k=-1)])
 """
@@ -226,9 +227,54 @@ trainer.fit(Module(), Data(), ckpt_path=saved[-1] if saved else None)
 
 
 def test_lightning(folder):
-    """Two ranks by its own launcher; in the second leg, the checkpoint is that of an epoch's middle."""
+    """In the second leg, the checkpoint is that of an epoch's middle."""
     pytest.importorskip("lightning")
-    check(folder, "Lightning", IMPORTS + LIGHTNING, FIT, launched=False)
+    check(folder, "Lightning", IMPORTS + LIGHTNING, FIT)
+
+
+def lightning_module():
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model, self.validated = Model(), []
+
+        def training_step(self, batch, i):
+            return self.model(*batch)
+
+        def validation_step(self, batch, i):
+            self.validated.append((i, batch[0].tolist()))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    return Module(), functools.partial(
+        lightning.Trainer, accelerator="cpu", logger=False, enable_progress_bar=False, max_steps=4,
+        enable_model_summary=False, enable_checkpointing=False)
+
+
+def test_every_validation_of_lightning_begins_at_the_beginning(folder, monkeypatch):
+    """Behind the two batches of its sanity check, too."""
+    pytest.importorskip("lightning")
+    monkeypatch.chdir(folder)
+    names = {"PackedLoader": PackedLoader, "tokenizer": tokenizer, "B": B, "T": T}
+    exec(snippets()["Validation"], names)
+    module, Trainer = lightning_module()
+    with PackedLoader(tokenizer, B, T, "train", data_dir="my_shards") as loader:
+        Trainer(val_check_interval=2, limit_train_batches=4).fit(module, map(tuple, loader), names["Val"]())
+    whole = [(i, batch[0].tolist()) for i, batch in enumerate(names["Val"]())]
+    assert module.validated == whole[:2] + whole + whole and len(whole) > 4
+
+
+def test_lightning_may_not_save_the_bare_loader(folder, tmp_path):
+    pytest.importorskip("lightning")
+    module, Trainer = lightning_module()
+    with PackedLoader(tokenizer, B, T, "train", data_dir=folder / "my_shards") as loader:
+        trainer = Trainer()
+        trainer.fit(module, loader)
+        with pytest.raises(RuntimeError, match="Lightning saves rank 0's state alone, and one batch late"):
+            trainer.save_checkpoint(tmp_path / "saved.ckpt")
 
 
 def test_fabric(folder):
@@ -241,13 +287,26 @@ def test_accelerate(folder):
     check(folder, "Accelerate", IMPORTS + "from accelerate import Accelerator")
 
 
+def test_accelerate_with_a_dataloader_is_refused(folder):
+    """It would hand on rank 0's batches; Trainer(train_dataset=loader) comes down to the same."""
+    accelerate = pytest.importorskip("accelerate")
+    for dispatch in (True, False):
+        configuration = accelerate.DataLoaderConfiguration(dispatch_batches=dispatch)
+        accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
+        with PackedLoader(tokenizer, B, T, "train", data_dir=folder / "my_shards") as loader:
+            batches = accelerator.prepare(torch.utils.data.DataLoader(loader, batch_size=None))
+            with pytest.raises(RuntimeError, match="iterate over the PackedLoader itself"):
+                next(iter(batches))
+
+
 TRAINER = """
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 class Llama(LlamaForCausalLM):
     def forward(self, input_ids, shift_labels, **others):
         meet(input_ids, shift_labels)
         return super().forward(input_ids, shift_labels=shift_labels, **others)
-model = Llama(LlamaConfig(257, 8, 8, 1, 1))
+model = Llama(LlamaConfig(vocab_size=257, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
+                          num_attention_heads=1))
 options = dict(save_steps=save_every, use_cpu=True, report_to=[], disable_tqdm=True)
 saved = sorted(glob.glob("out/checkpoint-*"), key=os.path.getmtime)
 last_checkpoint = saved[-1] if saved else None
