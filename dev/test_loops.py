@@ -1,5 +1,5 @@
 """
-The snippets of loops.md, run with the real libraries at toy size.
+The snippets of the README's section "In other loops", run with the real libraries at toy size.
 
     python -m pytest dev/test_loops.py              a few minutes; a library that is not installed is skipped
     python -m pytest dev/test_loops.py -k Fabric
@@ -69,7 +69,7 @@ def meet(inputs, targets):
     global met
     met += 1
     rows = [[a[0], *b] for a, b in zip(inputs.tolist(), targets.tolist(), strict=True)]
-    with open(f"rows-{os.environ['LEG']}-{os.getpid()}", "a") as file:
+    with open(f"{os.environ['ROWS']}-{os.getpid()}", "a") as file:
         print(json.dumps(rows), file=file)
     if met == kill_at:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -83,9 +83,9 @@ def train_step(inputs, targets):
 # Snippets to scripts, scripts to rows
 
 def snippets():
-    """{first bold word: code} of loops.md; the first one, which all need, is under ""."""
-    with open(f"{HERE}/dev/loops.md") as file:
-        section = file.read()
+    """{first bold word: code} of the README's section; the first one, which all need, is under ""."""
+    with open(f"{HERE}/README.md") as file:
+        section = re.split(r"^## ", file.read().split("\n## In other loops\n")[1], flags=re.M)[0]
     found = re.findall(r"(?:^\*\*([^*]+)\*\*|^Each snippet)(?:(?!```).)*```python\n(.*?)```", section,
                        re.M | re.S)
     return {name.rstrip("."): code for name, code in found}
@@ -102,7 +102,7 @@ def run_leg(folder, leg, script, ranks):
     that torchrun sets; None: one, which has a launcher of its own
     """
     (folder / "script.py").write_text(script)
-    common = {"LEG": str(leg), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+    common = {"LEG": str(leg), "ROWS": f"{folder}/rows-{leg}", "PYTHONPATH": HERE, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JAX_PORT": free_port()}
     by_rank = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "1"} for rank in range(ranks or 0)]
@@ -161,13 +161,13 @@ def rows_of_one_process(folder, n):
     return [(int(inputs[0, 0]), *targets[0].tolist()) for inputs, targets in batches]
 
 
-def check(folder, name, before, behind="", launched=True, elastic=True):
+def check(folder, name, before, behind="", launched=True, legs=(2, 2, 1)):
     """
-    Each leg begins behind the last checkpoint and meets the rows of one process, none left out. launched:
-    two processes, as torchrun starts them; elastic: a third leg, on one.
+    Each leg begins behind the last checkpoint and meets the rows of one process, none left out. legs: the
+    numbers of processes; launched: as torchrun starts them.
     """
     script, want, at = script_of(name, before, behind), rows_of_one_process(folder, 60), 0
-    for leg, ranks in enumerate([2, 2, 1] if elastic else [2, 2]):
+    for leg, ranks in enumerate(legs):
         batches = run_leg(folder, leg, script, ranks if launched else None)
         for number in range(save_every):
             rows = want[at:at + ranks * B]
@@ -198,11 +198,11 @@ def test_stateful_dataloader(folder):
     pytest.importorskip("torchdata.stateful_dataloader")
     before = IMPORTS + "from torchdata.stateful_dataloader import StatefulDataLoader\n"
     check(folder, "StatefulDataLoader", before + "dist.init_process_group('gloo')",
-          elastic=False)
+          legs=(2, 2))
 
 
 def test_spawn(folder):
-    check(folder, "mp.spawn", IMPORTS + "import torch.multiprocessing as mp", launched=False, elastic=False)
+    check(folder, "mp.spawn", IMPORTS + "import torch.multiprocessing as mp", launched=False, legs=(2, 2))
 
 
 LIGHTNING = """
@@ -279,7 +279,13 @@ def test_lightning_may_not_save_the_bare_loader(folder, tmp_path):
 
 def test_fabric(folder):
     pytest.importorskip("lightning")
-    check(folder, "Fabric", IMPORTS + "import lightning as L", launched=False, elastic=False)
+    check(folder, "Fabric", IMPORTS + "import lightning as L", legs=(2, 2))
+
+
+def test_fabric_s_own_launcher(folder):
+    """Which sets other variables than torchrun does."""
+    pytest.importorskip("lightning")
+    check(folder, "Fabric", IMPORTS + "import lightning as L", launched=False, legs=(2,))
 
 
 def test_accelerate(folder):
@@ -360,4 +366,4 @@ from ray.train.torch import TorchTrainer
 
 def test_ray(folder):
     pytest.importorskip("ray")
-    check(folder, "Ray Train", IMPORTS + RAY, launched=False, elastic=False)
+    check(folder, "Ray Train", IMPORTS + RAY, launched=False, legs=(2, 2))
