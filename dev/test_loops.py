@@ -1,5 +1,5 @@
 """
-The snippets of the README's section "In other loops", run with the real libraries at toy size.
+The snippets of loops.md, run with the real libraries at toy size.
 
     python -m pytest dev/test_loops.py              a few minutes; a library that is not installed is skipped
     python -m pytest dev/test_loops.py -k Fabric
@@ -83,9 +83,9 @@ def train_step(inputs, targets):
 # Snippets to scripts, scripts to rows
 
 def snippets():
-    """{first bold word: code} of the README's section; the first one, which all need, is under ""."""
-    with open(f"{HERE}/README.md") as file:
-        section = re.split(r"^## ", file.read().split("\n## In other loops\n")[1], flags=re.M)[0]
+    """{first bold word: code} of loops.md; the first one, which all need, is under ""."""
+    with open(f"{HERE}/dev/loops.md") as file:
+        section = file.read()
     found = re.findall(r"(?:^\*\*([^*]+)\*\*|^Each snippet)(?:(?!```).)*```python\n(.*?)```", section,
                        re.M | re.S)
     return {name.rstrip("."): code for name, code in found}
@@ -102,8 +102,8 @@ def run_leg(folder, leg, script, ranks):
     that torchrun sets; None: one, which has a launcher of its own
     """
     (folder / "script.py").write_text(script)
-    common = {"LEG": str(leg), "ROWS": f"{folder}/rows-{leg}", "PYTHONPATH": HERE, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JAX_PORT": free_port()}
+    common = {"LEG": str(leg), "ROWS": f"{folder}/rows-{leg}", "PYTHONPATH": HERE, "OMP_NUM_THREADS": "1",
+              "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JAX_PORT": free_port()}
     by_rank = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "1"} for rank in range(ranks or 0)]
     processes = []
