@@ -855,7 +855,8 @@ class Pipeline:
         self.ready, self.error = collections.deque(), None
         # No Condition, nor what has one inside: a Ctrl-C in its Python code could leave it locked for ever.
         self.requests, self.wakes = queue.SimpleQueue(), queue.SimpleQueue()
-        threading.Thread(target=self._work_ahead, name="pack", daemon=True).start()
+        # No daemon: at exit that would be killed inside of Arrow's or torch's code, which aborts the process.
+        threading.Thread(target=self._work_ahead, name="pack").start()
 
     def next_batch(self, position):
         """
@@ -879,13 +880,20 @@ class Pipeline:
         try:
             if self.stream:    # else on GPU 0, where each rank would then keep a context of hundreds of MB
                 torch.cuda.set_device(self.stream.device)
-            while self.requests.get():
+            while self._is_asked():
                 while len(self.ready) < self.most_ready and self.error is None:
                     self.ready.append(self._pack_batch())
                     self.wakes.put(None)
         except BaseException as error:    # tiktoken's panics are no Exceptions
             self.error = self.error or error
             self.wakes.put(None)
+
+    def _is_asked(self):
+        """Waits for a request; False where the loader is closed, or the program ends without closing it."""
+        while threading.main_thread().is_alive():
+            with contextlib.suppress(queue.Empty):
+                return self.requests.get(timeout=0.2)
+        return False
 
     def _pack_batch(self):
         began, (B, R) = time.perf_counter(), self.rows.shape

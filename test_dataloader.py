@@ -4196,10 +4196,32 @@ def test_train_skips_a_batch_on_every_rank_and_when_it_is_replayed(train_base, t
     assert 3 not in train_losses(f"{out}_again"), "the checkpoint remembers what is skipped"
 
 
+def test_audit_names_the_documents_of_a_step(train_base, train_whole):
+    """Of steps behind a checkpoint and before it; each token re-encodes from what is named."""
+    file = train_whole[0] / "step_0000010.pt"
+    tok = RustBPETokenizer.from_dict(train.load_checkpoint(file)["tokenizer"])
+    for steps in ((3, 5), (11, 12)):
+        lines = list(bench.audit(str(file), steps, as_json=True))
+        loader = PackedLoader(tok, 8, 64, "train", data_dir=str(train_base / "a"), rank=0, world_size=1)
+        rows = [row for batch in itertools.islice(loader, *steps) for row in rows_of(batch)]
+        loader.close()
+        assert len(lines) == len(rows) == 8 * (steps[1] - steps[0])
+        for line, row in zip(map(json.loads, lines), rows, strict=True):
+            got = []
+            for found in line["documents"]:
+                column = pq.ParquetFile(found["path"]).read_row_group(found["row_group"])["text"]
+                text = column[found["row"]].as_py()
+                assert text.startswith(found["text"])
+                got += plain_ids(tok, text)[found["from"]:found["to"]]
+            assert got == list(row)
+    mine = list(bench.audit(str(file), (3, 4), rank=1, world_size=2))
+    assert [line for line in mine if line.startswith("step")] == [f"step 3, row {i}" for i in (1, 3, 5, 7)]
+
+
 def test_train_garbage_in_a_mixture_is_named_and_skipped(train_base):
     garbage = "".join(random.Random(0).choices([chr(i) for i in range(0x4E00, 0x9000)], k=20_000))
     code = [["x = 1\n" * 50] * 4] * 9
-    folder = write_shards(train_base / "garbage", [[[garbage], *code], code])
+    folder = write_shards(train_base / "garbage", [[*[[garbage]] * 3, *code], code])    # 3 lanes of 8
     same = ["--data", f"{train_base / 'a'}:0.9", f"{folder}:0.1", "--steps", 12, "--spike", 6.6,
             "--save_every", 1, "--lr", "0.02"]
     out, skips = train_base / "spiked", []

@@ -4,6 +4,7 @@ Look at the packings and measure them, on the data at hand.
     python -m dev.bench show       rows of every packing, drawn in the terminal
     python -m dev.bench compare    what each packing loses, cuts and costs
     python -m dev.bench bench      tokens per second, from text and from tokens, beside other loaders
+    python -m dev.bench audit      which documents a run has met, or will meet, in which steps
 
 The trade-off: each line of the benchmark is measured in a process of its own, in turns with the best that it
 could be: a quarter of a minute a line, for shares that hold on a machine that does other things, too. The
@@ -16,6 +17,7 @@ import functools
 import importlib.util
 import io
 import itertools
+import json
 import multiprocessing
 import os
 import sys
@@ -27,11 +29,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, cores_of_this_rank, tokens_left
+from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, cores_of_this_rank, tokens_left, trace
 from dataset import column_views, errors_in_one_line, find_data, list_shards
 from dev.prepare import tokenize
-from tokenizer import find_tokenizer, get_tokenizer
-from train import peak_memory
+from tokenizer import RustBPETokenizer, find_tokenizer, get_tokenizer
+from train import load_checkpoint, parse_steps, peak_memory, sources_of
 
 # ---------------------------------------------------------------------------------------------------------
 # Show: rows of every packing, drawn in the terminal
@@ -301,11 +303,79 @@ def write_ids(setting):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Audit: the documents in the rows of a run's steps
+
+def audit(path, steps=None, rank=None, world_size=1, as_json=False):
+    """
+    Lines for each row of steps A to B-1 (default: the next one) of train.py's checkpoint `path`. Steps before
+    it are found from the beginning of the run on, which takes as long as packing them again. rank: only its
+    rows, of so many.
+    """
+    saved = load_checkpoint(path)
+    run = argparse.Namespace(**saved["flags"])
+    first, behind = steps or (saved["step"], saved["step"] + 1)
+    state, step = json.loads(saved["loader"]), saved["step"]
+    if first < step:
+        state, step = None, 0
+    tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
+    while step < behind:
+        ends = [begin for _, begin in run.seq_len if begin > step]
+        T = [T for T, begin in run.seq_len if begin <= step][-1]
+        rows_a_step = run.batch_size * run.seq_len[-1][0] // T
+        with PackedLoader(tokenizer, rows_a_step, T, "train", rank=0, world_size=1, packing=run.packing,
+                          tails=run.tails, data_dir=sources_of(run), num_lanes=run.num_lanes, prefetch=0,
+                          shuffle_seed=run.seed if run.shuffle else None) as loader:
+            if state:
+                loader.load_state_dict(state)
+            shards = {shard.path: shard for source in loader.sources.values() for shard in source.shards}
+            traced = trace(loader)
+            while step < min([behind, *ends]):
+                rows = next(traced)
+                for i, pieces in enumerate(rows if step >= first else ()):
+                    if rank is None or i % world_size == rank:
+                        found = [describe_piece(piece, shards, tokenizer) for piece in pieces]
+                        yield from lines_of_row(step, i, found, as_json)
+                next(loader)    # keeps the place, from which rows of another length go on
+                step += 1
+            state = loader.state_dict()
+
+
+def describe_piece(piece, shards, tokenizer):
+    place, ref = piece.place, piece.ref
+    shard = shards[place.path]
+    document = read_row_group(shard, place.row_group)[place.row].as_py()
+    if shard.kind == "tokens":
+        document = tokenizer.decode(np.frombuffer(document, shard.dtype)[1:101].tolist())
+    return {"path": place.path, "row_group": place.row_group, "row": place.row, "epoch": ref.epoch,
+            "from": piece.start, "to": piece.stop, "text": document[:60]}
+
+
+@functools.lru_cache(maxsize=16)
+def read_row_group(shard, row_group):
+    return shard.read(row_group)
+
+
+def lines_of_row(step, number, found, as_json):
+    if as_json:
+        yield json.dumps({"step": step, "row": number, "documents": found})
+        return
+    yield f"step {step}, row {number}"
+    for one in found:
+        tokens = f"{one['from']:,}-{one['to'] - 1:,}"
+        yield (f"  {one['path']}, row group {one['row_group']}, row {one['row']}, epoch {one['epoch']}, "
+               f"tokens {tokens:<14} {one['text']!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------
 # The command line
 
 def main(argv: list[str] | None = None) -> None:
     flags = make_parser().parse_args(argv)
     with errors_in_one_line():
+        if flags.run is audit:
+            for line in audit(flags.resume, flags.steps, flags.rank, flags.world_size, flags.json):
+                print(line, flush=True)
+            return
         data_dir = find_data(flags.data)
         tokenizer, folder = find_tokenizer(flags.tokenizer, [data_dir], 32768)
         for line in flags.run(flags, tokenizer, folder, data_dir):
@@ -326,6 +396,14 @@ def make_parser():
         command.add_argument("--T", type=int, default=2048, help="tokens of a row (default 2048)")
         if name != "show":
             command.add_argument("--B", type=int, default=32, help="rows of a batch (default 32)")
+    command = commands.add_parser("audit", help="which documents are in the rows of a run's steps",
+                                  description=audit.__doc__)
+    command.set_defaults(run=audit)
+    command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
+    command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the one behind FILE")
+    command.add_argument("--rank", type=int, help="only this rank's rows, of --world_size ranks")
+    command.add_argument("--world_size", type=int, default=1)
+    command.add_argument("--json", action="store_true", help="a row a line, for programs")
     return parser
 
 

@@ -103,7 +103,8 @@ def run_leg(folder, leg, script, ranks):
     """
     (folder / "script.py").write_text(script)
     common = {"LEG": str(leg), "ROWS": f"{folder}/rows-{leg}", "PYTHONPATH": HERE, "OMP_NUM_THREADS": "1",
-              "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JAX_PORT": free_port()}
+              "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
+              "JAX_PORT": free_port()}
     by_rank = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "1"} for rank in range(ranks or 0)]
     processes = []
