@@ -102,9 +102,9 @@ def run_leg(folder, leg, script, ranks):
     that torchrun sets; None: one, which has a launcher of its own
     """
     (folder / "script.py").write_text(script)
-    common = {"LEG": str(leg), "ROWS": f"{folder}/rows-{leg}", "PYTHONPATH": HERE, "OMP_NUM_THREADS": "1",
-              "CUDA_VISIBLE_DEVICES": "", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(),
-              "JAX_PORT": free_port()}
+    common = {"LEG": str(leg), "ROWS": f"{folder}/rows-{leg}", "PYTHONPATH": HERE,
+              "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0",
+              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "JAX_PORT": free_port()}
     by_rank = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
                 "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "1"} for rank in range(ranks or 0)]
     processes = []
