@@ -3582,6 +3582,7 @@ def test_a_transformation_may_leave_documents_out(corpus):
         tokens = [token for batch in loader for row in rows_of(batch) for token in real(row)[1:]]
         counts = collections.Counter(token for token in tokens if token != BOS)
         assert counts == collections.Counter(itertools.chain(*(text.encode() for text in want)))
+        assert loader.stats()["left_out_documents"] == len(corpus_texts(corpus)) - len(want)
 
 
 def test_a_number_of_each_document_beside_each_of_its_tokens(corpus):
