@@ -400,7 +400,7 @@ def joined(parts, dtype):
 # restore(document), once for each of them in their order, makes an empty packer what that one was
 #
 # options: the settings of the loader, beside T, that its rows depend on: arguments of its constructor
-# usual_buffer_size: where the loader is given none. chunk_size: documents in a Chunk; None: it does not matter
+# usual_buffer_size: where the loader is given none. chunk_size: documents in a Chunk; None: any number
 # rows: how many it has given (not counting []), those before it was restored, too
 # counts: tokens "dropped", "documents" pulled, and "cut": documents delivered in pieces that fit a row
 
