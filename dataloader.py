@@ -954,7 +954,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs one token on.
 
     tokenizer: encode_documents(texts) -> (ids, bounds) as in tokenizer.py, or nanochat's encode(list,
-        prepend=id, num_threads=n), and get_bos_token_id()
+        prepend=id, num_threads=n), and get_bos_token_id(). Where it has fingerprint() -> str, states are
+        checked by that, else by what it makes of one line; dtype: NumPy's of its ids (default uint32)
     packing: "flat", "bestfit" or "exactfit"; buffer_size: documents that it chooses from; tails (exactfit):
         "keep", or "drop" what lies beyond a row; tokenizer_batch_size (bestfit): documents of a refill
     data_dir: a folder or URI of shards, or {folder: weight}, the weights being shares of tokens; default:

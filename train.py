@@ -199,6 +199,8 @@ def train(flags):
     stop = StopRequest(flags.max_minutes)
     out, checkpoint = from_rank_0(on_some_ranks(rank == 0, lambda: choose_run(flags)))
     saved = load_checkpoint(checkpoint) if checkpoint else None
+    if flags.resume == "auto" and not saved:
+        say(f"no checkpoint in {out} yet: a new run")
     settings = settle(flags, world, saved, checkpoint)
 
     # Data: the loader deals rows to ranks by itself
