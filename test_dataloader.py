@@ -3768,7 +3768,7 @@ def test_stats_add_up(corpus):
 
 def test_command_line_says_what_to_choose():
     done = subprocess.run([sys.executable, "-m", "dev.bench"], cwd=HERE, capture_output=True, text=True)
-    assert done.returncode == 2 and "arguments are required: {show,compare,bench}" in done.stderr
+    assert done.returncode == 2 and "arguments are required: {show,compare,bench,audit}" in done.stderr
 
 
 def test_a_command_may_be_piped_into_head(monkeypatch):
