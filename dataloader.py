@@ -230,7 +230,7 @@ class Encoder:
 
     transform(ids, ref, place): what is to be delivered in place of a document's ids, int64 and BOS first; or
     None to leave it out. It is called in these threads, every time that a document is encoded, and its result
-    must depend on its arguments alone. Its integers are delivered as they are.
+    must depend on its arguments alone. Its integers are delivered as they are. A state knows it by its name.
     """
 
     def __init__(self, tokenizer, threads, transform=None):
@@ -367,8 +367,11 @@ class Encoder:
         found, ids = [], ids.astype(self.dtype)
         for i, (a, b) in enumerate(itertools.pairwise(bounds)):
             place = Place(where.shard.path, where.row_group, int(where.rows[i]))
-            result = self.transform(ids[a:b], ref_of(i), place) if a < b else None
+            result = self.transform(ids[a:b], ref_of(i), place) if a < b else ()
             found.append(() if result is None else result)
+            if result is None:
+                with self.lock:
+                    self.counts["left_out"] += 1
         return joined(found, self.dtype)
 
     def close(self):
@@ -397,7 +400,8 @@ def joined(parts, dtype):
 # restore(document), once for each of them in their order, makes an empty packer what that one was
 #
 # options: the settings of the loader, beside T, that its rows depend on: arguments of its constructor
-# rows: how many it has given, before it was restored too
+# usual_buffer_size: where the loader is given none. chunk_size: documents in a Chunk; None: any number
+# rows: how many it has given (not counting []), those before it was restored, too
 # counts: tokens "dropped", "documents" pulled, and "cut": documents delivered in pieces that fit a row
 
 def new_counts():
@@ -1165,8 +1169,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         """
         Since the first batch or the last load, in this process, prefetched batches included: tokens,
         documents and rows packed; the share of documents that fit a row and yet were cut; documents that
-        were null; seconds that next() waited, and that threads spent reading, encoding (both summed over
-        threads) and packing. Per source under "sources".
+        were null, or that `transform` left out; seconds that next() waited, and that threads spent reading,
+        encoding (both summed over threads) and packing. Per source under "sources".
         """
         if self._pipeline is None:
             return {}
@@ -1177,6 +1181,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return {**total, "rows_per_second": total["rows"] / seconds, "waited_s": pipeline.waited,
                 "engine_failures": getattr(self.tokenizer, "engine_failures", 0),
                 "tokens_encoded": encoder.counts["tokens"], "null_documents": encoder.counts["nulls"],
+                "left_out_documents": encoder.counts["left_out"],
                 "reading_s": encoder.row_groups.seconds, "encoding_s": encoder.counts["seconds"],
                 "packing_s": pipeline.packing_seconds - waited,
                 "sources": {name: count_packed([s for s in streams if s.source is source], self.T)

@@ -49,7 +49,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from dataloader import PackedLoader, cores_of_this_rank, merge_states, trace
+from dataloader import PACKINGS, PackedLoader, cores_of_this_rank, merge_states, trace
 from dataset import ShardError, find_data, list_shards, parquets_iter_batched, write_whole
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
@@ -69,7 +69,7 @@ FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what i
 LR = {"muon": (0.012, 0.02), "adamw": (0.0025, 0.0025)}
 CHOICES = [
     ("optimizer", ["muon", "adamw"], "muon: of the blocks' matrices; AdamW for the rest"),
-    ("packing", ["exactfit", "bestfit", "flat"], "how documents become rows"),
+    ("packing", [*reversed(PACKINGS)], "how documents become rows"),
     ("tails", ["keep", "drop"], "exactfit: what lies beyond a row"),
     ("compile", ["auto", "on", "off"], "auto: on CUDA, where there is a C compiler"),
     ("dtype", ["float32", "bfloat16"], "of activations (cpu float32, cuda bfloat16); weights are float32"),
