@@ -3724,6 +3724,25 @@ def test_compare_and_bench_print_a_line_each(tmp_path, monkeypatch):
     assert all(float(line[45:57]) > 0 for line in lines[2:])
 
 
+@pytest.mark.parametrize("name", ["datasets", "litdata", "streaming"])
+def test_other_loaders_of_the_benchmark_give_batches_of_the_same_tokens(name, tmp_path):
+    """Where they are installed."""
+    pytest.importorskip(name)
+    data = write_shards(tmp_path / "data", [[numbered(range(3, 400, 3))]] * 4)
+    tokenizer = RustBPETokenizer.train_from_iterator(iter(numbered(range(100))), 300)
+    tokenizer.save(str(tmp_path / "tokenizer"))
+    prepare.tokenize(data, str(tmp_path / "tokens"), str(tmp_path / "tokenizer"))
+    folders = [str(tmp_path / folder) for folder in ("tokenizer", "data", "tokens", "ids")]
+    setting = bench.Setting(*folders, B=2, T=32, seconds=0.01)
+    _, write, read = bench.OTHERS[name]
+    if write:
+        write(setting)
+    ours = itertools.chain.from_iterable(bench.train_ids(setting))
+    batch = next(read(None, setting, tokenizer))
+    assert [token for row in rows_of((batch[0].contiguous(), batch[1].contiguous())) for token in row] == [
+        int(token) for token in itertools.islice(ours, 2 * 33)]
+
+
 def test_the_memmap_of_the_benchmark_gives_the_rows_of_flat(tmp_path):
     """So that both are asked for the same."""
     data = write_shards(tmp_path / "data", [[numbered(range(3, 400, 3))]] * 4)

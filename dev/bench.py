@@ -215,7 +215,11 @@ def all_jobs(setting, threads, work):
         for kind, folder in (("text", setting.text), ("tokens", setting.tokens)):
             names = four_names(folder, f"{work}/{kind}")
             yield Job(kind, dict.fromkeys(names, 1), packings[-1], threads, engines()[-1], "4 x ")
-    yield Job("tokens", setting.tokens, "memmap", 1)
+    for name, (kind, write, _) in OTHERS.items():
+        if name == "memmap" or importlib.util.find_spec(name):
+            if write:
+                in_own_process(write, setting)
+            yield Job(kind, getattr(setting, kind), name, 1, engines()[-1])
 
 
 def engines():
@@ -242,7 +246,8 @@ def measure(job, setting):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     os.environ["NANOLOADER_ENGINE"] = job.engine
     tokenizer, before = get_tokenizer(setting.tokenizer), peak_memory()
-    make = functools.partial(OTHERS.get(job.reader, packed), job, setting, tokenizer)
+    *_, read = OTHERS.get(job.reader, [packed])
+    make = functools.partial(read, job, setting, tokenizer)
     batches = make()
     first, _ = timed(lambda: next(batches))
     tokens = tokens_of(batches)
@@ -291,15 +296,91 @@ def memmap(job, setting, tokenizer=None):
             yield tuple(torch.from_numpy(part.astype(np.int64)).view(B, T) for part in (inputs, targets))
 
 
-OTHERS = {"memmap": memmap}
-
-
 def write_ids(setting):
     with open(setting.ids, "wb") as file:
-        for shard in list_shards(setting.tokens, "train"):
-            for row_group in range(len(shard.rows)):
-                data, offsets, _ = column_views(shard.read(row_group))
-                file.write(data[offsets[0]:offsets[-1]])
+        for ids in train_ids(setting):
+            file.write(ids)
+
+
+def train_ids(setting):
+    """The ids of each row group."""
+    for shard in list_shards(setting.tokens, "train"):
+        for row_group in range(len(shard.rows)):
+            data, offsets, _ = column_views(shard.read(row_group))
+            yield np.frombuffer(data[offsets[0]:offsets[-1]], shard.dtype)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Other loaders, where they are installed, each as its documentation has it, in one process: documents behind
+# one another, cut every T + 1 tokens
+
+def as_batch(rows):
+    rows = torch.from_numpy(np.asarray(rows).astype(np.int64))
+    return rows[:, :-1], rows[:, 1:]
+
+
+def read_datasets(job, setting, tokenizer):
+    """Hugging Face's streaming; what a thousand documents leave of a row is dropped."""
+    from datasets import load_dataset
+
+    def encode(documents):
+        ids, _ = tokenizer.encode_documents(documents["text"])
+        n = len(ids) // (setting.T + 1)
+        return {"rows": ids[:n * (setting.T + 1)].reshape(n, -1)}
+
+    files = [shard.path for shard in list_shards(setting.text, "train")]
+    dataset = load_dataset("parquet", data_files=files, split="train", streaming=True)
+    dataset = dataset.map(encode, batched=True, remove_columns=dataset.column_names).with_format("numpy")
+    while True:
+        for batch in dataset.iter(setting.B, drop_last_batch=True):
+            yield as_batch(batch["rows"])
+
+
+def write_litdata(setting):
+    from litdata import TokensLoader, optimize
+
+    optimize(torch.from_numpy, list(train_ids(setting)), setting.ids + ".litdata", chunk_bytes="64MB",
+             item_loader=TokensLoader(setting.T + 1), num_workers=1, verbose=False)
+
+
+def read_litdata(job, setting, tokenizer):
+    from litdata import StreamingDataLoader, StreamingDataset, TokensLoader
+
+    dataset = StreamingDataset(setting.ids + ".litdata", item_loader=TokensLoader(setting.T + 1))
+    while True:
+        yield from map(as_batch, StreamingDataLoader(dataset, batch_size=setting.B, drop_last=True))
+
+
+def write_streaming(setting):
+    from streaming import MDSWriter
+
+    rest, row = np.zeros(0, np.uint16), setting.T + 1
+    with MDSWriter(out=setting.ids + ".mds", columns={"ids": "bytes"}) as writer:
+        for ids in train_ids(setting):
+            rest = np.concatenate([rest, ids])
+            stop = len(rest) // row * row
+            for i in range(0, stop, row):
+                writer.write({"ids": rest[i:i + row].tobytes()})
+            rest = rest[stop:]
+
+
+def read_streaming(job, setting, tokenizer):
+    from streaming import StreamingDataset
+
+    def collate(samples):
+        return as_batch([np.frombuffer(sample["ids"], tokenizer.dtype) for sample in samples])
+
+    dataset = StreamingDataset(local=setting.ids + ".mds", batch_size=setting.B, shuffle=False)
+    while True:
+        yield from torch.utils.data.DataLoader(dataset, setting.B, collate_fn=collate, drop_last=True)
+
+
+OTHERS = {    # name: what it reads; what writes that in its own form; its batches
+    "datasets": ("text", None, read_datasets),
+    "memmap": ("tokens", None, memmap),
+    "litdata": ("tokens", write_litdata, read_litdata),
+    "streaming": ("tokens", write_streaming, read_streaming),
+}
 
 
 # ---------------------------------------------------------------------------------------------------------
