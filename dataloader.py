@@ -982,7 +982,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                  shuffle_seed: int | None = None, epochs: int | dict | None = None, uneven: str = "pad",
                  device: str | torch.device = "cpu", threads: int | None = None, prefetch: int = 2,
                  tokenizer_batch_size: int = 128, transform: Callable | None = None):
-        self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
+        self.arguments = {key: value for key, value in locals().items() if key != "self"}
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank}, world_size={world_size}; pass both, or neither")
         self.rank, self.world_size = (rank, world_size) if rank is not None else ranks_of_this_process()
@@ -1042,7 +1042,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         return {name: getattr(self, name) for name in PACKINGS[self.packing].options}
 
     def _is_finite(self):
-        """One source without end, and the run has none."""
+        """Whether every source has an end: with one that has none, the run has none."""
         return all(self.epochs.values())
 
     def _join_ranks(self):
