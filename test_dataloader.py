@@ -1712,9 +1712,9 @@ HOSTILE = ["a", "A", "1", "!", "=", "\n", " ", "\t", "\0", "'", "/", "é", "漢"
 def test_hostile_documents(unit):
     """Megabytes of one character or two: no crash, nothing lost, and no more than linear time."""
     tok, n = small_tokenizer(), 1_500_000 // len(unit)
-    started = time.perf_counter()
+    started = time.process_time()
     ids = one_document(tok, unit * n)
-    took = time.perf_counter() - started
+    took = time.process_time() - started
     assert ids[0] == 1015 and 1015 not in ids[1:]
     assert tok.decode(ids[1:]) == (unit * n).replace("\ud800", "\ufffd")
     assert took < 5, "quadratic time would be minutes"
