@@ -89,9 +89,9 @@ from tokenizer import (
     TiktokenEngine,
     as_encoder,
     build_encoding,
-    cut_safely,
     get_token_bytes,
     get_tokenizer,
+    safe_cuts_around,
 )
 
 BOS = 256
@@ -1653,8 +1653,12 @@ def test_ids_are_tiktoken_s_on_real_text(pattern):
 
 def safe_pieces(data):
     """Cut at every place that CUT allows."""
-    cuts = sorted({found.end() for i in range(len(data)) if (found := NEXT_CUT.match(data, i))})
+    cuts = cuts_of(data)
     return [data[a:b].decode() for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
+
+
+def cuts_of(data):
+    return sorted({found.end() for i in range(len(data)) if (found := NEXT_CUT.match(data, i))})
 
 
 @pytest.mark.parametrize("pattern", [SPLIT_PATTERN, R50K, CL100K, O200K])
@@ -1666,9 +1670,10 @@ def test_cuts_are_where_tokens_end(pattern):
         pieces = safe_pieces(text.encode())
         n_pieces += len(pieces)
         assert [i for piece in pieces for i in enc.encode_ordinary(piece)] == enc.encode_ordinary(text)
-        for size in (0, 1, 30):
-            parts = [part.decode() for part in cut_safely(text.encode(), size)]
-            assert [i for part in parts for i in enc.encode_ordinary(part)] == enc.encode_ordinary(text)
+        data, place, done = text.encode(), choose.randrange(len(text)), choose.randrange(len(text))
+        begin, end = safe_cuts_around(data, max(place, done), done)
+        assert done <= begin <= max(place, done) < end <= len(data)
+        assert begin in {done, *cuts_of(data)} and end in {len(data), *cuts_of(data)}
     assert n_pieces > 10_000, "hardly a cut: this tested nothing"
 
 
@@ -1907,7 +1912,7 @@ def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(monkeypatch):
     texts = ["a b", "poison 12", "c \u0664", "", tokenizer_module.BETWEEN.decode(), "poison \u0664"]
     ids, bounds = tok.encode_documents(texts, check=range(6))
     assert ids.tolist() == [i for text in texts for i in plain_ids(tok, text)] and len(bounds) == 7
-    assert tok.engine_failures == 2 and "Panic: index out of bounds" in tok._engine[0].failures
+    assert tok.engine_failures == 3 and "Panic: index out of bounds" in tok._engine[0].failures
 
     def interrupt(self, data):
         raise KeyboardInterrupt
@@ -1930,17 +1935,21 @@ def test_words_are_forgotten(monkeypatch):
     assert 4 <= len(made) <= 6
 
 
-def test_pair_digits_as_its_docstring_says():
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
+def test_pair_digits_as_its_docstring_says(dtype):
+    """The digits are the ids 50 to 59; 45 is no token."""
     pairs = np.arange(100) + 1000
     pairs[45] = -1
-    ids = np.array([7, 1, 2, 3, 9, 4, 5, 7, 6, 7, 8, 9, 3], np.uint32)    # digits are the ids 1 to 6
-    ids, gone = tokenizer_module.pair_digits(np.array([51, 52, 53, 9, 51, 52, 53, 54], np.uint32), 50, pairs)
-    assert ids.tolist() == [1012, 53, 9, 1012, 1034] and gone.tolist() == [1, 5, 7]
-    ids, gone = tokenizer_module.pair_digits(np.array([54, 55, 51, 52, 53], np.uint32), 50, pairs)
-    assert ids.tolist() == [54, 55, 1012, 53] and gone.tolist() == [3]
+
+    def paired(*ids):
+        return tokenizer_module.pair_digits(np.array(ids, dtype), 50, pairs).tolist()
+
+    assert paired(51, 52, 53, 9, 51, 52, 53, 54) == [1012, 53, 9, 1012, 1034]
+    assert paired(54, 55, 51, 52, 53) == [54, 55, 1012, 53]
+    assert paired(51, 52, 60, 51, 49, 59, 50) == [1012, 60, 51, 49, 1090]
+    assert paired(*[51] * 5) == [1011, 1011, 51] and paired(51, 52, 7, 51, 52) == [1012, 7, 1012]
     for few in [], [51], [9], [51, 9, 51]:
-        ids, gone = tokenizer_module.pair_digits(np.array(few, np.uint32), 50, pairs)
-        assert ids.tolist() == few and gone.tolist() == []
+        assert paired(*few) == few
 
 
 def test_a_huge_document_is_shared_by_the_threads_of_an_executor():

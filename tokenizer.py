@@ -10,6 +10,7 @@ costs 8 MB and 0.01 s (tiktoken), or 22 MB, its memory of words and 0.05 s (giga
 
 import argparse
 import base64
+import collections
 import functools
 import glob
 import hashlib
@@ -26,7 +27,6 @@ import threading
 import time
 import unicodedata
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 
@@ -93,14 +93,10 @@ def to_pieces(data) -> list:
     return pieces
 
 
-def cut_safely(data: bytes, size: int) -> Iterator[bytes]:
-    """Parts of at least `size` bytes, the last one apart, whose tokens are those of the whole."""
-    start = 0
-    while start < len(data):
-        found = NEXT_CUT.search(data, start + size)
-        end = found.end() if found else len(data)
-        yield data[start:end]
-        start = end
+def safe_cuts_around(data, place: int, start: int) -> tuple[int, int]:
+    """The last safe cut before a place, or else `start`; the next one behind it, or else the end."""
+    before, behind = LAST_CUT.match(data, start, place), NEXT_CUT.search(data, place)
+    return before.end() if before else start, behind.end() if behind else len(data)
 
 
 def to_bytes(text) -> bytes:
@@ -141,6 +137,11 @@ def join(arrays: Sequence[np.ndarray], dtype=np.uint32) -> tuple[np.ndarray, np.
     return np.concatenate([np.zeros(0, dtype), *arrays]), np.cumsum([0, *map(len, arrays)])
 
 
+def split(ids: np.ndarray, bounds: np.ndarray) -> Iterator[np.ndarray]:
+    """The ids of each piece."""
+    return (ids[begin:end] for begin, end in itertools.pairwise(bounds.tolist()))
+
+
 # gigatoken has split patterns of its own and takes no other. Their names, by the sha256 of the pattern:
 SCHEMES = {
     "4513fed735f5b87d": "qwen2",    # SPLIT_PATTERN, but for digits, which come one by one: see pair_digits
@@ -169,6 +170,7 @@ class GigatokenEngine:
 
         self.gigatoken, self.enc, self.bos, self.local = gigatoken, enc, bos, threading.local()
         self.exact, self.failures = TiktokenEngine(enc, bos), []
+        self.dtype = np.min_scalar_type(enc.n_vocab)    # BETWEEN has this id
         self.ranks_file = format_ranks(enc._mergeable_ranks)
         self.scheme, self.pairs = SCHEMES[hash_pattern(enc)], None
         if self.scheme == "qwen2":
@@ -190,57 +192,57 @@ class GigatokenEngine:
 
     def encode(self, pieces: Sequence) -> tuple[np.ndarray, np.ndarray]:
         data = BETWEEN.join([b"", *pieces])
-        if not data.isascii():
-            str(data, "utf-8")    # raises where it is not UTF-8
-            if len(places := self.find_odd(data)):
-                ends = np.cumsum([len(BETWEEN) + len(piece) for piece in pieces])
-                return self.encode_around(pieces, np.unique(np.searchsorted(ends, places, "right")))
-        return self.encode_joined(pieces, data)
+        if data.isascii() or not len(odd := self.find_odd(data)):
+            return self.encode_joined(pieces, data)
+        return self.encode_around(pieces, odd)
 
     def find_odd(self, text: bytes) -> np.ndarray:
-        """Where the characters begin that need tiktoken."""
+        """Where the characters begin that need tiktoken; an error where the text is not UTF-8."""
         array = np.frombuffer(text, np.uint8)
         at = np.flatnonzero(array > 127)
-        characters = str(array[at], "utf-8").encode("utf-32-le")
-        return at[array[at] > 191][self.odd[np.frombuffer(characters, np.uint32)]]
+        begins = array[at] > 191
+        characters = str(array[at], "utf-8")
+        if (array[at[~begins] - 1] < 128).any():    # a character with ASCII in its midst
+            str(text, "utf-8")
+        return at[begins][self.odd[np.frombuffer(characters.encode("utf-32-le"), np.uint32)]]
 
     def encode_around(self, pieces, odd):
-        """The pieces `odd` have characters that need tiktoken."""
-        plain = pieces.copy()
-        for i in odd:
-            plain[i] = b""
-        ids, bounds = self.encode_joined(plain)
-        arrays, lengths, done = [], np.diff(bounds), 0
-        for i in odd:
-            arrays += [ids[done:bounds[i]], self.encode_one_odd(pieces[i])]
-            lengths[i], done = len(arrays[-1]), bounds[i + 1]
-        return np.concatenate([*arrays, ids[done:]]), np.concatenate([[0], np.cumsum(lengths)])
-
-    def encode_one_odd(self, piece):
-        """By tiktoken only from a safe cut before such a character to one behind it."""
-        def is_odd(part):
-            return len(self.find_odd(part)) > 0
-
-        arrays = [self.exact.bos]
-        for odd, parts in itertools.groupby(cut_safely(piece, 200), is_odd):
-            encode = self.exact.encode if odd else self.encode_joined
-            arrays.append(encode([b"".join(parts)])[0][1:])
-        return np.concatenate(arrays)
+        """By tiktoken only from a safe cut before each of the characters at `odd` to one behind it."""
+        starts = np.cumsum([len(BETWEEN), *(len(piece) + len(BETWEEN) for piece in pieces)])
+        piece_of = np.searchsorted(starts, odd, "right") - 1
+        places = collections.defaultdict(list)
+        for i, place in zip(piece_of.tolist(), (odd - starts[piece_of]).tolist(), strict=True):
+            places[i].append(place)
+        parts, is_odd, begins = [], [], [0]
+        for i, piece in enumerate(pieces):
+            done = 0
+            for place in places.get(i, ()):
+                if place >= done:
+                    begin, end = safe_cuts_around(piece, place, done)
+                    parts += [piece[done:begin], piece[begin:end]]
+                    is_odd += [False, True]
+                    done = end
+            parts.append(piece[done:])
+            is_odd.append(False)
+            begins.append(len(parts))
+        fast = split(*self.encode_joined([part for part, odd in zip(parts, is_odd, strict=True) if not odd]))
+        exact = split(*self.exact.encode([part for part, odd in zip(parts, is_odd, strict=True) if odd]))
+        return drop_inner_bos(*join([next(exact if odd else fast) for odd in is_odd]), begins)
 
     def encode_joined(self, pieces, data=None):
         try:
             ids = self.call(data or BETWEEN.join([b"", *pieces]))
-            begins = np.flatnonzero(ids == self.enc.n_vocab)
-            if len(begins) != len(pieces):    # a text that has BETWEEN
-                raise ValueError(f"{len(pieces)} pieces came back as {len(begins)}")
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:    # a panic in Rust is no Exception
             return self.encode_without(pieces, f"{type(error).__name__}: {error}")
-        ids[begins] = self.bos
+        ids = ids.astype(self.dtype)
         if self.pairs is not None:
-            ids, removed = pair_digits(ids, self.zero, self.pairs)
-            begins = begins - np.searchsorted(removed, begins)
+            ids = pair_digits(ids, self.zero, self.pairs)
+        begins = np.flatnonzero(ids == self.enc.n_vocab)
+        if len(begins) != len(pieces):    # a text that has BETWEEN
+            return self.encode_without(pieces, f"{len(pieces)} pieces came back as {len(begins)}")
+        ids[begins] = self.bos
         return ids, np.append(begins, len(ids))
 
     def encode_without(self, pieces, reason):
@@ -283,20 +285,23 @@ def pair_digits(ids, zero, pairs):
     Ids in which each digit is a token -> those of \p{N}{1,2}: two by two from the start of a run of digits.
 
     zero: the id of the digit 0. pairs: for 00 to 99 the id of both, -1 where there is none.
-    Returns (ids, places of the second digits, which are no more).
-    Example: 1 2 3 . 4 5 -> 12 3 . 45, [1, 5]
+    Example: 1 2 3 . 4 5 -> 12 3 . 45
     """
-    is_digit = ids - np.uint32(zero) < 10
-    at = np.flatnonzero(is_digit[:-1] & is_digit[1:])    # digits with a digit behind them
-    run_begins = np.diff(at, prepend=-2) != 1
+    digit = ids - ids.dtype.type(zero)    # wraps round in tokens that are none
+    is_digit = digit < 10
+    two = is_digit[:-1] & is_digit[1:]
+    at = np.flatnonzero(two)
+    run_begins = ~two[at - 1]
+    run_begins[:1] = True
     place = at - np.maximum.accumulate(at * run_begins)    # in its run
     at = at[place & 1 == 0]
-    pair = pairs[10 * (ids[at] - zero) + ids[at + 1] - zero]
-    at, pair = at[pair >= 0], pair[pair >= 0]
+    pair = pairs[10 * digit[at] + digit[at + 1]]
+    if (pair < 0).any():
+        at, pair = at[pair >= 0], pair[pair >= 0]
     ids[at] = pair
     keep = np.ones(len(ids), bool)
     keep[at + 1] = False
-    return ids[keep], at + 1
+    return ids[keep]
 
 
 HARD = ["a", "Z", "s", "ll", "'", "'s", "'RE", "\u017f", " ", "  ", "\t", "\n", "\r\n", "\r", ".", ",", "/",
@@ -550,8 +555,7 @@ class RustBPETokenizer:
         return [] if token is None else [self.encode_special(token) if isinstance(token, str) else token]
 
     def _encode_texts(self, texts: list[str]) -> list[list[int]]:
-        ids, bounds = self.encode_documents(texts)
-        return [ids[begin + 1:end].tolist() for begin, end in itertools.pairwise(bounds)]
+        return [ids[1:].tolist() for ids in split(*self.encode_documents(texts))]
 
     def _encode_list(self, texts: list[str], num_threads: int) -> list[list[int]]:
         if self.executor_pid != os.getpid():    # threads do not survive a fork
@@ -589,7 +593,9 @@ class RustBPETokenizer:
         """
         if isinstance(texts, pa.Array):
             texts = texts.cast(pa.large_binary()).to_pylist()
-        documents = [text if type(text) is bytes else to_bytes(text) for text in texts if text is not None]
+            documents = texts if None not in texts else [text for text in texts if text is not None]
+        else:
+            documents = [to_bytes(text) for text in texts if text is not None]
         sizes = [0, *map(len, documents)]
         try:
             if max(sizes) <= LONGEST_PIECE and sum(sizes) <= BYTES_PER_TASK:
@@ -637,7 +643,7 @@ def share(work: Callable, tasks: Sequence, executor: Executor | None, n_helpers:
     Waits for no helper that has not begun: threads of the executor that call this for each other do not hang.
     """
     results: list = [None] * len(tasks)
-    queue = deque(enumerate(tasks))
+    queue = collections.deque(enumerate(tasks))
 
     def take():
         while queue:
