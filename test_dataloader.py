@@ -1923,6 +1923,23 @@ def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(monkeypatch):
 
 
 @needs_gigatoken
+def test_threads_share_one_model_and_a_fork_makes_its_own(monkeypatch):
+    """In a fork, its locks may be held by a thread that is not there."""
+    tok, made = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), []
+    make = GigatokenEngine.make_model
+    monkeypatch.setattr(GigatokenEngine, "make_model", lambda self: (made.append(1), make(self)))
+    assert tok.engine.startswith("gigatoken") and len(made) == 1
+    texts = [text[i:i + 500] for text in standard_library()[:20] for i in range(0, 5000, 500)] * 5
+    want = [plain_ids(tok, text) for text in texts]
+    with ThreadPoolExecutor(4) as executor:
+        assert list(executor.map(lambda text: one_document(tok, text), texts)) == want
+    assert len(made) == 1
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    assert one_document(tok, texts[0]) == want[0] and one_document(tok, texts[1]) == want[1]
+    assert len(made) == 2
+
+
+@needs_gigatoken
 def test_words_are_forgotten(monkeypatch):
     """gigatoken's memory of words has no bound of its own."""
     tok, made = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), []

@@ -4,8 +4,8 @@ where it is installed, by gigatoken, which gives the same ids about ten times as
 
     python tokenizer.py --vocab_size 32768      # train on the data at hand, save, print bytes per token
 
-The trade-off: each thread has a copy of the engine, since a shared one is fast in one thread only. A copy
-costs 8 MB and 0.01 s (tiktoken), or 22 MB, its memory of words and 0.05 s (gigatoken).
+The trade-off: each thread has a copy of tiktoken's, since a shared one is fast in one thread only; it costs
+8 MB and 0.01 s. Of gigatoken's, all threads use one, and the words that it remembers (22 MB and more).
 """
 
 import argparse
@@ -154,7 +154,7 @@ SCHEMES = {
 BETWEEN = b"\x02\x1cpiece\x1c\x03"
 
 # gigatoken remembers all words for ever: 170 MB after 464 MB of source code, 2 GB after 270 MB of random
-# letters. After so many bytes of text a thread makes its copy anew, which takes 0.05 s.
+# letters. After so many bytes of text it is made anew, which takes 0.05 s.
 FORGET_AFTER = 1 << 29
 
 
@@ -168,7 +168,7 @@ class GigatokenEngine:
     def __init__(self, enc: tiktoken.Encoding, bos: int):
         import gigatoken
 
-        self.gigatoken, self.enc, self.bos, self.local = gigatoken, enc, bos, threading.local()
+        self.gigatoken, self.enc, self.bos, self.pid = gigatoken, enc, bos, None
         self.exact, self.failures = TiktokenEngine(enc, bos), []
         self.dtype = np.min_scalar_type(enc.n_vocab)    # BETWEEN has this id
         self.ranks_file = format_ranks(enc._mergeable_ranks)
@@ -186,9 +186,9 @@ class GigatokenEngine:
             path = os.path.join(folder, "ranks.tiktoken")
             with open(path, "wb") as file:
                 file.write(self.ranks_file)
-            self.local.model = self.gigatoken.Tokenizer.from_tiktoken(
+            self.model = self.gigatoken.Tokenizer.from_tiktoken(
                 path, pretokenizer=self.scheme, special_tokens={BETWEEN.decode(): self.enc.n_vocab})
-        self.local.n_bytes = 0
+        self.n_bytes, self.pid = 0, os.getpid()
 
     def encode(self, pieces: Sequence) -> tuple[np.ndarray, np.ndarray]:
         data = BETWEEN.join([b"", *pieces])
@@ -209,25 +209,24 @@ class GigatokenEngine:
     def encode_around(self, pieces, odd):
         """By tiktoken only from a safe cut before each of the characters at `odd` to one behind it."""
         starts = np.cumsum([len(BETWEEN), *(len(piece) + len(BETWEEN) for piece in pieces)])
-        piece_of = np.searchsorted(starts, odd, "right") - 1
         places = collections.defaultdict(list)
-        for i, place in zip(piece_of.tolist(), (odd - starts[piece_of]).tolist(), strict=True):
-            places[i].append(place)
-        parts, is_odd, begins = [], [], [0]
+        for i, place in zip(np.searchsorted(starts, odd, "right") - 1, odd, strict=True):
+            places[i].append(place - starts[i])
+        plain, exact, is_odd, begins = [], [], [], [0]
         for i, piece in enumerate(pieces):
             done = 0
             for place in places.get(i, ()):
                 if place >= done:
                     begin, end = safe_cuts_around(piece, place, done)
-                    parts += [piece[done:begin], piece[begin:end]]
+                    plain.append(piece[done:begin])
+                    exact.append(piece[begin:end])
                     is_odd += [False, True]
                     done = end
-            parts.append(piece[done:])
+            plain.append(piece[done:])
             is_odd.append(False)
-            begins.append(len(parts))
-        fast = split(*self.encode_joined([part for part, odd in zip(parts, is_odd, strict=True) if not odd]))
-        exact = split(*self.exact.encode([part for part, odd in zip(parts, is_odd, strict=True) if odd]))
-        return drop_inner_bos(*join([next(exact if odd else fast) for odd in is_odd]), begins)
+            begins.append(len(is_odd))
+        of_plain, of_exact = split(*self.encode_joined(plain)), split(*self.exact.encode(exact))
+        return drop_inner_bos(*join([next(of_exact if odd else of_plain) for odd in is_odd]), begins)
 
     def encode_joined(self, pieces, data=None):
         try:
@@ -235,6 +234,7 @@ class GigatokenEngine:
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:    # a panic in Rust is no Exception
+            self.pid = None    # not to be used again
             return self.encode_without(pieces, f"{type(error).__name__}: {error}")
         ids = ids.astype(self.dtype)
         if self.pairs is not None:
@@ -247,20 +247,19 @@ class GigatokenEngine:
 
     def encode_without(self, pieces, reason):
         """One of them cannot be encoded, for this reason: by tiktoken, the others one by one."""
-        self.local.__dict__.clear()
         if len(pieces) > 1:
             return join([self.encode([piece])[0] for piece in pieces])
         self.failures.append(reason)
         return self.exact.encode(pieces)
 
     def call(self, data):
-        if getattr(self.local, "n_bytes", FORGET_AFTER) >= FORGET_AFTER:
+        if self.pid != os.getpid() or self.n_bytes >= FORGET_AFTER:    # a fork may find it locked
             self.make_model()
-        self.local.n_bytes += len(data)
+        self.n_bytes += len(data)
         # Only its calls for batches let other threads run; "padded" to one row, the ids come as they are; for
         # a list in place of a BytesSource it would import awkward, which takes 0.6 s.
         source = self.gigatoken.BytesSource(data)
-        return self.local.model.encode_batch_padded(source, 0, parallel=False)[0][0]
+        return self.model.encode_batch_padded(source, 0, parallel=False)[0][0]
 
 
 @functools.cache
