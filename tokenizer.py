@@ -29,6 +29,7 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -66,31 +67,21 @@ CUT = (
     rb"(?=\xe3\x80[\x81\x82]|\xef\xbc[\x81\x8c\x9f])"
 )
 NEXT_CUT, LAST_CUT = re.compile(CUT), re.compile(rb"(?s:.*)(?:" + CUT + rb")")
+LAST_CHARACTER = re.compile(rb"(?s:.+)(?=[^\x80-\xbf])")    # ends before the first byte of one
 
 LONGEST_PIECE = 1 << 18    # bytes; a million spaces overflow tiktoken's stack
 
 
-def next_cut(data, start: int) -> int:
-    """Where the piece that begins at `start` ends: at the last safe cut, or else after LONGEST_PIECE."""
-    end = start + LONGEST_PIECE
-    if len(data) <= end:
-        return len(data)
-    found = LAST_CUT.match(data, start, end)
-    if found:
-        return found.end()
-    for back in range(4):    # not between the bytes of one character, of which at most three look like this
-        if data[end - back] & 0xC0 != 0x80:
-            return end - back
-    return end
-
-
 def to_pieces(data) -> list:
+    """Each but the last ends at the last safe cut within LONGEST_PIECE, or else as a character does."""
     pieces, start = [], 0
-    while start < len(data) or not pieces:
-        end = next_cut(data, start)
+    while len(data) - start > LONGEST_PIECE:
+        end = start + LONGEST_PIECE
+        found = LAST_CUT.match(data, start, end) or LAST_CHARACTER.match(data, start, end + 1)
+        end = found.end() if found else end
         pieces.append(data[start:end])
         start = end
-    return pieces
+    return [*pieces, data[start:]]
 
 
 def safe_cuts_around(data, place: int, start: int) -> tuple[int, int]:
@@ -325,10 +316,10 @@ def choose_engine(enc: tiktoken.Encoding, bos: int) -> tuple[TiktokenEngine | Gi
     """The engine, and its name and why it is this one, to be printed."""
     exact, exact_name = TiktokenEngine(enc, bos), f"tiktoken {tiktoken.__version__}"
     wanted = os.environ.get("NANOLOADER_ENGINE", "gigatoken")
+    if wanted not in ("gigatoken", "tiktoken"):
+        raise ValueError(f"NANOLOADER_ENGINE={wanted}: expected tiktoken or gigatoken")
     if wanted == "tiktoken":
         return exact, f"{exact_name}, as NANOLOADER_ENGINE says"
-    if wanted != "gigatoken":
-        raise ValueError(f"NANOLOADER_ENGINE={wanted}: expected tiktoken or gigatoken")
     if hash_pattern(enc) not in SCHEMES:
         return exact, f"{exact_name} (gigatoken does not know this split pattern)"
     if importlib.util.find_spec("gigatoken") is None:
@@ -377,43 +368,18 @@ def parse_ranks(text: bytes) -> dict[bytes, int]:
     return {base64.b64decode(token): int(rank) for token, rank in lines}
 
 
+def describe(pattern: str, special: dict[str, int], bos_token: str, ranks: bytes) -> dict:
+    """All that decides the ids, as plain JSON; the ranks by their sha256."""
+    return {"pattern": pattern, "special_tokens": special, "bos_token": bos_token,
+            "ranks_sha256": hashlib.sha256(ranks).hexdigest()}
+
+
 def hash_description(description: dict) -> str:
     return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
 
 def hash_pattern(enc: tiktoken.Encoding) -> str:
     return hashlib.sha256(enc._pat_str.encode()).hexdigest()[:16]
-
-
-def read_saved(path: str, remedy: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except FileNotFoundError:
-        raise FileNotFoundError(f"no tokenizer here: {path} does not exist; {remedy}") from None
-
-
-def load_saved(tokenizer_dir: str) -> tuple[tiktoken.Encoding, str]:
-    """The Encoding and its BOS's name; a file that is missing, torn or changed is an error that names it."""
-    json_path, ranks_path = (os.path.join(tokenizer_dir, name) for name in (JSON_FILE, RANKS_FILE))
-    remedy = f"train one on your data: python tokenizer.py --data DIR --out {shlex.quote(tokenizer_dir)}"
-    if os.path.exists(ranks_path) and not os.path.exists(json_path):
-        old_path = os.path.join(tokenizer_dir, "tokenizer.json")    # its name in the first edition
-        remedy = f"if {old_path} is ours, rename it; else {remedy}"
-    try:
-        saved = json.loads(read_saved(json_path, remedy))
-        form, fingerprint = saved.pop("format"), saved.pop("fingerprint")
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{json_path} is torn, or not ours; {remedy}") from None
-    if form != FORMAT:
-        raise ValueError(f"{json_path} has the format {form!r}, expected {FORMAT!r}; {remedy}")
-    if hash_description(saved) != fingerprint:
-        raise ValueError(f"{json_path} was changed: its fingerprint is not that of its contents; {remedy}")
-    ranks = read_saved(ranks_path, remedy)
-    if hashlib.sha256(ranks).hexdigest() != saved["ranks_sha256"]:
-        raise ValueError(f"{ranks_path} is torn, changed or another tokenizer's: its sha256 is not the "
-                         f"one in {JSON_FILE}; {remedy}")
-    return build_encoding(saved["pattern"], parse_ranks(ranks), saved["special_tokens"]), saved["bos_token"]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -467,8 +433,22 @@ class RustBPETokenizer:
 
     @classmethod
     def from_directory(cls, tokenizer_dir: str) -> "RustBPETokenizer":
-        """What `save` wrote, checked against its hashes. Nothing is unpickled."""
-        return cls(*load_saved(tokenizer_dir))
+        """What `save` wrote. A file that is missing, torn or changed is an error. Nothing is unpickled."""
+        json_path, ranks_path = Path(tokenizer_dir, JSON_FILE), Path(tokenizer_dir, RANKS_FILE)
+        remedy = f"train one on your data: python tokenizer.py --data DIR --out {shlex.quote(tokenizer_dir)}"
+        if ranks_path.exists() and not json_path.exists():
+            old_path = Path(tokenizer_dir, "tokenizer.json")    # its name in the first edition
+            remedy = f"if {old_path} is ours, rename it; else {remedy}"
+        try:
+            saved = {**json.loads(json_path.read_bytes()), "ranks": ranks_path.read_bytes().decode()}
+            if saved["format"] != FORMAT:
+                raise ValueError(f"the format is {saved['format']!r}, expected {FORMAT!r}")
+            return cls.from_dict(saved)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"no tokenizer here: {error.filename} does not exist; {remedy}") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{json_path} or {ranks_path} is torn, changed or not ours "
+                             f"({type(error).__name__}: {error}); {remedy}") from None
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str) -> "RustBPETokenizer":
@@ -478,16 +458,16 @@ class RustBPETokenizer:
     @classmethod
     def from_dict(cls, saved: dict) -> "RustBPETokenizer":
         """What as_dict returned, checked against its fingerprint."""
-        enc = build_encoding(saved["pattern"], parse_ranks(saved["ranks"].encode()), saved["special_tokens"])
-        tokenizer = cls(enc, saved["bos_token"])
-        if tokenizer.fingerprint() != saved["fingerprint"]:
+        pattern, special, bos_token = saved["pattern"], saved["special_tokens"], saved["bos_token"]
+        ranks = saved["ranks"].encode()
+        if hash_description(describe(pattern, special, bos_token, ranks)) != saved["fingerprint"]:
             raise ValueError("this tokenizer was changed: its fingerprint is not that of its contents")
-        return tokenizer
+        return cls(build_encoding(pattern, parse_ranks(ranks), special), bos_token)
 
     def as_dict(self) -> dict:
         """The whole tokenizer in text and numbers, to be kept in a checkpoint."""
         ranks = format_ranks(self.enc._mergeable_ranks).decode()
-        return {**self.description, "ranks": ranks, "fingerprint": self.fingerprint()}
+        return {**self.description, "fingerprint": self.fingerprint(), "ranks": ranks}
 
     def __reduce__(self):
         """Copies and pickles are made of as_dict; threads and engines are made anew."""
@@ -495,16 +475,14 @@ class RustBPETokenizer:
 
     def save(self, tokenizer_dir: str) -> None:
         os.makedirs(tokenizer_dir, exist_ok=True)
-        saved = {"format": FORMAT, **self.description, "fingerprint": self.fingerprint()}
-        write_whole(os.path.join(tokenizer_dir, RANKS_FILE), format_ranks(self.enc._mergeable_ranks))
+        saved = {"format": FORMAT, **self.as_dict()}
+        write_whole(os.path.join(tokenizer_dir, RANKS_FILE), saved.pop("ranks").encode())
         write_whole(os.path.join(tokenizer_dir, JSON_FILE), (json.dumps(saved, indent=1) + "\n").encode())
 
     @functools.cached_property
     def description(self) -> dict:
-        """All that decides the ids, as plain JSON; the ranks by their sha256."""
-        return {"pattern": self.enc._pat_str, "special_tokens": self.enc._special_tokens,
-                "bos_token": self.bos_token,
-                "ranks_sha256": hashlib.sha256(format_ranks(self.enc._mergeable_ranks)).hexdigest()}
+        enc = self.enc
+        return describe(enc._pat_str, enc._special_tokens, self.bos_token, format_ranks(enc._mergeable_ranks))
 
     def fingerprint(self) -> str:
         """Hex sha256 over ranks, pattern and special tokens: tokenizers that share it give the same ids."""
@@ -642,14 +620,10 @@ def share(work: Callable, tasks: Sequence, executor: Executor | None, n_helpers:
     Waits for no helper that has not begun: threads of the executor that call this for each other do not hang.
     """
     results: list = [None] * len(tasks)
-    queue = collections.deque(enumerate(tasks))
+    queue = iter(enumerate(tasks))
 
     def take():
-        while queue:
-            try:
-                i, task = queue.popleft()
-            except IndexError:    # another thread was quicker
-                return
+        for i, task in queue:
             results[i] = work(task)
 
     n_helpers = min(n_helpers, len(tasks) - 1) if executor else 0
@@ -657,7 +631,7 @@ def share(work: Callable, tasks: Sequence, executor: Executor | None, n_helpers:
     try:
         take()
     finally:
-        queue.clear()
+        list(queue)    # nothing is left for them where this thread failed
         running = [helper for helper in helpers if not helper.cancel()]
     for helper in running:
         helper.result()
@@ -825,7 +799,7 @@ def some_text(sources: Sequence[str], limit: int) -> Iterator[str]:
     """The first documents of each source, `limit` characters in all."""
     for path in sources:
         left = limit / len(sources)
-        for text in (text for batch in parquets_iter_batched("train", data_dir=path) for text in batch):
+        for text in itertools.chain.from_iterable(parquets_iter_batched("train", data_dir=path)):
             if left <= 0:
                 break
             left -= len(text)
@@ -854,19 +828,17 @@ def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
 
 def documents_with_progress(batches: Iterable[list[str]], max_chars: int) -> Iterator[str]:
     n_documents, n_chars, began, printed = 0, 0, time.time(), time.time()
-    for text in (text for batch in batches for text in batch):
+    for text in itertools.chain.from_iterable(batches):
         n_documents, n_chars = n_documents + 1, n_chars + len(text)
         yield text
-        if time.time() - printed > 1 or n_chars >= max_chars:
-            printed = time.time()
-            took = printed - began
-            print(f"{n_documents:>10,} documents {n_chars / 1e6:>9,.1f} M characters {took:>6.1f} s",
-                  flush=True)
         if n_chars >= max_chars:
             break
-    took = time.time() - began
-    print(f"read {n_documents:,} documents, {n_chars / 1e6:,.1f} M characters, in {took:.1f} s; merging",
-          flush=True)
+        if time.time() - printed > 1:
+            printed = time.time()
+            print(f"{n_documents:>10,} documents {n_chars / 1e6:>9,.1f} M characters "
+                  f"{printed - began:>6.1f} s", flush=True)
+    print(f"read {n_documents:,} documents, {n_chars / 1e6:,.1f} M characters, in "
+          f"{time.time() - began:.1f} s; merging", flush=True)
 
 
 def bytes_per_token(tokenizer: RustBPETokenizer, batches: Iterable[list[str]], max_bytes: int) -> float:
