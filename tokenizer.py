@@ -123,7 +123,7 @@ class TiktokenEngine:
         return join(arrays)
 
 
-def join(arrays: Sequence[np.ndarray], dtype=np.uint32) -> tuple[np.ndarray, np.ndarray]:
+def join(arrays: Sequence[np.ndarray], dtype: type | np.dtype = np.uint32) -> tuple[np.ndarray, np.ndarray]:
     """The ids of each piece -> (ids, bounds)."""
     return np.concatenate([np.zeros(0, dtype), *arrays]), np.cumsum([0, *map(len, arrays)])
 
@@ -192,7 +192,7 @@ class GigatokenEngine:
         array = np.frombuffer(text, np.uint8)
         at = np.flatnonzero(array > 127)
         begins = array[at] > 191
-        characters = str(array[at], "utf-8")
+        characters = array[at].tobytes().decode()
         if (array[at[~begins] - 1] < 128).any():    # a character with ASCII in its midst
             str(text, "utf-8")
         return at[begins][self.odd[np.frombuffer(characters.encode("utf-32-le"), np.uint32)]]
@@ -606,7 +606,8 @@ class RustBPETokenizer:
         if isinstance(engine, TiktokenEngine) or text is None:
             return
         pieces = to_pieces(to_bytes(text))
-        want, _ = drop_inner_bos(*engine.exact.encode(pieces), np.array([0, len(pieces)]))
+        want, bounds = engine.exact.encode(pieces)
+        want, _ = drop_inner_bos(want, bounds, [0, len(pieces)])
         if (at := first_difference(ids, want)) is not None:
             raise ValueError(f"document {i} of {len(texts)} in this chunk, token {at}: {self.engine}, gives "
                              f"{ids[at:at + 1]}, tiktoken {want[at:at + 1]}; to go on without it: "
@@ -626,8 +627,7 @@ def share(work: Callable, tasks: Sequence, executor: Executor | None, n_helpers:
         for i, task in queue:
             results[i] = work(task)
 
-    n_helpers = min(n_helpers, len(tasks) - 1) if executor else 0
-    helpers = [executor.submit(take) for _ in range(n_helpers)]
+    helpers = [executor.submit(take) for _ in tasks[1:n_helpers + 1]] if executor else []
     try:
         take()
     finally:
