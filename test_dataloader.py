@@ -1753,7 +1753,8 @@ def test_lone_surrogates_count_as_replacement_characters():
 
 
 @pytest.mark.parametrize("bad", [b"\xff", b"abc\xe6\xbc", b"\xed\xa0\x80", b"x" * 300_000 + b" \xc0",
-                                 b"\x80" * 600_000], ids=["ff", "torn", "surrogate", "at the end", "600 kB"])
+                                 b"\x80" * 600_000, b"\xe6a\xbc\xa2"],
+                         ids=["ff", "torn", "surrogate", "at the end", "600 kB", "ASCII in its midst"])
 def test_bytes_that_are_no_text_are_an_error(bad):
     with pytest.raises(ValueError, match=r"document 2 of 4 in this chunk is not UTF-8: .*byte 0x"):
         small_tokenizer().encode_documents(["a", None, bad, b"b"])
@@ -1902,6 +1903,7 @@ class Panic(BaseException):
 def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(monkeypatch):
     tok, call = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), GigatokenEngine.call
     assert tok.engine_failures == 0
+    model = tok._engine[0].model
 
     def fail(self, data):
         if b"poison" in data:
@@ -1913,6 +1915,7 @@ def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(monkeypatch):
     ids, bounds = tok.encode_documents(texts, check=range(6))
     assert ids.tolist() == [i for text in texts for i in plain_ids(tok, text)] and len(bounds) == 7
     assert tok.engine_failures == 3 and "Panic: index out of bounds" in tok._engine[0].failures
+    assert tok._engine[0].model is not model, "what panicked was used again"
 
     def interrupt(self, data):
         raise KeyboardInterrupt

@@ -281,9 +281,7 @@ def pair_digits(ids, zero, pairs):
     is_digit = digit < 10
     two = is_digit[:-1] & is_digit[1:]
     at = np.flatnonzero(two)
-    run_begins = ~two[at - 1]
-    run_begins[:1] = True
-    place = at - np.maximum.accumulate(at * run_begins)    # in its run
+    place = at - np.maximum.accumulate(at * ~two[at - 1])    # in its run
     at = at[place & 1 == 0]
     pair = pairs[10 * digit[at] + digit[at + 1]]
     if (pair < 0).any():
