@@ -173,13 +173,14 @@ class GigatokenEngine:
         self.odd = odd_characters(r"\p{N}|\p{Cn}" if self.scheme == "qwen2" else r"\p{Cn}")
 
     def make_model(self):
+        self.n_bytes = 0    # meanwhile the other threads go on with the old one
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "ranks.tiktoken")
             with open(path, "wb") as file:
                 file.write(self.ranks_file)
             self.model = self.gigatoken.Tokenizer.from_tiktoken(
                 path, pretokenizer=self.scheme, special_tokens={BETWEEN.decode(): self.enc.n_vocab})
-        self.n_bytes, self.pid = 0, os.getpid()
+        self.pid = os.getpid()
 
     def encode(self, pieces: Sequence) -> tuple[np.ndarray, np.ndarray]:
         data = BETWEEN.join([b"", *pieces])
