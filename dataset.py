@@ -48,7 +48,7 @@ import requests
 # ---------------------------------------------------------------------------------------------------------
 # Shards: which there are, and which are val
 
-SPLIT_IN_NAME = re.compile(r"(train|val|test)(?:ing|id|idation)?(?![a-z])")    # Hugging Face's, mostly
+SPLIT_IN_NAME = re.compile(r"(?:split=)?(train|val|test)(?:ing|id|idation)?(?![a-z])")    # Hugging Face's
 
 
 def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
@@ -63,9 +63,8 @@ def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
     folder = data_dir or default_data_dir()
     train, val = split_shards(all_shards(folder))
     if not train:
-        raise ValueError(f"{folder}: there is only one parquet file to train on; the last one is val, so "
-                         "there must be two: python dataset.py -n 8 gets more, python -m dev.prepare convert "
-                         "makes them of your own text")
+        raise ValueError(f"{folder}: there is only one parquet file to train on; the last one is val, so there "
+                         f"must be two: get more with: python dataset.py -n 8, or {convert_command(folder)}")
     return val if split == "val" else train
 
 
@@ -87,8 +86,11 @@ def split_shards(shards):
 
 
 def split_in_name(shard):
-    said = SPLIT_IN_NAME.match(os.path.basename(shard.name).lower())
-    return said and said[1]
+    """Of the file, or else of the innermost folder that says one."""
+    for part in reversed(shard.name.lower().split("/")):
+        if said := SPLIT_IN_NAME.match(part):
+            return said[1]
+    return None
 
 
 def describe_split(shards):
@@ -219,7 +221,7 @@ def read_entry(folder, item):
         metadata, checksums = patiently(lambda: read_footer(folder, name, file.size), folder)
         schema, extra = metadata.schema.to_arrow_schema(), metadata.metadata or {}
         kind = "tokens" if "tokens" in schema.names and "text" not in schema.names else "text"
-        check_column(join_name(folder, name), schema, kind)
+        check_column(folder, name, schema, kind)
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if sum(rows) != metadata.num_rows or len(checksums or rows) != len(rows):
             raise ValueError("its footer contradicts itself")
@@ -289,8 +291,7 @@ class Shard:
             pages = self.kind == "text" or not checksums
             parquet = pq.ParquetFile(file, metadata=metadata, pre_buffer=False,
                                      page_checksum_verification=pages)
-            table = parquet.read_row_group(row_group, columns=[self.kind], use_threads=False)
-        array = one_array(table.column(0), self.kind)
+            array = one_array(read_column(parquet, row_group, self.kind, self.file_size), self.kind)
         if len(array) != self.rows[row_group]:
             raise ValueError(f"it has {len(array):,} documents, {self.rows[row_group]:,} in the index")
         if checksums and checksum(array) != checksums[row_group]:
@@ -299,7 +300,19 @@ class Shard:
         return array
 
 
+def read_column(parquet, row_group, column, file_size):
+    """In pieces, since a dictionary of one long document makes 10 GB of a file of 290 bytes."""
+    pieces, n_bytes = [], 0
+    for piece in parquet.iter_batches(1024, [row_group], [column], use_threads=False):
+        pieces.append(piece.column(0))
+        n_bytes += pieces[-1].nbytes
+        check_size(n_bytes, "bytes of documents", file_size, 1 << 28)
+    return pa.chunked_array(pieces, parquet.schema_arrow.field(column).type)
+
+
 def make_shard(folder, name, head, entry):
+    with errors_named(folder, name, "footer"):    # a loader keeps 8 bytes a document
+        check_size(sum(entry["rows"]), "documents", entry["bytes"], 1 << 20)
     dtype = head["dtype"] and np.dtype(head["dtype"]).newbyteorder("<")
     return Shard(folder, name, entry["bytes"], entry["text_bytes"], entry["rows"], head["kind"], dtype,
                  head["tokenizer"])
@@ -340,6 +353,12 @@ def is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return kind in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def columns_of_text(schema):
+    """Names of those that convert takes: strings, and bytes, which old Hive and Impala call strings."""
+    return [field.name for field in schema
+            if is_text(field.type) or field.type in (pa.binary(), pa.large_binary(), pa.binary_view())]
 
 
 def one_array(column, kind):
@@ -511,39 +530,56 @@ def default_data_dir() -> str:
 
 
 def list_files(folder: str) -> tuple[dict[str, File], File | None]:
-    """{name: File} of the shards in a folder, or if there are none in its subfolder data/; and index.json."""
+    """{name: File} of the shards in a folder, or if there are none of those anywhere below; and index.json."""
     if is_http(folder):
         raise ValueError(f"{folder}: a web server lists no files; name the index.json beside its shards")
-    list_folder = far_files if "://" in folder else local_files
-    files = list_folder(folder, "")
-    if not files.keys() - {INDEX}:
-        files |= list_folder(folder, "data/")    # the layout of Hugging Face's repositories
+    files = {}
+    for deep in (False, True):    # deep: Hugging Face's data/, Hive's year=2024/
+        found = far_files(folder, deep) if "://" in folder else local_files(folder, deep)
+        files = {name: file for name, file in found if is_shard(name) or name == INDEX}
+        if files.keys() - {INDEX}:
+            break
     for name in files:
         check_name(name, folder)
     index = files.pop(INDEX, None)
     return dict(sorted(files.items())), index
 
 
-def local_files(folder, below):
-    root, files = os.path.join(folder, below), {}
-    for name in os.listdir(root) if os.path.isdir(root) else ():
+def local_files(folder, deep):
+    for path in files_below(folder, deep):
+        name = os.path.relpath(path, folder).replace(os.sep, "/")
         if is_shard(name) or name == INDEX:
-            seen = os.stat(os.path.join(root, name))    # pyarrow's listing leaves out links to nothing
+            seen = os.stat(path)    # pyarrow's listing leaves out links to nothing
             if stat.S_ISREG(seen.st_mode):
-                files[below + name] = File(seen.st_size, seen.st_mtime_ns)
-    return files
+                yield name, File(seen.st_size, seen.st_mtime_ns)
 
 
-def far_files(folder, below):
+def far_files(folder, deep):
     fs, root = remote_filesystem(folder)
-    found = fs.get_file_info(pafs.FileSelector(f"{root}/{below}".rstrip("/"), allow_not_found=True))
-    return {below + info.base_name: File(info.size, info.mtime_ns) for info in found
-            if info.is_file and (is_shard(info.base_name) or info.base_name == INDEX)}
+    for info in fs.get_file_info(pafs.FileSelector(root.rstrip("/"), allow_not_found=True, recursive=deep)):
+        if info.is_file:
+            yield info.path[len(root.rstrip("/")):].lstrip("/"), File(info.size, info.mtime_ns)
+
+
+def files_below(root, deep=True):
+    """Through links to folders too, but into each folder once; one that cannot be read is an error."""
+    def fail(error):
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    seen = set()
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen or not deep:
+            folders.clear()
+        if real not in seen:
+            yield from (os.path.join(folder, name) for name in names)
+        seen.add(real)
 
 
 def is_shard(name):
-    """Others' tools put files beside their shards whose names begin with . or _"""
-    return name.endswith(".parquet") and not os.path.basename(name).startswith((".", "_"))
+    """Others' tools put files beside their shards, and folders, whose names begin with . or _"""
+    return name.endswith(".parquet") and not re.search(r"(^|/)[._]", name)
 
 
 def is_http(folder):
@@ -869,6 +905,15 @@ def remove(*paths):
 # ---------------------------------------------------------------------------------------------------------
 # What is refused
 
+def check_size(number, what, file_size, always):
+    """A small file that says it is huge is damaged, or made to harm: it would take all memory."""
+    if number > always + 1000 * file_size:
+        raise ValueError(f"its {file_size:,} bytes say that they hold {number:,} {what}")
+
+
+MAKE_JSONL = 'make .jsonl, for each document a line {"text": "..."}: python -m dev.prepare convert FILES.jsonl'
+
+
 def check_name(name, where):
     """A name in a listing or an index stays below its folder, here and wherever it is copied to."""
     parts = name.replace("\\", "/").split("/")
@@ -879,8 +924,15 @@ def check_name(name, where):
 
 def check_some(files, folder):
     if not files:
+        mine = folder if "://" in folder or os.path.exists(folder) else "FILES"
         raise FileNotFoundError(f"no parquet files in {folder}; get some with: python dataset.py -n 8, "
-                                "or make them of your own text: python -m dev.prepare convert FILES")
+                                f"or {convert_command(mine)}")
+
+
+def convert_command(folder, columns=()):
+    """What makes shards of other people's files, in words; columns: those that may hold the text."""
+    key = f" --text_key {shlex.quote(columns[0]) if len(columns) == 1 else 'COLUMN'}" if columns else ""
+    return f"make them of your own text: python -m dev.prepare convert {shlex.quote(folder)}{key}"
 
 
 def parse_index(data, where):
@@ -902,16 +954,17 @@ def parse_index(data, where):
     return index
 
 
-def check_column(path, schema, kind):
+def check_column(folder, name, schema, kind):
+    path, columns = join_name(folder, name), columns_of_text(schema)
     if kind not in schema.names:
-        names = ", ".join(map(repr, schema.names))
-        key = next((field.name for field in schema if is_text(field.type)), "COLUMN")
-        raise ShardError(f"{path}: it has no column `text`, only {names}; make shards of it with: "
-                         f"python -m dev.prepare convert FILES --text_key {shlex.quote(key)}")
+        raise ShardError(f"{path}: it has no column `text`, only {', '.join(map(repr, schema.names))}; "
+                         f"{convert_command(folder, columns) if columns else MAKE_JSONL}")
     seen = schema.field(kind).type
-    if not (is_text(seen) if kind == "text" else pa.types.is_binary(seen)):
-        raise ShardError(f"{path}: its column `{kind}` holds {seen}, not "
-                         f"{'strings' if kind == 'text' else 'binary'}")
+    if kind == "text" and not is_text(seen):
+        raise ShardError(f"{path}: its column `text` holds {seen}, not strings; "
+                         f"{convert_command(folder) if 'text' in columns else MAKE_JSONL}")
+    if kind == "tokens" and not pa.types.is_binary(seen):
+        raise ShardError(f"{path}: its column `tokens` holds {seen}, not binary")
 
 
 def check_local(folder):

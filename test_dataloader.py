@@ -446,6 +446,29 @@ def test_corrupted_shard_never_yields_other_text(tmp_path):
     assert {how for how, _ in split} == {"flip", "cut", "zero"}
 
 
+def test_small_files_that_say_they_are_huge_are_an_error(tmp_path, monkeypatch):
+    """300 bytes that are 11.8 GB of one document; a footer or an index of 3 billion documents."""
+    data = pa.DictionaryArray.from_arrays(pa.array([0] * 118_000, pa.int32()), pa.array(["a" * 10**5]))
+    pq.write_table(pa.table({"text": data}), tmp_path / "a.parquet", compression="zstd", store_schema=False,
+                   write_statistics=False)
+    assert os.path.getsize(tmp_path / "a.parquet") < 600
+    shutil.copy(tmp_path / "a.parquet", tmp_path / "b.parquet")
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    with pytest.raises(dataset.ShardError, match="a.parquet, row group 0: its .* bytes say that they hold "):
+        dataset.list_shards(str(tmp_path), "train")[0].read(0)
+    pa.set_memory_pool(before)
+    assert 1e8 < pool.max_memory() < 1e9
+    index = dataset.write_index(str(tmp_path))
+    index["shards"]["a.parquet"]["rows"] = [2_950_000_000]
+    for when in ("index", "footer"):
+        (tmp_path / "index.json").write_text(json.dumps(index))
+        with pytest.raises(dataset.ShardError, match="a.parquet, footer: its .* hold 2,950,000,000 documents"):
+            dataset.list_shards(str(tmp_path), "train")
+        os.remove(tmp_path / "index.json")
+        monkeypatch.setattr(dataset, "make_index", lambda folder, files: index)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The index: what is in a folder, known before the first read
 
