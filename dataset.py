@@ -61,10 +61,13 @@ def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
     if split not in ("train", "val"):
         raise ValueError(f"split is {split!r}; expected 'train' or 'val'")
     folder = data_dir or default_data_dir()
-    train, val = split_shards(all_shards(folder))
+    shards = all_shards(folder)
+    check_some(shards, folder, "documents in the parquet files")
+    train, val = split_shards(shards)
     if not train:
-        raise ValueError(f"{folder}: there is only one parquet file to train on; the last one is val, so there "
-                         f"must be two: get more with: python dataset.py -n 8, or {convert_command(folder)}")
+        raise ValueError(f"{folder}: there is only one parquet file to train on; the last one is val, so "
+                         "there must be two: get more with: python dataset.py -n 8, or "
+                         f"{convert_command(folder)}")
     return val if split == "val" else train
 
 
@@ -345,8 +348,10 @@ def errors_named(folder, name, place):
     except ShardError:
         raise
     except Exception as error:
-        raise ShardError(f"{join_name(folder, name)}, {place}: {one_line(error)}; check it with: "
-                         f"python -m dev.prepare verify --data {shlex.quote(folder)}") from error
+        advice = f"check it with: python -m dev.prepare verify --data {shlex.quote(folder)}"
+        if "crypt" in str(error):
+            advice = "write it again without encryption"
+        raise ShardError(f"{join_name(folder, name)}, {place}: {one_line(error)}; {advice}") from error
 
 
 def is_text(kind: pa.DataType) -> bool:
@@ -530,7 +535,7 @@ def default_data_dir() -> str:
 
 
 def list_files(folder: str) -> tuple[dict[str, File], File | None]:
-    """{name: File} of the shards in a folder, or if there are none of those anywhere below; and index.json."""
+    """{name: File} of the shards in a folder, or where it has none, of those below; and its index.json."""
     if is_http(folder):
         raise ValueError(f"{folder}: a web server lists no files; name the index.json beside its shards")
     files = {}
@@ -911,9 +916,6 @@ def check_size(number, what, file_size, always):
         raise ValueError(f"its {file_size:,} bytes say that they hold {number:,} {what}")
 
 
-MAKE_JSONL = 'make .jsonl, for each document a line {"text": "..."}: python -m dev.prepare convert FILES.jsonl'
-
-
 def check_name(name, where):
     """A name in a listing or an index stays below its folder, here and wherever it is copied to."""
     parts = name.replace("\\", "/").split("/")
@@ -922,17 +924,23 @@ def check_name(name, where):
                          "shard_00000.parquet, without .. or an address")
 
 
-def check_some(files, folder):
-    if not files:
+def check_some(found, folder, what="parquet files"):
+    if not found:
         mine = folder if "://" in folder or os.path.exists(folder) else "FILES"
-        raise FileNotFoundError(f"no parquet files in {folder}; get some with: python dataset.py -n 8, "
+        raise FileNotFoundError(f"no {what} in {folder}; get some with: python dataset.py -n 8, "
                                 f"or {convert_command(mine)}")
 
 
-def convert_command(folder, columns=()):
-    """What makes shards of other people's files, in words; columns: those that may hold the text."""
-    key = f" --text_key {shlex.quote(columns[0]) if len(columns) == 1 else 'COLUMN'}" if columns else ""
-    return f"make them of your own text: python -m dev.prepare convert {shlex.quote(folder)}{key}"
+MAKE_JSONL = 'make .jsonl of it, for each document a line {"text": "..."}, and convert that'
+
+
+def convert_command(folder, flag=""):
+    return f"make them of your own text: python -m dev.prepare convert {shlex.quote(folder)}{flag}"
+
+
+def text_key_flag(columns):
+    """columns: those that may hold the text"""
+    return f" --text_key {shlex.quote(columns[0]) if len(columns) == 1 else 'COLUMN'}"
 
 
 def parse_index(data, where):
@@ -958,7 +966,7 @@ def check_column(folder, name, schema, kind):
     path, columns = join_name(folder, name), columns_of_text(schema)
     if kind not in schema.names:
         raise ShardError(f"{path}: it has no column `text`, only {', '.join(map(repr, schema.names))}; "
-                         f"{convert_command(folder, columns) if columns else MAKE_JSONL}")
+                         f"{convert_command(folder, text_key_flag(columns)) if columns else MAKE_JSONL}")
     seen = schema.field(kind).type
     if kind == "text" and not is_text(seen):
         raise ShardError(f"{path}: its column `text` holds {seen}, not strings; "

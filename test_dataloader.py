@@ -8,6 +8,7 @@ Fast code is compared with a slow and obvious reference in this file. Most tests
 are the bytes of the text, and shards of a few short documents, so that epochs end every few rows.
 """
 
+import bz2
 import collections
 import contextlib
 import copy as copy_module
@@ -19,9 +20,11 @@ import gzip
 import hashlib
 import http.server
 import importlib.util
+import io
 import itertools
 import json
 import logging
+import lzma
 import math
 import os
 import pickle
@@ -446,7 +449,7 @@ def test_corrupted_shard_never_yields_other_text(tmp_path):
     assert {how for how, _ in split} == {"flip", "cut", "zero"}
 
 
-def test_small_files_that_say_they_are_huge_are_an_error(tmp_path, monkeypatch):
+def test_small_files_that_say_they_are_huge_are_an_error(tmp_path):
     """300 bytes that are 11.8 GB of one document; a footer or an index of 3 billion documents."""
     data = pa.DictionaryArray.from_arrays(pa.array([0] * 118_000, pa.int32()), pa.array(["a" * 10**5]))
     pq.write_table(pa.table({"text": data}), tmp_path / "a.parquet", compression="zstd", store_schema=False,
@@ -455,18 +458,15 @@ def test_small_files_that_say_they_are_huge_are_an_error(tmp_path, monkeypatch):
     shutil.copy(tmp_path / "a.parquet", tmp_path / "b.parquet")
     before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
-    with pytest.raises(dataset.ShardError, match="a.parquet, row group 0: its .* bytes say that they hold "):
+    with pytest.raises(dataset.ShardError, match=r"a.parquet, row group 0: its .* bytes say that they hold "):
         dataset.list_shards(str(tmp_path), "train")[0].read(0)
     pa.set_memory_pool(before)
     assert 1e8 < pool.max_memory() < 1e9
     index = dataset.write_index(str(tmp_path))
     index["shards"]["a.parquet"]["rows"] = [2_950_000_000]
-    for when in ("index", "footer"):
-        (tmp_path / "index.json").write_text(json.dumps(index))
-        with pytest.raises(dataset.ShardError, match="a.parquet, footer: its .* hold 2,950,000,000 documents"):
-            dataset.list_shards(str(tmp_path), "train")
-        os.remove(tmp_path / "index.json")
-        monkeypatch.setattr(dataset, "make_index", lambda folder, files: index)
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(dataset.ShardError, match=r"a.parquet, footer: its .* hold 2,950,000,000 documents"):
+        dataset.list_shards(str(tmp_path), "train")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -936,11 +936,11 @@ def test_convert_returns_every_document_once(tmp_path, monkeypatch):
 
 def test_convert_tells_what_it_left_out_of_a_folder(tmp_path):
     (tmp_path / "in" / ".hidden").mkdir(parents=True)
-    for name in ("a.jsonl", "b.jsonl.bz2", ".hidden/c.jsonl"):
+    for name in ("a.jsonl", "b.jsonl.rar", ".hidden/c.jsonl"):
         (tmp_path / "in" / name).write_bytes(json_lines(make_texts(30), "text"))
     ended = run_command(PREPARE, "convert", tmp_path / "in", "--out", tmp_path / "out", "-w", 1)
     assert "1 files -> 30 documents" in ended.stdout, ended.stderr
-    assert f"2 other files in these folders were left out: {tmp_path}/in/.hidden/c.jsonl " in ended.stdout
+    assert f"2 other files in these folders were left out: {tmp_path}/in/b.jsonl.rar " in ended.stdout
     val, = dataset.list_shards(str(tmp_path / "out"), "val")
     assert sum(val.rows) >= 3, "a tenth, for the lanes of val"
 
@@ -977,14 +977,15 @@ TORN_GZIP = gzip.compress(json_lines(make_texts(900), "text"))[:-2000]
 
 @pytest.mark.parametrize("name, data, message, documents", [
     ("a.json.gz", TORN_GZIP, "behind line [0-9]+: torn: ", 300),
-    ("a.json.gz", b"no gzip at all", "behind its beginning: torn: ", 0),
-    ("a.json.zst", b"no zstd at all", "behind its beginning: torn: ", 0),
+    ("a.json.gz", b"\x1f\x8bno gzip at all", "behind its beginning: torn: ", 0),
+    ("a.json.zst", b"no zstd at all", "the file: torn: by its first bytes it is no .zst; type: mv ", 0),
+    ("a.json.xz", lzma.compress(json_lines(["ab" * 999], "text"))[:50], "behind its beginning: torn: ", 0),
     ("a.parquet", b"PAR1 no parquet", "behind its beginning: torn: ", 0),
-    ("a.jsonl", TORN_GZIP, "the file: torn: by its first bytes it is .gz, not .jsonl; name it .gz", 0),
-    ("a.json", b"PAR1", "the file: torn: by its first bytes it is .parquet, not .json", 0),
+    ("a.jsonl", TORN_GZIP, "the file: torn: by its first bytes it is .gz; type: mv .*/a.jsonl.gz", 0),
+    ("a.json", b"PAR1", "the file: torn: by its first bytes it is .parquet; type: mv ", 0),
     ("a.arrow", b"ARROW1 no arrow", "behind its beginning: torn: ", 0),
     ("a.csv", b'text\n"one more"\n"never ends\n', "behind line 2: torn: unexpected end of data", 1),
-    ("a.csv", b"text\ncaf\xe9\n", "behind its beginning: torn: 'utf-8' codec", 0),
+    ("a.csv", b"text\ncaf\xe9\n", "behind its beginning: torn: not UTF-8 .invalid continuation byte", 0),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_torn_file_is_an_error_that_says_what_is_lost(
         tmp_path, threads_for_processes, name, data, message, documents):
@@ -1012,7 +1013,7 @@ def test_torn_file_is_an_error_that_says_what_is_lost(
     ("a.json", b'[{"text": "a"}]\n{"text": "b"}', "the rest of the file: not JSON"),
     ("a.txt", b"caf\xe9", "the file: not UTF-8"),
     ("a.md", b"caf\xe9", "the file: not UTF-8"),
-    ("a.csv", b"n,txt\n1,x\n", "line 2: no key 'text', only keys 'n', 'txt'"),
+    ("a.csv", b"n,txt\n1,x\n", r"line 1: no column 'text', only \['n', 'txt'\]; add --text_key COLUMN"),
     ("a.tsv", b"n\ttext\n1\n", "line 2: 'text' holds NoneType"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_bad_document_is_an_error_with_file_and_line(tmp_path, threads_for_processes, name, data, message):
@@ -1090,7 +1091,21 @@ def test_every_kind_of_file_converts(tmp_path, threads_for_processes):
         pq.write_table(table, tmp_path / "in" / f"part-0000{part}-4a5f.c000.snappy.parquet")
     report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), workers=1)
     assert sorted(read_all(tmp_path / "out")) == sorted(texts) and report["files"] == 8
-    assert [os.path.basename(path) for path in report["others"]] == ["_SUCCESS", "state.json"]
+    assert [name for _, name, _ in report["others"]] == ["_SUCCESS", "state.json"]
+
+
+MARKED = ["a.txt", "a.md", "a.jsonl", "a.json", "a.csv", "a.tsv", "a.jsonl.gz"]
+
+
+@pytest.mark.parametrize("name", MARKED)
+@pytest.mark.parametrize("cut_bytes", [None, 4])
+def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path, name, cut_bytes):
+    kind = name.partition(".")[2]
+    content = {"txt": "one", "md": "one", "csv": "text\none\n", "tsv": "n\ttext\n1\tone\n",
+               "json": '[{"text": "one"}]'}.get(kind, '{"text": "one"}\n').encode("utf-8-sig")
+    (tmp_path / name).write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    made = prepare.documents_of((str(tmp_path), name, os.path.getsize(tmp_path / name)), "text", cut_bytes)
+    assert [(text, problem) for _, text, problem in made] == [(b"one", None)]
 
 
 def test_a_text_file_is_cut_when_asked(tmp_path, threads_for_processes):
@@ -1204,6 +1219,292 @@ def test_convert_says_what_it_cannot_take(tmp_path, monkeypatch, threads_for_pro
         (tmp_path / name).write_text("a,b")
     with pytest.raises(ValueError, match=message):
         prepare.convert(inputs, "out", workers=1)
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Shapes: what lies on people's disks works, or one line names a route that works
+
+
+def in_parquet(*names, key="text", kind=None, beside=(), **options):
+    """The texts spread over parquet files of these names; beside them what is no shard."""
+    def make(folder, texts):
+        for name in (*names, *beside):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text("no shard")
+        for i, name in enumerate(names):
+            part = pa.array(texts[i::len(names)], kind or pa.string())
+            pq.write_table(pa.table({"n": range(len(part)), key: part}), folder / name, **options)
+        return folder
+    return make
+
+
+def in_column(kind, value_of):
+    """Two parquet files with a column `text` that holds no strings."""
+    def make(folder, texts):
+        for i in range(2):
+            part = pa.array(map(value_of, texts[i::2]), kind)
+            pq.write_table(pa.table({"text": part}), folder / f"{i}.parquet")
+        return folder
+    return make
+
+
+def in_file(name, data_of, given=None):
+    """One file of the bytes that data_of makes; given: what is named in its place."""
+    def make(folder, texts):
+        (folder / name).write_bytes(data_of(texts))
+        return folder / (name if given is None else given)
+    return make
+
+
+def in_files(*suffixes):
+    """A file for each text, in folders in folders."""
+    def make(folder, texts):
+        for i, text in enumerate(texts):
+            (folder / f"{i % 3}" / "deep").mkdir(parents=True, exist_ok=True)
+            (folder / f"{i % 3}/deep/{i:06d}{suffixes[i % len(suffixes)]}").write_bytes(text.encode())
+        return folder
+    return make
+
+
+def in_archive(name, how):
+    """WebDataset's and others': a file for each text and one about each."""
+    def make(folder, texts):
+        in_files(".txt")(folder / "in", texts)
+        (folder / "in" / "0" / "deep" / "000000.cls").write_text("7")
+        shutil.make_archive(folder / name.partition(".")[0], how, folder / "in")
+        return folder / name
+    return make
+
+
+def in_links(folder, texts):
+    """Hugging Face's cache: links to blobs."""
+    in_parquet("blobs/0a", "blobs/1b")(folder, texts)
+    (folder / "main" / "data").mkdir(parents=True)
+    for i, blob in enumerate(("0a", "1b")):
+        os.symlink(f"../../blobs/{blob}", folder / f"main/data/train-0000{i}-of-00002.parquet")
+    os.symlink("main", folder / "link")
+    return folder / "link"
+
+
+def in_parquet_of_two_schemas(folder, texts):
+    in_parquet("a.parquet", row_group_size=4)(folder, texts[:20])
+    more = {"text": pa.array(texts[20:], pa.large_string()), "more": texts[20:]}
+    pq.write_table(pa.table(more), folder / "b.parquet")
+    return folder
+
+
+def in_encrypted_parquet(folder, texts):
+    encryption = pytest.importorskip("pyarrow.parquet.encryption")
+
+    class Keys(encryption.KmsClient):
+        def wrap_key(self, key, master):
+            return key.hex()
+
+    config = encryption.EncryptionConfiguration(footer_key="key", column_keys={"key": ["text"]})
+    keys = encryption.CryptoFactory(lambda config: Keys())
+    properties = keys.file_encryption_properties(encryption.KmsConnectionConfig(), config)
+    return in_parquet("a.parquet", "b.parquet", encryption_properties=properties)(folder, texts)
+
+
+def arrow(opened, **options):
+    def data_of(texts):
+        sink, table = pa.BufferOutputStream(), pa.table({"text": pa.array(texts, pa.large_string())})
+        with opened(sink, table.schema, **options) as writer:
+            writer.write_table(table, max_chunksize=7)
+        return sink.getvalue().to_pybytes()
+    return data_of
+
+
+def saved_to_disk(folder, texts):
+    """Hugging Face's DatasetDict.save_to_disk: Arrow streams, and JSON about them."""
+    (folder / "train").mkdir(parents=True)
+    for i in range(2):
+        data = arrow(pa.ipc.new_stream)(texts[i::2])
+        (folder / f"train/data-0000{i}-of-00002.arrow").write_bytes(data)
+    for name in ("dataset_dict.json", "train/state.json", "train/dataset_info.json"):
+        (folder / name).write_text('{"splits": ["train"]}')
+    return folder
+
+
+def separated(delimiter, header="n text", encoding="utf-8"):
+    def data_of(texts):
+        sink = io.StringIO(newline="")
+        rows = csv.writer(sink, delimiter=delimiter)
+        rows.writerows([header.split()] * bool(header))
+        rows.writerows(enumerate(texts))
+        return sink.getvalue().encode(encoding)
+    return data_of
+
+
+def packed(codec, key="text"):
+    return lambda texts: pa.Codec(codec).compress(json_lines(texts, key), asbytes=True)
+
+
+def lines(texts):
+    return json_lines(texts, "text")
+
+
+def as_json(value_of):
+    return lambda texts: json.dumps(value_of(texts)).encode()
+
+
+def one_text(encoding="utf-8"):
+    return lambda texts: "\n\n".join(texts).encode(encoding)
+
+
+TWO = ("a.parquet", "b.parquet")
+CONVERT, KEY, BY_HAND = "python -m dev.prepare convert ", "--text_key ", 'a line {"text": "..."}'
+SHAPES = {    # what lies there: (how it is made, None where --data takes it, else a part of the line)
+    "pandas": (in_parquet(*TWO, kind=pa.large_string()), None),
+    "Polars": (in_parquet(*TWO, kind=pa.large_string(), compression="zstd"), None),
+    "Polars, partitioned": (in_parquet("y=0/00000000.parquet", "y=1/00000000.parquet"), None),
+    "DuckDB, a file a thread": (in_parquet("data_0.parquet", "data_1.parquet", use_dictionary=False), None),
+    "Spark": (in_parquet("part-00000-8f3e-c000.snappy.parquet", "part-00001-8f3e-c000.snappy.parquet",
+                         beside=["_SUCCESS", "._SUCCESS.crc", ".part-00000-8f3e.snappy.parquet.crc"]), None),
+    "Hive partitions": (in_parquet("year=2024/month=1/p.parquet", "year=2024/month=2/p.parquet",
+                                   beside=["_temporary/0/x.parquet"]), None),
+    "Dask": (in_parquet("part.0.parquet", "part.1.parquet", beside=["_metadata", "_common_metadata"]), None),
+    "Ray Data": (in_parquet("1_000000_000000.parquet", "1_000001_000000.parquet"), None),
+    "Hugging Face": (in_parquet("data/train-00000-of-00002.parquet", "data/train-00001-of-00002.parquet",
+                                beside=["README.md", ".gitattributes", ".cache/x.parquet"]), None),
+    "Hugging Face, splits": (in_parquet("train-0-of-1.parquet", "validation-0-of-1.parquet"), None),
+    "Hugging Face, its own conversion": (in_parquet("x/train/0.parquet", "x/validation/0.parquet"), None),
+    "Hugging Face, its cache": (in_links, None),
+    "FineWeb": (in_parquet("sample/10BT/000_00000.parquet", "sample/10BT/001_00000.parquet"), None),
+    "string": (in_parquet(*TWO), None),
+    "large_string": (in_parquet(*TWO, kind=pa.large_string()), None),
+    "string_view": (in_parquet(*TWO, kind=pa.string_view()), None),
+    "dictionary": (in_parquet(*TWO, kind=pa.dictionary(pa.int32(), pa.string())), None),
+    "two schemas": (in_parquet_of_two_schemas, None),
+    "one huge row group": (in_parquet(*TWO, row_group_size=10**9), None),
+    "many files of one row group": (in_parquet(*(f"{i}.parquet" for i in range(12))), None),
+    "compression none": (in_parquet(*TWO, compression="none"), None),
+    "compression snappy": (in_parquet(*TWO, compression="snappy"), None),
+    "compression gzip": (in_parquet(*TWO, compression="gzip"), None),
+    "compression brotli": (in_parquet(*TWO, compression="brotli"), None),
+    "compression lz4": (in_parquet(*TWO, compression="lz4"), None),
+    "compression zstd": (in_parquet(*TWO, compression="zstd"), None),
+    "data pages of version 2": (in_parquet(*TWO, data_page_version="2.0"), None),
+    "delta encoding": (in_parquet(*TWO, use_dictionary=False,
+                                  column_encoding={"text": "DELTA_BYTE_ARRAY", "n": "PLAIN"}), None),
+    "binary": (in_parquet(*TWO, kind=pa.binary()), CONVERT),
+    "a column of another name": (in_parquet(*TWO, key="raw text"), KEY + "'raw text'"),
+    "a list of strings": (in_column(pa.list_(pa.string()), lambda text: [text]), BY_HAND),
+    "a struct": (in_column(pa.struct([("a", pa.string())]), lambda text: {"a": text}), BY_HAND),
+    "a column of nulls": (in_column(pa.null(), lambda text: None), BY_HAND),
+    "encrypted": (in_encrypted_parquet, "write it again without encryption"),
+    "one parquet file": (in_parquet("a.parquet"), CONVERT),
+    "no rows": (lambda folder, texts: in_parquet(*TWO)(folder, []), "no documents in"),
+    "an empty folder": (lambda folder, texts: folder, "get some with"),
+    "a folder of .jsonl": (in_file("a.jsonl", lines, given=""), CONVERT),
+    "parquet named .pq": (in_parquet("a.pq", "b.pq"), CONVERT),
+}
+CONVERTED = {    # the same for what convert is given
+    "one parquet file": (in_parquet("a.parquet"), None),
+    "binary": (in_parquet(*TWO, kind=pa.binary()), None),
+    "parquet named .pq": (lambda *made: in_parquet("a.pq")(*made) / "a.pq", None),
+    "parquet without suffix": (lambda *made: in_parquet("0a1b")(*made) / "0a1b", "mv "),
+    "JSON lines": (in_file("a.jsonl", lines), None), ".ndjson": (in_file("a.ndjson", lines), None),
+    "JSON array": (in_file("a.json", as_json(lambda texts: [{"text": text} for text in texts])), None),
+    "gzip": (in_file("a.jsonl.gz", packed("gzip")), None),
+    "zstd": (in_file("a.jsonl.zst", packed("zstd")), None),
+    "bz2": (in_file("a.jsonl.bz2", lambda texts: b"".join(bz2.compress(lines([a])) for a in texts)), None),
+    "xz": (in_file("a.jsonl.xz", lambda texts: b"".join(lzma.compress(lines([a])) for a in texts)), None),
+    "lz4": (in_file("a.jsonl.lz4", packed("lz4")), None),
+    "another key": (in_file("a.jsonl", lambda texts: json_lines(texts, "raw text")), KEY + "COLUMN"),
+    "pandas' to_json": (in_file("a.json", as_json(lambda texts: {"text": dict(enumerate(texts))})), BY_HAND),
+    "messages of a chat": (in_file("a.jsonl", as_json(lambda texts: {"text": [texts]})), BY_HAND),
+    "csv": (in_file("a.csv", separated(",")), None), "tsv": (in_file("a.tsv", separated("\t")), None),
+    "csv of Excel": (in_file("a.csv", separated(",", encoding="utf-8-sig")), None),
+    "csv of semicolons": (in_file("a.csv", separated(";")), "a first line that names the columns"),
+    "csv without names": (in_file("a.csv", separated(",", header="")), "a first line that names the columns"),
+    "csv of Latin-1": (in_file("a.csv", separated(",", encoding="latin-1")), "iconv -f LATIN1 "),
+    "text in folders": (in_files(".txt", ".md"), None),
+    "text of Latin-1": (in_file("a.txt", one_text("latin-1")), "iconv -f LATIN1 "),
+    "text of UTF-16": (in_file("a.txt", one_text("utf-16")), "iconv -f UTF-16 "),
+    "one long text": (in_file("input.txt", one_text()), "--cut_bytes "),
+    "sources": (in_file("a.py", one_text()), "mv "), "no suffix": (in_file("README", one_text()), "mv "),
+    "Feather": (in_file("a.feather", arrow(pa.ipc.new_file)), None),
+    "Feather, compressed": (in_file("a.feather", arrow(
+        pa.ipc.new_file, options=pa.ipc.IpcWriteOptions(compression="lz4"))), None),
+    "Arrow file": (in_file("a.arrow", arrow(pa.ipc.new_file)), None),
+    "Arrow stream": (in_file("a.arrow", arrow(pa.ipc.new_stream)), None),
+    "save_to_disk": (saved_to_disk, None),
+    "WebDataset": (in_archive("000000.tar", "tar"), "tarfile -e"),
+    "tar.gz": (in_archive("a.tar.gz", "gztar"), "tarfile -e"),
+    "zip": (in_archive("a.zip", "zip"), "zipfile -e"),
+    "a folder of tars": (lambda *made: in_archive("t/a.tar", "tar")(*made).parent, "tarfile -e"),
+    "parquet named .json": (lambda *made: in_parquet("a.json")(*made) / "a.json", "mv "),
+    "gzip named .jsonl": (in_file("a.jsonl", packed("gzip")), "mv "),
+    "lines named .gz": (in_file("a.jsonl.gz", lines), "mv "),
+    "nanoGPT's .bin": (in_file("train.bin", lambda texts: np.arange(999, dtype="<u2").tobytes()), BY_HAND),
+    "PDF": (in_file("a.pdf", lambda texts: b"%PDF-1.7 \0"), BY_HAND),
+    "HTML": (in_file("a.html", one_text()), "mv "),
+    "ORC": (in_file("a.orc", lambda texts: b"ORC\0"), BY_HAND),
+    "a workbook": (in_file("a.xlsx", lambda texts: b"PK\x03\x04"), BY_HAND),
+    "an empty folder": (lambda folder, texts: folder, "no such files; expected .jsonl"),
+}
+
+
+def words_in(texts):
+    return sorted(" ".join(texts).split())
+
+
+def convert_line(arguments):
+    """The line that `python -m dev.prepare convert ...` ends with; None where it gave shards."""
+    try:
+        prepare.main(["convert", *arguments])
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+def follow(line, given, folder, texts):
+    """Do what a line says: type its command, add its flag, or make .jsonl; -> (line of convert, its file)"""
+    flags = []
+    if typed := re.search(r"type: (.+?)(?:, or keep| \(of other|$)", line):
+        command, _, behind = typed[1].partition(" && ")
+        subprocess.run(command.replace("python", sys.executable), shell=True, check=True)
+        given = shlex.split(behind or command)[-1]
+    elif shards := re.search(r"python -m dev\.prepare convert ([^;]+)", line):
+        given, *flags = shlex.split(shards[1])
+    elif "iconv" in line:
+        with open(given, encoding="latin-1") as file:
+            given = str(folder / f"utf8-{os.path.basename(given)}")
+            with open(given, "w", encoding="utf-8") as utf8:
+                utf8.write(file.read())
+    elif "add --cut_bytes" in line or "add --text_key COLUMN; mend" in line:
+        flags = re.search(r"add (--\w+ \w+)", line)[1].split()
+    else:
+        given = str(folder / "mine.jsonl")
+        with open(given, "wb") as file:
+            file.write(lines(texts))
+    return convert_line([given, *(flag.replace("COLUMN", "raw text") for flag in flags)]), given
+
+
+@pytest.mark.parametrize("command, shape", [*(("data", shape) for shape in SHAPES),
+                                            *(("convert", shape) for shape in CONVERTED)])
+def test_what_lies_there_works_or_one_line_names_what_does(
+        tmp_path, monkeypatch, threads_for_processes, command, shape):
+    """... and what the line names gives every document, whatever it takes: at most three such lines."""
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "it's base"))
+    folder, texts = tmp_path / "it's in", [f"{i} caf\xe9 " + "word " * (i % 9) for i in range(30)]
+    folder.mkdir()
+    make, expected = (SHAPES if command == "data" else CONVERTED)[shape]
+    given = str(make(folder, texts))
+    try:
+        line = words_in(read_all(given)) == words_in(texts) if command == "data" else convert_line([given])
+    except (OSError, ValueError) as error:
+        line = str(error)
+    if expected is None:
+        assert line in (None, True)
+    else:
+        assert expected in line
+    for _ in range(3):
+        if isinstance(line, str):
+            assert "\n" not in line and len(line) < 700
+            line, given = follow(line, given, folder, texts)
+    assert line is True or words_in(read_all(dataset.find_data())) == words_in(texts)
 
 
 # ---------------------------------------------------------------------------------------------------------
