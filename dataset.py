@@ -83,14 +83,14 @@ def shards_in(folder, index):
 
 def split_shards(shards):
     """(train, val)"""
-    val = [shard for shard in shards if split_in_name(shard) == "val"]
-    train = [shard for shard in shards if split_in_name(shard) in ("train", None)]
+    val = [shard for shard in shards if split_in_name(shard.name) == "val"]
+    train = [shard for shard in shards if split_in_name(shard.name) in ("train", None)]
     return (train, val) if val else (train[:-1], train[-1:])
 
 
-def split_in_name(shard):
+def split_in_name(name):
     """Of the file, or else of the innermost folder that says one."""
-    for part in reversed(shard.name.lower().split("/")):
+    for part in reversed(name.lower().split("/")):
         if said := SPLIT_IN_NAME.match(part):
             return said[1]
     return None
@@ -102,7 +102,7 @@ def describe_split(shards):
     if not val:
         return "no documents"
     documents, test = sum(sum(shard.rows) for shard in shards), len(shards) - len(train) - len(val)
-    how = "by their names" if split_in_name(val[0]) == "val" else f"the last file, {val[0].name}"
+    how = "by their names" if split_in_name(val[0].name) == "val" else f"the last file, {val[0].name}"
     return (f"{documents:,} documents; {len(train):,} train shards, {len(val):,} val ({how})"
             + (f", {test:,} test (left out)" if test else ""))
 

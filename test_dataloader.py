@@ -1318,10 +1318,11 @@ def arrow(opened, **options):
 
 def saved_to_disk(folder, texts):
     """Hugging Face's DatasetDict.save_to_disk: Arrow streams, and JSON about them."""
-    (folder / "train").mkdir(parents=True)
-    for i in range(2):
-        data = arrow(pa.ipc.new_stream)(texts[i::2])
-        (folder / f"train/data-0000{i}-of-00002.arrow").write_bytes(data)
+    for split, some in (("train", texts), ("test", ["never", "trained on"])):
+        (folder / split).mkdir()
+        for i in range(2):
+            data = arrow(pa.ipc.new_stream)(some[i::2])
+            (folder / f"{split}/data-0000{i}-of-00002.arrow").write_bytes(data)
     for name in ("dataset_dict.json", "train/state.json", "train/dataset_info.json"):
         (folder / name).write_text('{"splits": ["train"]}')
     return folder

@@ -67,6 +67,7 @@ from dataset import (
     remove,
     sha256_of,
     size_of,
+    split_in_name,
     text_key_flag,
     write_index,
     write_shard,
@@ -343,7 +344,7 @@ def size_in(file):
 def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[str]]:
     """
     (folder, name, size) of every file that paths, folders, globs and URIs stand for, each once, sorted; and
-    in the same form what else lies in these folders: files of other kinds, and hidden ones.
+    in the same form what else lies in these folders: other kinds, other splits, and hidden ones.
     """
     found, others = set(), set()
     for pattern in inputs:
@@ -364,12 +365,21 @@ def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[str
 def local_inputs(pattern):
     files, others = [], []
     for path in [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True):
-        for file in files_below(path) if os.path.isdir(path) else [path]:
-            below = os.path.relpath(file, path)    # "." of the file that was named
-            odd = "/." in f"/{below}" or not kind_of(file) or os.path.basename(file) in ABOUT_DATA
-            rest = others if odd and below != "." else files
-            rest.append((*os.path.split(os.path.abspath(file)), size_of(file)))
+        paths = list(files_below(path)) if os.path.isdir(path) else [path]
+        names = [os.path.relpath(file, path).replace(os.sep, "/") for file in paths]    # "." is itself
+        wanted = {".", *wanted_names(names)}
+        for file, name in zip(paths, names, strict=True):
+            kept = files if name in wanted else others
+            kept.append((*os.path.split(os.path.abspath(file)), size_of(file)))
     return files, others
+
+
+def wanted_names(names):
+    """Of those below a folder: files to read, and where names say train, no test-* or validation-*"""
+    wanted = [name for name in names if kind_of(name) and "/." not in f"/{name}"
+              and os.path.basename(name) not in ABOUT_DATA]
+    splits = {name: split_in_name(name) for name in wanted}
+    return [name for name in wanted if splits[name] in ("train", None) or "train" not in splits.values()]
 
 
 def remote_inputs(pattern):
@@ -380,15 +390,13 @@ def remote_inputs(pattern):
     wanted, folder_wanted = address[len(folder) + 1:], address[len(folder) + 1:].rstrip("/") + "/"
     folder += mark + query
     fs, root = filesystem_of(folder)
-    files, others = [], []
-    for info in fs.get_file_info(pafs.FileSelector(root, recursive=True)):
-        name = info.path[len(root):].lstrip("/")
-        inside = folder_wanted == "/" or name.startswith(folder_wanted)
-        if info.is_file and (fnmatch.fnmatchcase(name, wanted) or (inside and kind_of(name))):
-            files.append((folder, name, info.size))
-        elif info.is_file and inside:
-            others.append((folder, name, info.size))
-    return files, others
+    found = [info for info in fs.get_file_info(pafs.FileSelector(root, recursive=True)) if info.is_file]
+    sizes = {info.path[len(root):].lstrip("/"): info.size for info in found}
+    named = fnmatch.filter(sizes, wanted)
+    inside = [name for name in sizes if folder_wanted == "/" or name.startswith(folder_wanted)]
+    taken = {*named, *wanted_names(inside)}
+    files = [(folder, name, sizes[name]) for name in taken]
+    return files, [(folder, name, sizes[name]) for name in inside if name not in taken]
 
 
 def kind_of(name):
