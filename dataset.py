@@ -51,9 +51,10 @@ import requests
 SPLIT_IN_NAME = re.compile(r"(?:split=)?(train|val|test)(?:ing|id|idation)?(?![a-z])")    # Hugging Face's
 
 
-def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
+def list_shards(data_dir: str | None, split: str, cache: str | None = None) -> list["Shard"]:
     """
-    The shards of a split, by name, from the index: no shard is opened.
+    The shards of a split, by name, from the index: no shard is opened. cache: a folder for whole copies of
+    those that are far away.
 
     Where names say it (train-*, validation-*), that is the split, and test-* is in neither; else the last
     file is val and the others are train.
@@ -68,6 +69,8 @@ def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
         raise ValueError(f"{folder}: there is only one parquet file to train on; the last one is val, so "
                          "there must be two: get more with: python dataset.py -n 8, or "
                          f"{convert_command(folder)}")
+    for shard in shards:
+        shard.cache = cache if "://" in folder else None
     return val if split == "val" else train
 
 
@@ -277,6 +280,7 @@ class Shard:
     kind: str                  # 'text' or 'tokens'
     dtype: np.dtype | None     # of the token ids
     fingerprint: str | None    # of the tokenizer that made them
+    cache: str | None = None   # folder for its local copy
 
     @property
     def path(self) -> str:
@@ -288,8 +292,18 @@ class Shard:
             return patiently(lambda: self._read(row_group), self.folder)
 
     def _read(self, row_group):
-        metadata, checksums = read_footer(self.folder, self.name, self.file_size)
-        with open_file(self.folder, self.name, self.file_size) as file:
+        if not self.cache:
+            return self._read_at(self.folder, self.name, row_group)
+        name = copy_to_cache(self)
+        try:
+            return self._read_at(self.cache, name, row_group)
+        except Exception:
+            remove(os.path.join(self.cache, name))    # the next attempt copies it anew
+            raise
+
+    def _read_at(self, folder, name, row_group):
+        metadata, checksums = read_footer(folder, name, self.file_size)
+        with open_file(folder, name, self.file_size) as file:
             # Our checksum of ids says all that the pages' would, which cost two thirds of the speed.
             pages = self.kind == "text" or not checksums
             parquet = pq.ParquetFile(file, metadata=metadata, pre_buffer=False,
@@ -403,6 +417,50 @@ def checksum(array: pa.Array) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Local copies of shards that are far away
+
+CACHE_BYTES = 200 << 30    # at most, and no more than the disk has
+COPY = re.compile(r"[0-9a-f]{16}-.*\.parquet(\.part)?")    # in a cache: what is ours to delete
+
+
+def copy_to_cache(shard):
+    """The name of its whole copy in the cache, which the first of a node's threads and ranks makes."""
+    os.makedirs(shard.cache, exist_ok=True)
+    key = hashlib.sha256(f"{shard.path} {shard.file_size}".encode()).hexdigest()[:16]
+    name = f"{key}-{os.path.basename(shard.name)}"
+    path = os.path.join(shard.cache, name)
+    with lock_file(path + ".lock"):
+        if size_of(path) != shard.file_size:
+            make_room(shard.cache, shard.file_size)
+            far = open_file(shard.folder, shard.name, shard.file_size)
+            with far, open(path + ".part", "wb") as near:
+                near.truncate(shard.file_size)    # others that make room see what it will take
+                shutil.copyfileobj(far, near, COPY_PIECE)
+                if near.tell() != shard.file_size:
+                    raise OSError(f"{near.tell():,} bytes came of {shard.file_size:,}")
+            os.replace(path + ".part", path)
+        os.utime(path)
+    return name
+
+
+def make_room(cache, n_bytes):
+    """Delete the copies that were not used for the longest time."""
+    copies = []
+    for entry in os.scandir(cache):
+        with contextlib.suppress(FileNotFoundError):    # another process makes room, too
+            if COPY.fullmatch(entry.name):
+                copies.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+    used = sum(size for _, size, _ in copies)
+    limit = min(CACHE_BYTES, used + shutil.disk_usage(cache).free)
+    for _, size, path in sorted(copies):
+        if used + n_bytes > limit:
+            remove(path)
+            used -= size
+    if used + n_bytes > limit:
+        raise OSError(f"--cache {cache} has no room for a shard of {n_bytes:,} bytes; name a larger disk")
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Writing shards
 
 def write_shard(path: str, row_groups: Iterable[pa.Array], column: str = "text",
@@ -512,6 +570,7 @@ RETRY_SECONDS = 1.0      # the first wait, about; doubled each time
 READ_ATTEMPTS = 5        # at one thing that is far away
 BUSY_SECONDS = 600       # so long a server that says it is busy (429, 503) is waited for
 REQUESTS_AT_ONCE = 32    # of one process
+COPY_PIECE = 32 << 20    # bytes of a request, where a whole shard is copied
 
 
 class File(NamedTuple):

@@ -1519,11 +1519,13 @@ def s3_server():
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
-    app, state = DomainDispatcherApplication(create_backend_app), SimpleNamespace(every=0, reads=0, failed=0)
+    app = DomainDispatcherApplication(create_backend_app)
+    state = SimpleNamespace(every=0, reads=0, failed=0, requests=[])
 
     def flaky(environ, start_response):
-        body = app(environ, start_response)
-        if environ["REQUEST_METHOD"] == "GET" and environ["PATH_INFO"].endswith(".parquet"):
+        body, is_shard = app(environ, start_response), environ["PATH_INFO"].endswith(".parquet")
+        state.requests += [environ["REQUEST_METHOD"]] * is_shard
+        if environ["REQUEST_METHOD"] == "GET" and is_shard:
             state.reads += 1
             if state.every and state.reads % state.every == 0:
                 state.failed += 1
@@ -1547,6 +1549,7 @@ def s3_server():
 @pytest.fixture
 def s3(s3_server):
     s3_server.every = s3_server.reads = s3_server.failed = 0
+    s3_server.requests = []
     return s3_server
 
 
@@ -1678,6 +1681,85 @@ def test_no_more_requests_than_the_cap_are_in_flight(tmp_path, quick, monkeypatc
         assert max(most) == 3
     monkeypatch.undo()
     dataset.count_requests_anew()
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens", "others"])
+def test_a_row_group_is_at_most_two_requests(tmp_path, s3, quick, byte_tokenizer, kind):
+    """... once its footer is known, which is two, or three; also of others' shards of several columns."""
+    texts = make_shards(tmp_path / "text", counts=(400, 8), rows=200)
+    if kind == "others":
+        for number, part in enumerate((texts[:400], texts[400:])):
+            table = pa.table({"n": range(len(part)), "text": part, "more": part})
+            pq.write_table(table, tmp_path / "text" / f"shard_0000{number}.parquet", row_group_size=200)
+    if kind == "tokens":
+        prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    folder = tmp_path / ("tokens" if kind == "tokens" else "text")
+    files = served(folder)
+    upload(s3.fs, folder, f"bucket/requests/{kind}")
+    with UnrulyServer(files) as server:
+        for place in (f"{server.url}/index.json", f"s3://bucket/requests/{kind}{s3.query}"):
+            shard = dataset.list_shards(place, "train")[0]
+            for row_group, most in enumerate((5, 2)):
+                s3.requests[:], server.requests[:] = [], []
+                shard.read(row_group)
+                assert 0 < len(server.requests) + len(s3.requests) <= most, (server.requests, s3.requests)
+
+
+def served(folder):
+    """The shards of a folder as a web server has them, with their index."""
+    dataset.write_index(str(folder))
+    return {f"/{path.name}": path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_cache_holds_whole_shards_that_are_fetched_once(tmp_path, quick):
+    """By 8 threads and 2 loaders; a damaged copy is fetched again, a file of others is left alone."""
+    texts, cache = make_shards(tmp_path / "far"), str(tmp_path / "cache")
+    os.makedirs(cache)
+    (tmp_path / "cache" / "mine.parquet").write_text("mine")
+    with UnrulyServer(served(tmp_path / "far")) as server, ThreadPoolExecutor(8) as pool:
+        url, server.retry_after, faults = f"{server.url}/index.json", "", ["cut", 503]
+        for _ in range(2):
+            shards = dataset.list_shards(url, "train", cache) + dataset.list_shards(url, "val", cache)
+            places = [(shard, i) for shard in shards for i in range(len(shard.rows))]
+            server.faults, faults = faults, []
+            seen = pool.map(lambda place: place[0].read(place[1]).to_pylist(), places)
+            assert [text for documents in seen for text in documents] == texts
+        assert sum(path != "/index.json" for path, _ in server.requests) == len(shards) + 2, "the failed ones"
+        copies = [name for name in os.listdir(cache) if dataset.COPY.fullmatch(name)]
+        assert len(copies) == 3 and not [name for name in copies if name.endswith(".part")]
+        with open(f"{cache}/{copies[0]}", "r+b") as file:
+            file.truncate(100)
+        with open(f"{cache}/{copies[1]}", "r+b") as file:
+            file.write(bytes(500))
+        seen = [text for shard, i in places for text in shard.read(i).to_pylist()]
+        assert seen == texts
+    assert (tmp_path / "cache" / "mine.parquet").read_text() == "mine"
+    assert dataset.list_shards(str(tmp_path / "far"), "train", cache)[0].cache is None
+
+
+def test_a_cache_is_bounded_and_drops_what_was_not_used_for_the_longest_time(tmp_path, quick, monkeypatch):
+    make_shards(tmp_path / "far", counts=(8, 8, 8, 8, 8))
+    with UnrulyServer(served(tmp_path / "far")) as server:
+        shards = dataset.list_shards(f"{server.url}/index.json", "train", str(tmp_path / "cache"))
+        sizes = [shard.file_size for shard in shards]
+        monkeypatch.setattr(dataset, "CACHE_BYTES", sum(sizes[:3]) + max(sizes) - min(sizes))
+
+        def read(number):
+            shards[number].read(0)
+            names = [name for name in os.listdir(tmp_path / "cache") if dataset.COPY.fullmatch(name)]
+            assert sum(os.path.getsize(tmp_path / "cache" / name) for name in names) <= dataset.CACHE_BYTES
+            return {int(name[-13:-8]) for name in names}
+
+        for number in (0, 1, 2, 0):
+            read(number)
+        left = read(3)
+        assert {0, 3} <= left and 1 not in left
+        before = len(server.requests)
+        read(0)
+        assert len(server.requests) == before
+        monkeypatch.setattr(dataset, "CACHE_BYTES", 1)
+        with pytest.raises(dataset.ShardError, match=r"--cache .*cache has no room for a shard of"):
+            shards[1].read(0)
 
 
 def test_fsspec_opens_what_pyarrow_cannot(tmp_path, quick):
