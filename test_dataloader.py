@@ -1139,6 +1139,42 @@ def test_convert_and_tokenize_on_a_cluster(tmp_path, byte_tokenizer):
     assert read_all(tmp_path / "tokens") == read_all(tmp_path / "alone_tokens") != []
 
 
+def test_a_lost_scheduler_leaves_nothing(tmp_path):
+    """It is killed while tasks are under way: an error that says so, and no folder, whole or half."""
+    pytest.importorskip("distributed")
+    make_inputs(tmp_path / "in", make_texts(300))
+    known = tmp_path / "scheduler.json"
+    start = functools.partial(subprocess.Popen, stderr=subprocess.DEVNULL,
+                              env={**os.environ, "PYTHONPATH": HERE})
+    scheduler = start([sys.executable, "-m", "distributed.cli.dask_scheduler", "--host", "127.0.0.1",
+                       "--port", "0", "--no-dashboard", "--scheduler-file", known])
+    while not known.exists() or not known.read_text():
+        assert scheduler.poll() is None
+        time.sleep(0.05)
+    address = json.loads(known.read_text())["address"]
+    worker = start([sys.executable, "-m", "distributed.cli.dask_worker", address, "--nthreads", "1",
+                    "--no-nanny", "--no-dashboard", "--death-timeout", "1", "--local-directory", tmp_path])
+    try:
+        with (pytest.raises(OSError, match=f"the scheduler at {address} was lost"),
+              prepare.dask_executor(address) as (executor, _)):
+            tasks = []
+
+            def submit(function, item):
+                tasks.append(item)
+                if len(tasks) == 4:
+                    scheduler.kill()
+                return executor.submit(slow_task, function, item)
+
+            prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content",
+                            executor=SimpleNamespace(submit=submit), workers=2)
+    finally:
+        for process in (scheduler, worker):
+            process.kill()
+            process.wait(timeout=10)
+    assert len(tasks) >= 4 and sorted(name for name in os.listdir(tmp_path) if "dask" not in name) == [
+        "in", "scheduler.json"]
+
+
 class SlowExecutor:
     """Tasks that last a while, so that something can happen to them."""
 

@@ -17,6 +17,7 @@ import hashlib
 import io
 import itertools
 import json
+import logging
 import lzma
 import multiprocessing
 import os
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import threading
 from codecs import BOM_UTF8
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -167,8 +168,12 @@ def dask_executor(address):
         from distributed import Client
     except ImportError as error:
         raise ValueError("--dask needs Dask's scheduler: pip install distributed") from error
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)    # it prints tracebacks of its own
     with Client(address) as client:
-        yield client.get_executor(), sum(client.nthreads().values())
+        try:
+            yield client.get_executor(), sum(client.nthreads().values())
+        except CancelledError as error:
+            raise OSError(f"the scheduler at {address} was lost, with it what was under way") from error
 
 
 def end_with_parent():
