@@ -110,12 +110,6 @@ def describe_split(shards):
             + (f", {test:,} test (left out)" if test else ""))
 
 
-def list_parquet_files(data_dir: str | None = None) -> list[str]:
-    """Full paths (or URIs) of the shards in a folder, sorted."""
-    folder = data_dir or default_data_dir()
-    return [join_name(folder, name) for name in list_files(folder)[0]]
-
-
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1,
                           data_dir: str | None = None) -> Iterator[list[str]]:
     """nanochat's: the documents of every `step`-th row group of each shard from `start` on, a list each."""
@@ -510,7 +504,7 @@ def find_data(data_dir: str | None = None) -> str:
     """The given folder or URI; else downloaded or converted shards; else the built-in corpus."""
     if data_dir:
         return data_dir
-    if list_parquet_files():
+    if list_files(default_data_dir())[0]:
         return default_data_dir()
     version = ".".join(map(str, sys.version_info[:3]))
     folder = os.path.join(get_base_dir(), f"builtin-v{BUILTIN_VERSION}-python-{version}")
@@ -740,22 +734,28 @@ def http_get(url, headers=None, stream=False):
     return response
 
 
-def patiently(work, folder):
-    """work(); where the folder is far away, again after growing waits, and never too many at once."""
-    if "://" not in folder:
+def patiently(work, place, attempts=None, n_bytes=lambda: 0, wait=lambda seconds, error: time.sleep(seconds)):
+    """
+    work(); where the place is far away, again after growing waits, and never too many at once. n_bytes():
+    how much of it is done: an attempt that brings some is no failure.
+    """
+    if "://" not in place:
         return work()
     began, failures = time.monotonic(), 0
     for attempt in itertools.count():
+        before = n_bytes()
         try:
             with requests_in_flight:
                 return work()
         except Exception as error:
-            if not getattr(error, "busy", False):
+            if n_bytes() > before:
+                began = time.monotonic()
+            elif not getattr(error, "busy", False):
                 failures += 1
-            hopeless = getattr(error, "final", False) or failures == READ_ATTEMPTS
+            hopeless = getattr(error, "final", False) or failures == (attempts or READ_ATTEMPTS)
             if hopeless or time.monotonic() - began > BUSY_SECONDS:
                 raise
-            time.sleep(wait_after(error, attempt))
+            wait(wait_after(error, attempt), error)
 
 
 def wait_after(error, attempt):
@@ -793,7 +793,7 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
     """
     Fetch the named shards into a folder, index it; returns {name: why not} of those that could not be had.
 
-    Any number of downloaders may share the folder. Stopped at any point, the same call goes on from there.
+    Another download into the same folder is waited for. Stopped at any point, the same call goes on.
     """
     check_local(folder)
     os.makedirs(folder, exist_ok=True)
@@ -801,76 +801,64 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
     progress = Progress(len(names), "shards")
 
     def work():
-        while queue and not stop.is_set():
-            with contextlib.suppress(IndexError):
+        with contextlib.suppress(IndexError):    # the queue is empty
+            while not stop.is_set():
                 name = queue.popleft()
                 try:
-                    if not fetch_locked(f"{base_url}/{name}", os.path.join(folder, name), progress, stop):
-                        progress.waits = f"{name}: another download is at it"
-                        queue.append(name)    # look again later
-                        stop.wait(0.2)
+                    fetch(f"{base_url}/{name}", os.path.join(folder, name), progress, stop)
+                    progress.add(done=1)
                 except Exception as error:
-                    failed[name] = one_line(error)
+                    failed[name] = f"{base_url}/{name}: {one_line(error)}"
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
+    def lock_and_work():
+        progress.waits = f"{folder}: another download is at it"
+        with lock_file(os.path.abspath(folder) + ".lock"):
+            threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            index_what_is_there(folder)
+
+    all_work = threading.Thread(target=lock_and_work, daemon=True)
     try:
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
+        all_work.start()
+        while all_work.is_alive():
             time.sleep(0.05)    # not join(): Ctrl-C must come through
             progress.say_what_it_waits_for(IDLE_SECONDS)
     finally:
         stop.set()
         progress.close()
-    index_what_is_there(folder)
     return failed
 
 
 def index_what_is_there(folder):
-    """The index of the folder as it is when this returns, also where several downloads end at once."""
-    while files := list_files(folder)[0]:
-        index = read_json(os.path.join(folder, INDEX))
-        if index and not difference(index["shards"], files):
-            return
+    files, index = list_files(folder)[0], read_json(os.path.join(folder, INDEX))
+    if files and (not index or difference(index["shards"], files)):
         write_index(folder)
-
-
-def fetch_locked(url, path, progress, stop):
-    """Fetch a file unless it is there; False where another download holds its lock."""
-    with lock_file(path + ".lock", wait=False) as mine:
-        if mine and not is_whole(path):
-            fetch(url, path, progress, stop)
-        if mine and os.path.exists(path):
-            progress.add(done=1)
-            with contextlib.suppress(OSError):
-                os.unlink(path + ".lock")    # whoever waits for it looks for the file first
-    return mine
 
 
 def fetch(url, path, progress, stop):
     """Download one file: whole, checked, under its own name, or an error. Waits between its attempts."""
-    part, failures, began = path + ".part", 0, time.monotonic()
-    for attempt in itertools.count():
-        before = size_of(part)
+    part = path + ".part"
+
+    def attempt():
         try:
-            fetch_rest(url, part, progress, stop)
+            if not stop.is_set():
+                fetch_rest(url, part, progress, stop)
             if not stop.is_set():
                 rename_whole(part, path)
-            return
-        except (OSError, ValueError) as error:    # whatever requests raises is an OSError
-            if isinstance(error, Damaged) or getattr(error, "status", 0) == 416:
+        except (Damaged, HttpError) as error:
+            if getattr(error, "status", 416) == 416:    # the part is of another file
                 remove(part, part + ".json")
-            busy, wait = getattr(error, "busy", False), wait_after(error, attempt)
-            if size_of(part) > before:
-                began = time.monotonic()
-            elif not busy:
-                failures += 1
-            hopeless = getattr(error, "final", False) or failures == FETCH_ATTEMPTS
-            if hopeless or time.monotonic() - began > BUSY_SECONDS:
-                raise OSError(f"{url}: gave up: {one_line(error)}") from error
-            progress.waits = f"{os.path.basename(path)}: {one_line(error)}; next attempt in {wait:.0f} s"
-        if stop.wait(wait):
-            return
+            raise
+
+    def wait(seconds, error):
+        progress.waits = f"{os.path.basename(path)}: {one_line(error)}; next attempt in {seconds:.0f} s"
+        stop.wait(seconds)
+
+    if not is_whole(path):
+        patiently(attempt, url, FETCH_ATTEMPTS, lambda: size_of(part), wait)
 
 
 def fetch_rest(url, part, progress, stop):
