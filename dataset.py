@@ -74,12 +74,9 @@ def list_shards(data_dir: str | None, split: str, cache: str | None = None) -> l
     return val if split == "val" else train
 
 
-def all_shards(folder: str) -> list["Shard"]:
+def all_shards(folder: str, index: dict | None = None) -> list["Shard"]:
     """Every shard that holds documents, in the order of their names."""
-    return shards_in(folder, read_index(folder))
-
-
-def shards_in(folder, index):
+    index = index or read_index(folder)
     return [make_shard(folder, name, index, entry) for name, entry in sorted(index["shards"].items())
             if any(entry["rows"])]    # Spark's last part may be empty
 
@@ -147,7 +144,7 @@ def files_and_index(folder):
     """What lies in a folder, and what its index.json says; None where it has none."""
     if is_http(folder):
         index = parse_index(patiently(lambda: http_get(folder).content, folder), folder)
-        return {name: File(entry["bytes"], None) for name, entry in index["shards"].items()}, index
+        return {name: File(entry["bytes"]) for name, entry in index["shards"].items()}, index
     files, beside = list_files(folder)
     check_some(files, folder)
     if beside is None:
@@ -159,12 +156,10 @@ def files_and_index(folder):
 def difference(indexed, files):
     """The first shard about which an index and a listing differ, and how; None where they agree."""
     for name in sorted(indexed.keys() | files.keys()):
-        if name not in files:
-            return f"{name} is in the index only"
-        if name not in indexed:
-            return f"{name} is not in the index"
-        if indexed[name]["bytes"] != files[name].size:
-            return f"{name} has {files[name].size:,} bytes, {indexed[name]['bytes']:,} in the index"
+        listed = f"{files[name].size:,} bytes" if name in files else "nothing"
+        said = f"{indexed[name]['bytes']:,} bytes" if name in indexed else "nothing"
+        if listed != said:
+            return f"of {name} the folder has {listed}, the index {said}"
     return None
 
 
@@ -193,7 +188,7 @@ def make_index_of_text(folder, files):
     if index["kind"] == "tokens":
         raise ValueError(f"{folder}: no {INDEX} stands beside these token shards; it comes when all are "
                          "there: let `python -m dev.prepare tokenize` end, or copy that file too")
-    print(f"{folder}: {describe_split(shards_in(folder, index))}", file=sys.stderr, flush=True)
+    print(f"{folder}: {describe_split(all_shards(folder, index))}", file=sys.stderr, flush=True)
     return index
 
 
@@ -334,18 +329,13 @@ def open_shard(folder: str, name: str, file: "File") -> Shard:
     return make_shard(folder, name, *read_entry(folder, (name, file)))
 
 
-class Footer(NamedTuple):
-    metadata: pq.FileMetaData
-    checksums: list[int] | None    # of each row group; None in shards that others wrote
-
-
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)    # a request saved for each row group that is read from far away
 def read_footer(folder, name, size):
-    """A request saved for each row group that is read from far away."""
+    """(metadata, checksums of the row groups' documents or None in shards that others wrote)"""
     with open_file(folder, name, size) as file:
         metadata = pq.ParquetFile(file).metadata
-    extra = metadata.metadata or {}
-    return Footer(metadata, json.loads(extra[CHECKSUMS]) if CHECKSUMS in extra else None)
+    checksums = (metadata.metadata or {}).get(CHECKSUMS)
+    return metadata, checksums and json.loads(checksums)
 
 
 @contextlib.contextmanager
@@ -473,8 +463,7 @@ def write_shard(path: str, row_groups: Iterable[pa.Array], column: str = "text",
         sync(part)
         os.replace(part, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
+        remove(part)
 
 
 def write_whole(path: str, data: bytes) -> None:
@@ -569,7 +558,7 @@ COPY_PIECE = 32 << 20    # bytes of a request, where a whole shard is copied
 
 class File(NamedTuple):
     size: int
-    modified: int | None    # nanoseconds
+    modified: int | None = None    # nanoseconds
 
 
 def get_base_dir() -> str:
@@ -1144,27 +1133,24 @@ def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name, run, text):
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
-        return sub.add_argument
+    command = commands.add_parser("download", help="fetch public shards (the word may be left out)")
+    command.set_defaults(run=run_download)
+    command.add_argument("-n", "--num_files", type=int, required=True, help="train shards, -1: all; and val")
+    command.add_argument("-w", "--num_workers", type=int, default=4, help="downloads at once (default 4)")
+    command.add_argument("--base_url", default=BASE_URL, help="what stands in front of /shard_00000.parquet")
+    command.add_argument("--out", help="folder (default: where train.py looks)")
 
-    add = command("download", run_download, "fetch public shards (the word may be left out)")
-    add("-n", "--num_files", type=int, required=True, help="train shards, -1 for all; val comes too")
-    add("-w", "--num_workers", type=int, default=4, help="downloads at once (default 4)")
-    add("--base_url", default=BASE_URL, help="a mirror: what stands in front of /shard_00000.parquet")
-    add("--out", help="folder (default: where train.py looks)")
-    add = command("index", run_index, "write the index.json of a folder or bucket that has none")
-    add("folder", help="folder or URI of parquet shards")
-    add("--out", help="file (default: index.json in the folder)")
+    command = commands.add_parser("index", help="write the index.json of a folder or bucket that has none")
+    command.set_defaults(run=run_index)
+    command.add_argument("folder", help="folder or URI of parquet shards")
+    command.add_argument("--out", help="file (default: index.json in the folder)")
     return parser
 
 
 def run_download(flags):
-    if flags.num_files == 0 or flags.num_files < -1:
-        raise ValueError(f"-n {flags.num_files}: expected how many train shards, or -1 for all {MAX_SHARD:,}")
-    if flags.num_workers < 1:
-        raise ValueError(f"-w {flags.num_workers}: expected how many downloads at once, at least 1")
+    if flags.num_files == 0 or flags.num_files < -1 or flags.num_workers < 1:
+        raise ValueError(f"-n {flags.num_files} -w {flags.num_workers}: expected how many train shards, or -1 "
+                         f"for all {MAX_SHARD:,}, and how many downloads at once, at least 1")
     folder = flags.out or default_data_dir()
     count = MAX_SHARD if flags.num_files == -1 else min(flags.num_files, MAX_SHARD)
     # Val first: were it the last to come, another shard would be val meanwhile.

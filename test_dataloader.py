@@ -545,14 +545,14 @@ def test_folder_that_does_not_fit_its_index_is_an_error(tmp_path):
     dataset.write_index(str(tmp_path))
     path = tmp_path / "shard_00001.parquet"
     whole, again = path.read_bytes(), f"python dataset.py index {tmp_path}"
-    for now, problem in ((None, "shard_00001.parquet is in the index only"),
-                         (whole + b"x", f"00001.parquet has {len(whole) + 1:,} bytes, {len(whole):,} in")):
+    for now, problem in ((None, f"of shard_00001.parquet the folder has nothing, the index {len(whole):,} b"),
+                         (whole + b"x", f"the folder has {len(whole) + 1:,} bytes, the index {len(whole):,}")):
         path.unlink() if now is None else path.write_bytes(now)
         with pytest.raises(ValueError, match=f"{problem}.*{again}"):
             dataset.list_shards(str(tmp_path), "train")
     path.write_bytes(whole)
     (tmp_path / "shard_00009.parquet").write_bytes(whole)
-    with pytest.raises(ValueError, match=f"shard_00009.parquet is not in the index; .*{again}"):
+    with pytest.raises(ValueError, match=f"of shard_00009.parquet the .*, the index nothing; .*{again}"):
         dataset.list_shards(str(tmp_path), "train")
     assert run_command(DATASET, "index", tmp_path).returncode == 0
     assert dataset.list_shards(str(tmp_path), "val")[0].name == "shard_00009.parquet"
@@ -1955,8 +1955,8 @@ def test_stats_counts_documents_bytes_tokens_and_lanes(tmp_path, byte_tokenizer,
 @pytest.mark.parametrize("command, arguments, status, message", [
     (DATASET, "", 0, "python dataset.py -n 8"), (DATASET, "--help", 0, "COMMAND"),
     (DATASET, "foo", 2, "invalid choice: 'foo'"), (PREPARE, "foo", 2, "invalid choice: 'foo'"),
-    (DATASET, "-n 0", 1, "error: -n 0: expected how many train shards"),
-    (DATASET, "-n 2 -w 0", 1, "error: -w 0: expected how many downloads at once"),
+    (DATASET, "-n 0", 1, "error: -n 0 -w 4: expected how many train shards"),
+    (DATASET, "-n 2 -w 0", 1, "and how many downloads at once, at least 1"),
     (DATASET, "-n many", 2, "invalid int value"), (PREPARE, "--help", 0, "python -m dev.prepare convert"),
     (PREPARE, "verify --data /does/not/exist", 1,
      "error: no parquet files in /does/not/exist; get some with"),

@@ -666,7 +666,7 @@ def tokenize_shard(shard, out, tokenizer, threads, compression):
         raise ValueError(f"{shard.path} holds tokens already; --data takes a folder of text shards")
     dtype, fingerprint, width = tokenizer.dtype, tokenizer.fingerprint(), tokenizer.dtype.itemsize
     if os.path.exists(path):
-        old = open_shard(out, shard.name, File(os.path.getsize(path), None))
+        old = open_shard(out, shard.name, File(os.path.getsize(path)))
         if (old.size, old.rows, old.dtype, old.fingerprint) != (shard.size, shard.rows, dtype, fingerprint):
             raise ValueError(f"{path} was made of other text or by another tokenizer; "
                              "name a new folder with --out, or remove this one")
@@ -758,8 +758,8 @@ def check_shard(name, folder, files, index, sums):
         for row_group in range(len(shard.rows)):
             array = shard.read(row_group)
             nulls, size = nulls + array.null_count, size + count_bytes(array)
-        ours = read_footer(folder, name, files[name].size).checksums
-        checked_by = "documents' CRC-32" if ours else "pages' CRC-32 where there are"
+        _, checksums = read_footer(folder, name, files[name].size)
+        checked_by = "documents' CRC-32" if checksums else "pages' CRC-32 where there are"
         if name in sums:
             checked_by = "SHA-256 and " + checked_by
             if sha256_of(shard.path) != sums[name]:
