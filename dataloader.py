@@ -930,6 +930,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         ends by itself
     transform(ids, ref, place): see Encoder
     threads: that encode; default: the cores of this rank. prefetch: batches made ahead
+    cache: a folder on this node's disk for copies of shards that are far away, of CACHE_BYTES at most
 
     ValueError: an argument or a state that does not fit; ShardError, RuntimeError: a shard or document that
     cannot be read or encoded, by name. A yielded batch is never written again.
@@ -941,7 +942,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                  rank: int | None = None, world_size: int | None = None, num_lanes: int | None = None,
                  shuffle_seed: int | None = None, epochs: int | dict | None = None, uneven: str = "pad",
                  device: str | torch.device = "cpu", threads: int | None = None, prefetch: int = 2,
-                 tokenizer_batch_size: int = 128, transform: Callable | None = None):
+                 tokenizer_batch_size: int = 128, transform: Callable | None = None,
+                 cache: str | None = None):
         self.arguments = {key: value for key, value in locals().items() if key != "self"}
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank}, world_size={world_size}; pass both, or neither")
@@ -958,7 +960,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
         self.tokenizer, self.face = tokenizer, as_encoder(tokenizer)
         self.weights, self.epochs = sources_of(data_dir, epochs)
-        shards = {name: list_shards(name, split) for name in self.weights}
+        shards = {name: list_shards(name, split, cache) for name in self.weights}
         self.sources = {name: Source(name, shards[name], self.num_lanes, shuffle_seed)
                         for name in sorted(shards)}    # by name: then whose turn it is, too
         self._position = Position(0, {})    # where to go on
