@@ -616,10 +616,13 @@ class Head(nn.Module):
         nn.init.zeros_(self.out.weight)    # the first loss is ln(padded_vocab)
 
     def forward(self, x, targets):
-        logits = self.out(norm(x)).float()
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+            return self.out(norm(x)).float()
+        parts = [(norm(x).flatten(0, 1), targets.flatten())]
+        if not x.is_cuda:
+            parts = zip(*(part.split(512) for part in parts[0]), strict=True)
+        return torch.cat([F.cross_entropy(self.out(h).float(), t, ignore_index=-100, reduction="none")
+                          for h, t in parts])
 
 
 class GPT(nn.Module):
