@@ -24,6 +24,7 @@ import shlex
 import tempfile
 import threading
 import time
+import unicodedata
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -135,10 +136,9 @@ class TiktokenEngine:
         return join(arrays)
 
 
-def join(arrays: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+def join(arrays: Sequence[np.ndarray], dtype=np.uint32) -> tuple[np.ndarray, np.ndarray]:
     """The ids of each piece -> (ids, bounds)."""
-    bounds = np.cumsum([0, *map(len, arrays)])
-    return np.concatenate([np.zeros(0, np.uint32), *arrays]), bounds
+    return np.concatenate([np.zeros(0, dtype), *arrays]), np.cumsum([0, *map(len, arrays)])
 
 
 # gigatoken has split patterns of its own and takes no other. Their names, by the sha256 of the pattern:
@@ -599,9 +599,7 @@ class RustBPETokenizer:
         except UnicodeDecodeError:
             raise ValueError(find_what_is_no_text(texts)) from None
         if len(documents) < len(texts):
-            lengths = np.zeros(len(texts), np.int64)
-            lengths[[text is not None for text in texts]] = np.diff(bounds)
-            bounds = np.concatenate([[0], np.cumsum(lengths)])
+            bounds = with_nulls(bounds, [text is not None for text in texts])
         ids = ids.astype(self.dtype, copy=False)
         for i in check:
             self._check(i, texts, ids[bounds[i]:bounds[i + 1]])
@@ -661,6 +659,13 @@ def share(work: Callable, tasks: Sequence, executor: Executor | None, n_helpers:
     return results
 
 
+def with_nulls(bounds: np.ndarray, valid: Sequence[bool]) -> np.ndarray:
+    """Bounds of the documents that are valid -> of all; the others have no tokens."""
+    lengths = np.zeros(len(valid), np.int64)
+    lengths[np.array(valid, bool)] = np.diff(bounds)
+    return np.concatenate([[0], np.cumsum(lengths)])
+
+
 def drop_inner_bos(ids, bounds, begins):
     """Of pieces whose documents begin at the pieces `begins` (and the end): only those keep their BOS."""
     inner = np.ones(len(bounds), bool)
@@ -678,6 +683,90 @@ def find_what_is_no_text(texts) -> str:
             return (f"document {i} of {len(texts)} in this chunk is not UTF-8: {error.reason}, "
                     f"byte 0x{error.object[error.start]:02x}; re-encode it or take it out")
     raise AssertionError("every document is UTF-8")
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Any tokenizer: ours, one of the same encode_documents(texts), or one of nanochat's encode(list)
+
+WRAPPER = """a tokenizer needs get_bos_token_id() and an encode that prepends, as in
+    class Wrapped:
+        def get_bos_token_id(self):
+            return BOS
+        def encode(self, texts, prepend=None, num_threads=8):
+            return [[prepend, *ids] for ids in YOURS.encode_batch(texts)]    # lists of ints"""
+
+
+class AnyTokenizer:
+    """
+    What the loader calls: encode(Arrow array of texts) -> (ids, bounds), as encode_documents returns them.
+
+    bos, dtype: of its ids. fingerprint: its own, or else a hash of what it makes of some texts.
+    threads_of_its_own: one thread at a time is to call it.
+    """
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.dtype = tokenizer, np.dtype(getattr(tokenizer, "dtype", np.uint32))
+        self.is_ours = isinstance(tokenizer, RustBPETokenizer)
+        self.threads_of_its_own = not hasattr(tokenizer, "encode_documents")
+        if not self.is_ours:
+            self._prove()
+        self.bos = int(tokenizer.get_bos_token_id())
+        self.fingerprint = tokenizer.fingerprint() if hasattr(tokenizer, "fingerprint") else self._probe()
+
+    @property
+    def engine_failures(self) -> int:
+        return getattr(self.tokenizer, "engine_failures", 0)
+
+    def encode(self, array: pa.Array, check: Iterable[int] = (),
+               executor: Executor | None = None) -> tuple[np.ndarray, np.ndarray]:
+        if self.is_ours:
+            return self.tokenizer.encode_documents(array, check, executor)
+        texts = array.cast(pa.large_binary()).to_pylist()
+        if not self.threads_of_its_own:
+            ids, bounds = self.tokenizer.encode_documents(texts)
+            return np.asarray(ids), np.asarray(bounds, np.int64)
+        strings = [str(text, "utf-8") for text in texts if text is not None]
+        lists = self.tokenizer.encode(strings, prepend=self.tokenizer.get_bos_token_id(), num_threads=cores())
+        ids, bounds = join([np.asarray(ids, self.dtype) for ids in lists], self.dtype)
+        return ids, with_nulls(bounds, [text is not None for text in texts])
+
+    def _prove(self):
+        """That it has one of the faces, and puts BOS in front."""
+        name = type(self.tokenizer).__name__
+        try:
+            bos = self.tokenizer.get_bos_token_id()
+            ids, bounds = self.encode(pa.array(["a", None, "a"]))
+            ids, bounds = ids.tolist(), bounds.tolist()
+        except Exception as error:
+            raise ValueError(f"{name} cannot be used ({type(error).__name__}: {error}); {WRAPPER}") from error
+        half = len(ids) // 2
+        if half < 2 or ids != 2 * [bos, *ids[1:half]] or bounds != [0, half, half, 2 * half]:
+            raise ValueError(f"{name} makes the ids {ids} with the bounds {bounds} of ['a', None, 'a'], "
+                             f"without BOS ({bos}) in front of each 'a' and no other; {WRAPPER}")
+
+    def _probe(self) -> str:
+        size = getattr(self.tokenizer, "get_vocab_size", lambda: None)()
+        results = [None if size is None else int(size), self.bos]
+        for text in probes():
+            try:
+                results.append(self.encode(pa.array([text]))[0].tolist())
+            except Exception:    # letters of ASCII may be all that it knows
+                results.append(None)
+        return hashlib.sha256(json.dumps(results).encode()).hexdigest()
+
+
+def as_encoder(tokenizer) -> AnyTokenizer:
+    """What the loader calls, of any tokenizer; one that cannot be used is an error with a wrapper for it."""
+    return tokenizer if isinstance(tokenizer, AnyTokenizer) else AnyTokenizer(tokenizer)
+
+
+def probes() -> Iterator[str]:
+    """A text each of 14 scripts: 24 characters, their numbers, and the names that Unicode never changes."""
+    for first in (0x61, 0xC0, 0x3B1, 0x430, 0x5D0, 0x621, 0x905, 0x3042, 0x4E00, 0xAC00, 0x2200, 0x2600,
+                  0x1F400, 0x1F600):
+        codes = range(first, first + 24)
+        yield "\n".join(f"    def f{code}(x):\treturn '{chr(code)}'   # {unicodedata.name(chr(code)).lower()}"
+                        for code in codes) + "".join(map(chr, codes)) + "  \r\n\n"
 
 
 # ---------------------------------------------------------------------------------------------------------
