@@ -4924,6 +4924,18 @@ def test_pictures_are_drawn(reader, tmp_path, monkeypatch, capsys):
     words = [element.text for element in ElementTree.parse(out).findall("{*}text")]
     assert words == ["from text, M tokens/s", "flat, tiktoken", "3.5 by 2 threads",
                      "from tokens on disk, M tokens/s", "exactfit keep", "99.0 by 2 threads"]
+    for run, losses in (("first", (7.0, 3.0, 2.0)), ("second", (7.0, 4.0, 3.0))):
+        records = [{"flags": {}}, *({"step": i, "loss": loss} for i, loss in enumerate(losses))]
+        os.makedirs(tmp_path / run)
+        with open(tmp_path / run / "log.jsonl", "w") as file:
+            file.writelines(json.dumps(r) + "\n" for r in [*records, {"step": 3, "val_bpb": losses[-1]}])
+    pictures.main(["loss", str(tmp_path / "first"), str(tmp_path / "second"), "--out", out])
+    drawn = ElementTree.parse(out)
+    assert len({line.get("points") for line in drawn.findall("{*}polyline")}) == 2
+    words = [element.text for element in drawn.findall("{*}text")]
+    assert words[-2:] == [f"{tmp_path / 'first'}, val 2.0000", f"{tmp_path / 'second'}, val 3.0000"]
+    with pytest.raises(SystemExit, match=rf"no losses in {tmp_path}/log.jsonl; expected the folder of a run"):
+        pictures.main(["loss", str(tmp_path), "--out", out])
 
 
 if __name__ == "__main__":
