@@ -1321,14 +1321,14 @@ def history_of(source, saved, lanes, num_lanes):
     return [*history, [max(ref.epoch for ref in refs) + 1, len(shards)]]
 
 
-def gather_states(loader) -> dict | None:
+def gather_states(loader, batches_ago: int = 0) -> dict | None:
     """
     merge_states of all ranks of torch.distributed, on rank 0; None on the others. Called by all together.
     The states travel as bytes of JSON over gloo or whatever takes CPU tensors: nothing is unpickled.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return merge_states([loader.state_dict()])
-    data = json.dumps(loader.state_dict()).encode()
+        return merge_states([loader.state_dict(batches_ago)])
+    data = json.dumps(loader.state_dict(batches_ago)).encode()
     size = torch.tensor(len(data))
     dist.all_reduce(size, dist.ReduceOp.MAX)
     padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)

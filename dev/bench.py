@@ -33,7 +33,7 @@ from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, cores_of_th
 from dataset import column_views, errors_in_one_line, find_data, list_shards
 from dev.prepare import tokenize
 from tokenizer import RustBPETokenizer, find_tokenizer, get_tokenizer
-from train import load_checkpoint, parse_steps, peak_memory, sources_of
+from train import load_checkpoint, parse_steps, sources_of
 
 # ---------------------------------------------------------------------------------------------------------
 # Show: rows of every packing, drawn in the terminal
@@ -265,6 +265,17 @@ def measure(job, setting):
     resume = time_to_resume(batches, make()) if isinstance(batches, PackedLoader) else None
     speed, best = np.median(pairs, axis=0)
     return Measured(speed, speed / best, first, resume, memory)
+
+
+def peak_memory():
+    """Bytes that this process has used at most, 0 where the system does not tell."""
+    if os.path.exists("/proc/self/status"):    # Linux's ru_maxrss would begin with the parent's
+        with open("/proc/self/status") as status:
+            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    with contextlib.suppress(ImportError):    # there is none on Windows
+        import resource
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # macOS counts bytes
+    return 0
 
 
 def time_to_resume(loader, again):
