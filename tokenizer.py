@@ -690,8 +690,9 @@ class AnyTokenizer:
     def engine_failures(self) -> int:
         return getattr(self.tokenizer, "engine_failures", 0)
 
-    def encode(self, array: pa.Array, check: Iterable[int] = (),
-               executor: Executor | None = None) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, array: pa.Array, check: Iterable[int] = (), executor: Executor | None = None,
+               threads: int = 8) -> tuple[np.ndarray, np.ndarray]:
+        """threads: of a tokenizer that has its own; else see encode_documents."""
         if self.is_ours:
             return self.tokenizer.encode_documents(array, check, executor)
         texts = array.cast(pa.large_binary()).to_pylist()
@@ -699,7 +700,7 @@ class AnyTokenizer:
             ids, bounds = self.tokenizer.encode_documents(texts)
             return np.asarray(ids), np.asarray(bounds, np.int64)
         strings = [str(text, "utf-8") for text in texts if text is not None]
-        lists = self.tokenizer.encode(strings, prepend=self.tokenizer.get_bos_token_id(), num_threads=cores())
+        lists = self.tokenizer.encode(strings, prepend=self.tokenizer.get_bos_token_id(), num_threads=threads)
         ids, bounds = join([np.asarray(ids, self.dtype) for ids in lists], self.dtype)
         return ids, with_nulls(bounds, [text is not None for text in texts])
 
