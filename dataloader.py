@@ -300,17 +300,7 @@ class Encoder:
             self.counts["tokens"] += len(ids)
             self.counts["nulls"] += array.null_count
             self.counts["seconds"] += time.perf_counter() - began
-        return [self._cut(ids, bounds, task, i) for i in range(0, len(task.refs), task.per_chunk)]
-
-    def _cut(self, ids, bounds, task, i):
-        """The Chunk from document i of a task on."""
-        refs, cuts = task.refs[i:i + task.per_chunk], bounds[i:i + task.per_chunk + 1]
-        behind = refs[-1]._replace(doc=refs[-1].doc + 1)
-        ids, lengths = ids[cuts[0]:cuts[-1]], np.diff(cuts)
-        if not lengths.all():
-            kept = np.flatnonzero(lengths)
-            refs, lengths = [refs[k] for k in kept], lengths[kept]
-        return Chunk(ids, [0, *np.cumsum(lengths).tolist()], refs, behind)
+        return list(chunks_of(ids, bounds.tolist(), task))
 
     def _encode_text(self, array, task):
         # Another document in every row group and epoch, so that in the end each is checked.
@@ -351,6 +341,16 @@ class Encoder:
     def close(self):
         for executor in (self.executor, self.row_groups.executor):
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+def chunks_of(ids, bounds, task):
+    for i in range(0, len(task.refs), task.per_chunk):
+        refs, cuts = task.refs[i:i + task.per_chunk], bounds[i:i + task.per_chunk + 1]
+        behind = refs[-1]._replace(doc=refs[-1].doc + 1)
+        kept = [k for k in range(len(refs)) if cuts[k] < cuts[k + 1]]
+        if len(kept) < len(refs):
+            refs, cuts = [refs[k] for k in kept], [*(cuts[k] for k in kept), cuts[-1]]
+        yield Chunk(ids[cuts[0]:cuts[-1]], [cut - cuts[0] for cut in cuts], refs, behind)
 
 
 def take(array, rows):

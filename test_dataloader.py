@@ -546,7 +546,7 @@ def test_folder_that_does_not_fit_its_index_is_an_error(tmp_path):
     path = tmp_path / "shard_00001.parquet"
     whole, again = path.read_bytes(), f"python dataset.py index {tmp_path}"
     for now, problem in ((None, f"of shard_00001.parquet the folder has nothing, the index {len(whole):,} b"),
-                         (whole + b"x", f"the folder has {len(whole) + 1:,} bytes, the index {len(whole):,}")):
+                         (whole + b"x", f"folder has {len(whole) + 1:,} bytes, the index {len(whole):,}")):
         path.unlink() if now is None else path.write_bytes(now)
         with pytest.raises(ValueError, match=f"{problem}.*{again}"):
             dataset.list_shards(str(tmp_path), "train")
