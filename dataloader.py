@@ -154,12 +154,6 @@ class Task(NamedTuple):
         return self._replace(docs=self.docs[i:i + 1], rows=self.rows[i:i + 1])
 
 
-class Document(NamedTuple):
-    """All ids of a document, BOS in front; ref.token says how many were delivered before."""
-    ids: np.ndarray
-    ref: Ref
-
-
 class Chunk(NamedTuple):
     """A few documents that have tokens: number i is ids[bounds[i]:bounds[i + 1]]."""
     ids: np.ndarray
@@ -172,8 +166,8 @@ class Chunk(NamedTuple):
         return [Ref(epoch, group, doc) for doc in self.docs]
 
     def documents(self):
-        arrays = [self.ids[a:b] for a, b in itertools.pairwise(self.bounds)]
-        return map(Document, arrays, self.refs())
+        """Pairs of a document's ids, BOS in front, and its Ref."""
+        return zip([self.ids[a:b] for a, b in itertools.pairwise(self.bounds)], self.refs(), strict=True)
 
 
 CHUNK_BYTES = 1 << 16    # of a text shard as it lies on disk; about 30,000 tokens of prose
@@ -269,7 +263,7 @@ class Encoder:
         """Read and encode just these documents of a state: {Ref without its token: ids}."""
         found = {}
         for _, (chunk,) in in_order(self.executor, self._encode, self._tasks_again(source, refs), 8):
-            found |= {document.ref: document.ids for document in chunk.documents()}
+            found |= {ref: ids for ids, ref in chunk.documents()}
         if lacking := {ref._replace(token=0) for ref in refs} - found.keys():
             raise ValueError(f"{len(lacking)} documents that the state holds have no tokens here, such as "
                              f"{min(lacking)}; go on with the data and the `transform` that it was made with")
@@ -372,7 +366,8 @@ def take(array, rows):
 #                pull() gives the next Chunk; None: there are no more
 # held()      -> the Refs of the documents it holds, oldest first, to be iterated: all that it remembers,
 #                beside `rows`
-# restore(document), once for each of them in their order, makes an empty packer what that one was
+# restore(ids, ref), once for each of them in their order, makes an empty packer what that one was; ids: all
+#                of the document's, of which ref.token were delivered before
 #
 # options: the settings of the loader, beside T, that its rows depend on: arguments of its constructor
 # usual_buffer_size: where the loader is given none. chunk_size: documents in a Chunk; None: any number
@@ -428,9 +423,8 @@ class FlatPacker:
     def held(self):
         return Rest([chunk._replace(ids=None) for chunk in self.chunks], self.at)
 
-    def restore(self, document):
+    def restore(self, ids, ref):
         """Only the first can have been delivered in part."""
-        ids, ref = document
         if not self.chunks:
             self.at = ref.token
         self.n_tokens -= ref.token
@@ -486,8 +480,8 @@ class BestFitPacker:
         while free:
             while len(self.sizes) < self.buffer_size and (chunk := pull()) is not None:
                 self.counts["documents"] += len(chunk.docs)
-                for document in chunk.documents():
-                    self.restore(document)
+                for ids, ref in chunk.documents():
+                    self.restore(ids, ref)
             if not self.sizes:
                 break
             i, n = choose_best_fit(self.sizes, free)
@@ -504,8 +498,7 @@ class BestFitPacker:
     def held(self):
         return list(self.buffer)
 
-    def restore(self, document):
-        ids, ref = document
+    def restore(self, ids, ref):
         insort(self.sizes, (len(ids), ref))
         self.buffer[ref] = ids[:self.R].copy()
 
@@ -670,8 +663,7 @@ class ExactFitPacker:
     def held(self):
         return list(self.buffer)
 
-    def restore(self, document):
-        ids, ref = document
+    def restore(self, ids, ref):
         if self.tails == "drop":
             ids = ids[:self.R + SPARE]
         if ref.token < len(ids):    # else a shorter row drops what was left of it
@@ -725,7 +717,7 @@ class Stream:
         if self.to_restore:
             found = self.encoder.encode_again(self.source, self.to_restore)
             for ref in self.to_restore:
-                self.packer.restore(Document(found[ref._replace(token=0)], ref))
+                self.packer.restore(found[ref._replace(token=0)], ref)
             self.to_restore = ()
         return self.packer.row(self.pull)
 
