@@ -1149,8 +1149,8 @@ def make_parser():
 
 def run_download(flags):
     if flags.num_files == 0 or flags.num_files < -1 or flags.num_workers < 1:
-        raise ValueError(f"-n {flags.num_files} -w {flags.num_workers}: expected how many train shards, or -1 "
-                         f"for all {MAX_SHARD:,}, and how many downloads at once, at least 1")
+        raise ValueError(f"-n {flags.num_files} -w {flags.num_workers}: expected how many train shards (-1: all "
+                         f"{MAX_SHARD:,}), and how many downloads at once, at least 1")
     folder = flags.out or default_data_dir()
     count = MAX_SHARD if flags.num_files == -1 else min(flags.num_files, MAX_SHARD)
     # Val first: were it the last to come, another shard would be val meanwhile.

@@ -545,8 +545,9 @@ def test_folder_that_does_not_fit_its_index_is_an_error(tmp_path):
     dataset.write_index(str(tmp_path))
     path = tmp_path / "shard_00001.parquet"
     whole, again = path.read_bytes(), f"python dataset.py index {tmp_path}"
-    for now, problem in ((None, f"of shard_00001.parquet the folder has nothing, the index {len(whole):,} b"),
-                         (whole + b"x", f"the folder has {len(whole) + 1:,} bytes, the index {len(whole):,}")):
+    size = len(whole)
+    for now, problem in ((None, f"of shard_00001.parquet the folder has nothing, the index {size:,} bytes"),
+                         (whole + b"x", f"the folder has {size + 1:,} bytes, the index {size:,} bytes")):
         path.unlink() if now is None else path.write_bytes(now)
         with pytest.raises(ValueError, match=f"{problem}.*{again}"):
             dataset.list_shards(str(tmp_path), "train")
@@ -4690,8 +4691,8 @@ def test_train_refuses_another_model_and_another_run(train_base, train_whole):
 
 
 def test_train_error_of_one_rank_is_told_once(train_base, train_whole):
-    """Not as a traceback of each rank that waits for it."""
-    for wrong in (["--data", "nowhere"], ["--out", train_whole[0]]):
+    """Not as a traceback of each rank that waits for it; nor one of all ranks by each of them."""
+    for wrong in (["--data", "nowhere"], ["--out", train_whole[0]], ["--depth", "0"], ["--num_lanes", "3"]):
         output = train_process(train_base, *wrong, ranks=2).communicate(timeout=300)[0]
         assert output.count("error: ") == 1 and "gather" not in output, output
 
