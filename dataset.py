@@ -297,23 +297,13 @@ class Shard:
             pages = self.kind == "text" or not checksums
             parquet = pq.ParquetFile(file, metadata=metadata, pre_buffer=False,
                                      page_checksum_verification=pages)
-            array = one_array(read_column(parquet, row_group, self.kind, self.file_size), self.kind)
+            array = read_column(parquet, row_group, self.kind, self.file_size)
         if len(array) != self.rows[row_group]:
             raise ValueError(f"it has {len(array):,} documents, {self.rows[row_group]:,} in the index")
         if checksums and checksum(array) != checksums[row_group]:
             raise ValueError("its documents are not those that were written (checksum)")
         array.validate(full=True)    # UTF-8 and offsets: 24 GB/s
         return array
-
-
-def read_column(parquet, row_group, column, file_size):
-    """In pieces, since a dictionary of one long document makes 10 GB of a file of 290 bytes."""
-    pieces, n_bytes = [], 0
-    for piece in parquet.iter_batches(1024, [row_group], [column], use_threads=False):
-        pieces.append(piece.column(0))
-        n_bytes += pieces[-1].nbytes
-        check_size(n_bytes, "bytes of documents", file_size, 1 << 28)
-    return pa.chunked_array(pieces, parquet.schema_arrow.field(column).type)
 
 
 def make_shard(folder, name, head, entry):
@@ -364,12 +354,18 @@ def columns_of_text(schema):
             if is_text(field.type) or field.type in (pa.binary(), pa.large_binary(), pa.binary_view())]
 
 
-def one_array(column, kind):
-    """The chunks of a column as one array with plain offsets, 64-bit ones where 2 GB are not enough."""
-    if (kind == "text" and column.type != pa.string()) or column.nbytes >= 2**31:
-        column = column.cast(pa.large_string() if kind == "text" else pa.large_binary())
-    chunks = column.chunks or [pa.array([], column.type)]
-    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+def read_column(parquet, row_group, column, file_size):
+    """A row group as one array with plain offsets, 64-bit ones where 2 GB are not enough."""
+    pieces, n_bytes, wanted = [], 0, pa.string() if column == "text" else pa.binary()
+    # In pieces, since a dictionary of one long document makes 10 GB of a file of 290 bytes.
+    for batch in parquet.iter_batches(1024, [row_group], [column], use_threads=False):
+        pieces.append(batch.column(0))
+        n_bytes += pieces[-1].nbytes
+        check_size(n_bytes, "bytes of documents", file_size, 1 << 28)
+    if n_bytes >= 2**31 or parquet.schema_arrow.field(column).type != wanted:
+        wanted = pa.large_string() if column == "text" else pa.large_binary()
+    pieces = [piece.cast(wanted) for piece in pieces] or [pa.array([], wanted)]
+    return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
 
 
 def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
@@ -734,7 +730,7 @@ def patiently(work, place, attempts=None, n_bytes=lambda: 0, wait=lambda seconds
     for attempt in itertools.count():
         before = n_bytes()
         try:
-            with requests_in_flight:
+            with requests_in_flight(os.getpid()):
                 return work()
         except Exception as error:
             if n_bytes() > before:
@@ -753,15 +749,10 @@ def wait_after(error, attempt):
     return max(getattr(error, "seconds", 0) * random.uniform(1, 1.5), growing * random.uniform(0.5, 1))
 
 
-def count_requests_anew():
-    """In a forked child, too: its parent's threads may have been in the middle of requests."""
-    global requests_in_flight
-    requests_in_flight = threading.Semaphore(REQUESTS_AT_ONCE)
-
-
-count_requests_anew()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=count_requests_anew)
+@functools.cache
+def requests_in_flight(process):
+    """A forked child has its own: threads of its parent may have been in the middle of requests."""
+    return threading.Semaphore(REQUESTS_AT_ONCE)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1148,9 +1139,9 @@ def make_parser():
 
 
 def run_download(flags):
-    if flags.num_files == 0 or flags.num_files < -1 or flags.num_workers < 1:
-        raise ValueError(f"-n {flags.num_files} -w {flags.num_workers}: expected how many train shards (-1: all "
-                         f"{MAX_SHARD:,}), and how many downloads at once, at least 1")
+    if flags.num_files < -1 or not flags.num_files or flags.num_workers < 1:
+        raise ValueError(f"-n {flags.num_files} -w {flags.num_workers}: expected how many train shards, -1 "
+                         "for all, and how many downloads at once, at least 1")
     folder = flags.out or default_data_dir()
     count = MAX_SHARD if flags.num_files == -1 else min(flags.num_files, MAX_SHARD)
     # Val first: were it the last to come, another shard would be val meanwhile.

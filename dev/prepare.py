@@ -584,23 +584,16 @@ def line_document(line, text_key):
 
 
 def array_documents(data, text_key):
-    data, problem = check_utf8(data)
-    if problem:
-        yield "the file", None, problem
+    try:
+        records = json.loads(data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        yield "the file", None, not_utf8(error)
         return
-    text, decode, gap = data.decode("utf-8-sig"), json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
-    position, line, counted = gap.match(text, text.index("[") + 1).end(), 1, 0
-    while not text.startswith("]", position):
-        line, counted = line + text.count("\n", counted, position), position
-        try:
-            record, position = decode(text, position)
-        except (ValueError, RecursionError) as error:
-            yield f"line {line}", None, f"not JSON ({error})"
-            return
-        yield f"line {line}", *text_of(record, text_key)
-        position = gap.match(text, position).end()
-    if text[position + 1:].strip():
-        yield "the rest of the file", None, "not JSON (there is more behind the array)"
+    except (ValueError, RecursionError) as error:
+        yield "the file", None, f"{TORN}not JSON ({error}); all of it is lost; get it whole"
+        return
+    for number, record in enumerate(records):
+        yield f"document {number}", *text_of(record, text_key)
 
 
 def text_of(record, text_key):
@@ -714,12 +707,9 @@ def count_bytes(array):
 
 class Check(NamedTuple):
     """What was seen of one shard."""
+    line: str = ""
     documents: int = 0
-    row_groups: int = 0
     nulls: int = 0
-    megabytes: float = 0
-    on_disk: float = 0
-    checked_by: str = ""
     problem: str = ""
     damaged: bool = False    # proven: what lies on this disk is not what was written
 
@@ -730,20 +720,18 @@ def verify(folder: str) -> bool:
     names = sorted(files.keys() | (index["shards"].keys() if index else set()))
     check = functools.partial(check_shard, folder=folder, files=files, index=index, sums=read_sums(folder))
     print(f"{'shard':<22} {'documents':>11} {'row groups':>10} {'nulls':>7} {'MB':>9} {'on disk':>9}  check")
-    checks = []
+    checks, damaged = [], []
     with ThreadPoolExecutor(cores()) as pool:
         for name, seen in in_order(pool, check, names, 2 * cores()):
+            if seen.damaged:
+                damaged.append(join_name(folder, name))
+            problem = f"{'DAMAGED' if seen.damaged else 'PROBLEM'}  {seen.problem}"
+            print(f"{name:<22} {problem if seen.problem else seen.line}", flush=True)
             checks.append(seen)
-            if seen.problem:
-                print(f"{name:<22} {'DAMAGED' if seen.damaged else 'PROBLEM'}  {seen.problem}", flush=True)
-            else:
-                print(f"{name:<22} {seen.documents:>11,} {seen.row_groups:>10,} {seen.nulls:>7,} "
-                      f"{seen.megabytes:>9,.1f} {seen.on_disk:>9,.1f}  {seen.checked_by}", flush=True)
     intact = [seen for seen in checks if not seen.problem]
     print(f"{folder}: {len(intact):,} of {len(names):,} shards intact, "
           f"{sum(seen.documents for seen in intact):,} documents, "
           f"{sum(seen.nulls for seen in intact):,} null (the loader counts and leaves them out)")
-    damaged = [join_name(folder, name) for name, seen in zip(names, checks, strict=True) if seen.damaged]
     if damaged:
         print(f"next: rm {shlex.join(damaged[:8])}{' ...' if damaged[8:] else ''}\n"
               "then what made them: python dataset.py -n N and tokenize go on, convert wants a new folder")
@@ -751,26 +739,29 @@ def verify(folder: str) -> bool:
 
 
 def check_shard(name, folder, files, index, sums):
+    if name not in files:
+        return Check(problem="it is in index.json, but not there")
+    size, checked_by = files[name].size, "pages' CRC-32 where there are"
     try:
-        if name not in files:
-            return Check(problem="it is in index.json, but not there")
-        shard, nulls, size = open_shard(folder, name, files[name]), 0, 0
+        shard, nulls, n_bytes = open_shard(folder, name, files[name]), 0, 0
         for row_group in range(len(shard.rows)):
             array = shard.read(row_group)
-            nulls, size = nulls + array.null_count, size + count_bytes(array)
-        _, checksums = read_footer(folder, name, files[name].size)
-        checked_by = "documents' CRC-32" if checksums else "pages' CRC-32 where there are"
+            nulls, n_bytes = nulls + array.null_count, n_bytes + count_bytes(array)
+        if read_footer(folder, name, size)[1]:
+            checked_by = "documents' CRC-32"
         if name in sums:
-            checked_by = "SHA-256 and " + checked_by
+            checked_by = f"SHA-256 and {checked_by}"
             if sha256_of(shard.path) != sums[name]:
                 return Check(problem="its SHA-256 is not the one in SHA256SUMS", damaged=True)
     except OSError as error:
         return Check(problem=str(error).partition("; check it with")[0],
                      damaged=is_damage(error.__cause__) and "://" not in folder)
     expected = index and index["shards"].get(name)
-    if index and (not expected or (expected["bytes"], expected["rows"]) != (files[name].size, shard.rows)):
+    if index and (not expected or (expected["bytes"], expected["rows"]) != (size, shard.rows)):
         return Check(problem=f"it is not what index.json says; if it is right, type: {index_command(folder)}")
-    return Check(sum(shard.rows), len(shard.rows), nulls, size / 1e6, files[name].size / 1e6, checked_by)
+    documents = sum(shard.rows)
+    return Check(f"{documents:>11,} {len(shard.rows):>10,} {nulls:>7,} {n_bytes / 1e6:>9,.1f} "
+                 f"{size / 1e6:>9,.1f}  {checked_by}", documents, nulls)
 
 
 def is_damage(cause):
@@ -864,12 +855,12 @@ def make_parser():
     parser = argparse.ArgumentParser("python -m dev.prepare", description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name, run, text):
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
-        return sub.add_argument
+    def command(run, text):
+        added = commands.add_parser(run.__name__.removeprefix("run_"), help=text, description=text)
+        added.set_defaults(run=run)
+        return added.add_argument
 
-    add = command("convert", run_convert, f"make shards of your own files: {' '.join(KINDS)}")
+    add = command(run_convert, f"make shards of your own files: {' '.join(KINDS)}")
     add("inputs", nargs="+", metavar="IN", help="files, folders, globs in quotes, s3:// or gs:// URIs")
     add("--text_key", default="text", help="JSON key or column that holds the text (default text)")
     add("--out", help="folder, new or empty (default: where train.py looks)")
@@ -879,15 +870,15 @@ def make_parser():
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num_workers", type=int, help="processes (default: one a core)")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
-    add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
+    add = command(run_tokenize, "write the same shards with tokens in place of text")
     add("--data", help="folder or URI of text shards (default: what train.py takes)")
     add("--out", required=True, help="folder for the token shards")
     add("--tokenizer", help="folder of the tokenizer")
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
-    add = command("verify", run_verify, "check every shard against all its checksums")
+    add = command(run_verify, "check every shard against all its checksums")
     add("--data", help="folder or URI (default: what train.py takes)")
-    add = command("stats", run_stats, "count documents, bytes, tokens, lengths, row groups, lanes")
+    add = command(run_stats, "count documents, bytes, tokens, lengths, row groups, lanes")
     add("--data", help="folder or URI (default: what train.py takes)")
     add("--tokenizer", help="folder of the tokenizer")
     return parser
