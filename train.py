@@ -21,27 +21,28 @@ import contextlib
 import functools
 import glob
 import hashlib
-import itertools
 import json
 import math
 import os
 import re
+import resource
 import shutil
 import signal
+import statistics
 import sys
 import threading
 import time
 import zipfile
 import zlib
 from collections import Counter
-from datetime import timedelta
-from types import SimpleNamespace
+from datetime import datetime, timedelta
 from typing import NamedTuple
 
 # Threads that wait for each other sleep: on shared cores spinning took 3.2 s a step of the demo, not 0.46 (2
 # threads, 2 cores, load 9). Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -49,7 +50,16 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from dataloader import PACKINGS, PackedLoader, cores_of_this_rank, merge_states, trace
+from dataloader import (
+    PACKINGS,
+    Encoder,
+    PackedLoader,
+    Ref,
+    Source,
+    cores_of_this_rank,
+    gather_states,
+    trace,
+)
 from dataset import ShardError, find_data, list_shards, parquets_iter_batched, write_whole
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
@@ -79,7 +89,7 @@ SAME_ON_RESUME = ("depth", "seq_len", "vocab_size", "optimizer", "packing", "tai
 
 
 def parse_flags(argv=None):
-    """Parsed twice: the device and the optimizer decide what the defaults of the others are."""
+    """Parsed twice: the device decides what the defaults of the others are."""
     raw = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
     p.error = lambda message: leave(f"{p.format_usage()}{p.prog}: error: {message}", status=2)
@@ -114,17 +124,15 @@ def parse_flags(argv=None):
                    help="auto: the newest whole checkpoint in --out, or of the newest run")
     p.add_argument("--init", metavar="FILE", help="begin with the weights and the tokenizer of a checkpoint")
     p.add_argument("--max_minutes", type=float, metavar="N", help="then save and leave")
-    p.add_argument("--profile", type=parse_steps, metavar="A:B",
-                   help="trace steps A to B-1 into the run's folder")
     p.add_argument("--sample", metavar="PROMPT", help="only generate, from the newest checkpoint")
     p.add_argument("--eval", metavar="FILE", help="only evaluate this checkpoint, on --data or its own")
 
     cuda = p.parse_args(argv).device == "cuda"
     p.set_defaults(dtype="bfloat16" if cuda else "float32", seq_len=[[2048 if cuda else 256, 0]],
                    **{name: on_cuda if cuda else on_cpu for name, on_cpu, on_cuda, _ in FLAGS})
-    p.set_defaults(lr=LR[p.parse_args(argv).optimizer][cuda])
     flags = p.parse_args(argv)
     check_flags(flags, p)
+    flags.lr = flags.lr or LR[flags.optimizer][cuda]
     return flags
 
 
@@ -194,12 +202,12 @@ def train(flags):
     """-> exit status"""
     # Ranks: each makes an equal part of a step's rows, in micro-batches
     rank, local_rank, world = start_ranks(flags.device)
-    refuse_differences(lambda: {**flags_and_versions(flags), **shards_and_sizes(flags)})
+    refuse_differences(lambda: what_must_be_equal(flags))
     device, cuda = set_up_device(flags, local_rank), flags.device == "cuda"
     phases = [phase_of(flags, world, T, begin) for T, begin in flags.seq_len]
     longest = phases[-1]
     stop = StopRequest(flags.max_minutes)
-    out, checkpoint = from_rank_0(on_some_ranks(rank == 0, lambda: choose_run(flags)))
+    out, checkpoint = from_rank(0, on_some_ranks(rank == 0, lambda: choose_run(flags)))
     saved = load_checkpoint(checkpoint) if checkpoint else None
     if flags.resume == "auto" and not saved:
         say(f"no checkpoint in {out} yet: a new run")
@@ -220,9 +228,7 @@ def train(flags):
     step, rows_hash = (saved["step"], saved["rows_hash"]) if saved else (0, 0)
     phase = phase_at(phases, max(0, step - 1))
     loader = make_loader(json.loads(saved["loader"]) if saved else None, phase)
-    n_val = -(-flags.eval_rows // flags.batch_size) * longest.accumulate
-    val = {path: val_batches(tokenizer, longest.micro, longest.T, path, settings["num_lanes"], n_val)
-           for path in sources}
+    val = {path: val_windows(tokenizer, path, longest.T, flags.eval_rows) for path in sources}
 
     # Model and optimizer
     torch.manual_seed(flags.seed)
@@ -239,12 +245,13 @@ def train(flags):
         net = DistributedDataParallel(model, [local_rank] if cuda else None, gradient_as_bucket_view=True)
 
     def save():    # all ranks together: each knows its own lanes and momenta
-        states, parts = gather_json(loader.state_dict()), [o.state_dict() for o in optimizers]
-        checkpoints.save(step, states, {"model": model.state_dict(), "optimizers": parts, "flags": settings,
-                                        "rows_hash": rows_hash, "tokenizer": tokenizer.as_dict()})
+        state, parts = gather_states(loader), [o.state_dict() for o in optimizers]
+        checkpoints.save(step, {"loader": state, "model": model.state_dict(), "optimizers": parts,
+                                "flags": settings, "rows_hash": rows_hash, "tokenizer": tokenizer.as_dict()})
 
     # Loop
-    say(f"model: {count_parameters(model):,} parameters, depth {flags.depth}; tokenizer: "
+    n_parameters = sum(p.numel() for p in model.parameters())
+    say(f"model: {n_parameters:,} parameters, depth {flags.depth}; tokenizer: "
         f"{tokenizer.get_vocab_size():,} tokens, {where}")
     for p in phases:
         say(f"a step: {p.micro * p.accumulate * world} rows of {p.T} tokens ({world} ranks x {p.accumulate} "
@@ -253,11 +260,11 @@ def train(flags):
     mfu_of_one_token = model.flops_per_token(longest.T) / (peak_flops(device) * world)
     log = Log(out, flags, mfu_of_one_token, {
         "flags": settings, "python": sys.version.split()[0], "torch": torch.__version__,
-        "parameters": count_parameters(model), "world_size": world, "from_step": step})
-    checkpoints, profiler = Checkpoints(out, checkpoint), start_profiler(flags.profile, out, step)
+        "parameters": n_parameters, "world_size": world, "from_step": step})
+    checkpoints = Checkpoints(out, checkpoint)
     first, stopping = step, False
     if step >= flags.steps:    # a finished run, started once more
-        evaluate(step, model, tokenizer, val, stop, log.write)
+        evaluate(step, model, tokenizer, val, longest.micro, stop, log.write)
     while step < flags.steps and not stopping:
         began = time.perf_counter()
         if phase != phase_at(phases, step):    # rows of another length: no token is lost or repeated
@@ -276,14 +283,12 @@ def train(flags):
                 return report_batch(out, step, loss, norm, loader, phase.accumulate)
             log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited,
                      stop.seconds_left(), f"{rows_hash:016x}")
-        profiler.step()
         step += 1
         stopping = stop.agreed()
         if not stopping and (step % flags.eval_every == 0 or step == flags.steps):
-            stopping = not evaluate(step, model, tokenizer, val, stop, log.write)
+            stopping = not evaluate(step, model, tokenizer, val, longest.micro, stop, log.write)
         if not stopping and step % flags.save_every == 0:
             save()
-    profiler.stop()
     if not checkpoints.hold(step):
         save()
     is_saved = checkpoints.hold(step)
@@ -292,7 +297,6 @@ def train(flags):
     how = "done" if step >= flags.steps else f"stopped ({stop.why or 'by another rank'})"
     where = f"checkpoint: {checkpoint_path(out, step)}" if is_saved else "this step is NOT saved"
     say(f"{how} at step {step} of {flags.steps}; {step - first} steps took {log.seconds:.0f} s; {where}")
-    log.close()
     return 0 if is_saved else 1
 
 
@@ -318,7 +322,8 @@ def train_step(net, model, optimizers, batches, n_tokens, world, device):
     """-> loss: the mean over all ranks' tokens, and the norm of the gradient before it was clipped"""
     nats = torch.zeros((), device=device)
     for i, (inputs, targets) in enumerate(batches):
-        with gradients_summed(net, now=i == len(batches) - 1):    # the forward inside it too
+        last = i == len(batches) - 1    # it sums over the ranks; the forward stands inside the context, too
+        with contextlib.nullcontext() if last or net is model else net.no_sync():
             loss = net(inputs.to(device), targets.to(device)).sum()
             (loss * (world / n_tokens)).backward()    # DDP divides by the world size
         nats += loss.detach()
@@ -384,24 +389,13 @@ def largest_of_ranks(number):
     return number.item()
 
 
-def gather_json(value):
-    """All ranks' values, on rank 0; [] on the others. Bytes, not objects: nothing is ever unpickled."""
-    if not dist.is_initialized():
-        return [value]
-    data = json.dumps(value).encode()
-    data = torch.frombuffer(bytearray(data.ljust(largest_of_ranks(len(data)))), dtype=torch.uint8)
-    parts = [torch.empty_like(data) for _ in range(dist.get_world_size())] if is_first_rank() else []
-    dist.gather(data, parts or None)
-    return [json.loads(part.numpy().tobytes()) for part in parts]
-
-
-def from_rank_0(value):
-    """Rank 0's value, on every rank."""
+def from_rank(source, value):
+    """Rank `source`'s value, on every rank. As bytes of JSON, not as objects: nothing is ever unpickled."""
     if not dist.is_initialized():
         return value
-    data = json.dumps(value).encode() if is_first_rank() else b""
+    data = json.dumps(value).encode() if dist.get_rank() == source else b""
     data = torch.frombuffer(bytearray(data.ljust(largest_of_ranks(len(data)))), dtype=torch.uint8)
-    dist.broadcast(data, 0)
+    dist.broadcast(data, source)
     return json.loads(data.numpy().tobytes())
 
 
@@ -412,19 +406,20 @@ def on_some_ranks(mine, work):
         result = work() if mine else None
     except (ValueError, OSError) as caught:
         error = f"rank {dist.get_rank()}: {caught}" if dist.is_initialized() else str(caught)
-    leave_together(gather_json(error))
+    leave_together(error)
     return result
 
 
-def leave_together(errors):
-    """errors: of all ranks, on rank 0. It leaves with the first of them, the others without a word."""
-    failed = list(filter(None, from_rank_0(errors)))
-    if failed and dist.is_initialized():
-        why = f"error: {failed[0]}" if is_first_rank() else 1
+def leave_together(error):
+    """error: this rank's, or "". Rank 0 leaves with one of them, the others silently."""
+    if not dist.is_initialized():
+        if error:
+            raise ValueError(error)
+    elif (failed := largest_of_ranks(dist.get_rank() if error else -1)) >= 0:
+        error = from_rank(failed, error)
+        why = f"error: {error}" if is_first_rank() else 1
         dist.destroy_process_group()    # else its threads would abort the exit
         sys.exit(why)
-    if failed:
-        raise ValueError(failed[0])
 
 
 def leave(message, status=1):
@@ -441,27 +436,11 @@ def leave(message, status=1):
 def refuse_differences(describe):
     """describe() -> {what: value}. Where a rank's is not rank 0's, an error names the rank and the first."""
     mine = on_some_ranks(True, describe)
-    first, differences = from_rank_0(mine), []
-    for what in sorted(first.keys() | mine.keys()):
-        here, there = mine.get(what, "not there"), first.get(what, "not there")
-        if here != there:
-            differences.append(f"rank {dist.get_rank()} differs from rank 0: {what} is {here}, not {there}; "
-                               "start all ranks with the same flags, code and data")
-    leave_together(gather_json("".join(differences[:1])))
-
-
-def flags_and_versions(flags):
-    with open(__file__, "rb") as file:
-        code = hashlib.sha256(file.read()).hexdigest()[:16]
-    return {"Python": sys.version.split()[0], "torch": torch.__version__, "the sha256 of train.py": code,
-            **{f"--{name}": value for name, value in vars(flags).items()}}
-
-
-def gradients_summed(net, now):
-    """A context: whether a backward in it sums the gradients over the ranks."""
-    if now or not isinstance(net, DistributedDataParallel):
-        return contextlib.nullcontext()
-    return net.no_sync()
+    first = from_rank(0, mine)
+    differ = sorted(what for what in first.keys() | mine.keys() if first.get(what) != mine.get(what))
+    leave_together(differ and f"rank {dist.get_rank()} differs from rank 0: {differ[0]} is "
+                   f"{mine.get(differ[0], 'not there')}, not {first.get(differ[0], 'not there')}; start all "
+                   "ranks with the same flags, code and data")
 
 
 class StopRequest:
@@ -495,10 +474,15 @@ def sources_of(flags):
     return parse_data(flags.data) or {find_data(): 1.0}
 
 
-def shards_and_sizes(flags):
+def what_must_be_equal(flags):
+    """Of all ranks."""
+    with open(__file__, "rb") as file:
+        code = hashlib.sha256(file.read()).hexdigest()[:16]
     shards = [shard for path in sources_of(flags) for split in ("train", "val")
               for shard in list_shards(path, split)]
-    return {f"shard {shard.path}": f"{shard.size:,} bytes" for shard in shards}
+    return {"Python": sys.version.split()[0], "torch": torch.__version__, "the sha256 of train.py": code,
+            **{f"--{name}": value for name, value in vars(flags).items()},
+            **{f"shard {shard.path}": f"{shard.size:,} bytes" for shard in shards}}
 
 
 def tokenizer_of_run(flags, settings, saved, local_rank):
@@ -578,11 +562,8 @@ def document_boundaries(inputs, bos, most=None):
     starts[:, 0] = True
     at = torch.arange(T, device=inputs.device).expand(B, T)
     positions = at - torch.where(starts, at, 0).cummax(1).values
-    starts, flat = starts.flatten(), torch.arange(B * T, dtype=torch.int32, device=inputs.device)
-    number = torch.where(starts, starts.cumsum(0) - 1, most).clamp(max=most)    # most: not counted
-    cu_seqlens = torch.full((most + 1,), B * T, dtype=torch.int32, device=inputs.device)
-    cu_seqlens[:most] = cu_seqlens.scatter_reduce(0, number, flat, "amin")[:most]
-    return positions, cu_seqlens
+    begins = torch.where(starts.flatten(), torch.arange(B * T, device=inputs.device), B * T).sort().values
+    return positions, F.pad(begins[:most].int(), (0, max(1, most + 1 - B * T)), value=B * T)
 
 
 def document_mask(inputs, bos, flex):
@@ -629,10 +610,14 @@ class Head(nn.Module):
         nn.init.zeros_(self.out.weight)    # the first loss is ln(padded_vocab)
 
     def forward(self, x, targets):
-        logits = self.out(norm(x)).float()
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
+            return self.out(norm(x)).float()
+        x, targets = norm(x).flatten(0, 1), targets.flatten()
+        # On a CPU 512 tokens at a time, so that logits stay in its cache: 0.92 of the CPU time of a step.
+        n = len(x) if x.is_cuda else 512
+        nats = [F.cross_entropy(self.out(part).float(), wanted, ignore_index=-100, reduction="none")
+                for part, wanted in zip(x.split(n), targets.split(n), strict=True)]
+        return torch.cat(nats)
 
 
 class GPT(nn.Module):
@@ -680,10 +665,6 @@ class GPT(nn.Module):
         """Forward and backward, counted as in PaLM's appendix B: causal attention as if it were full."""
         matrices = sum(p.numel() for p in (*self.blocks.parameters(), *self.head.parameters()))
         return 6 * matrices + 12 * len(self.blocks) * T * self.embedding.embedding_dim
-
-
-def count_parameters(model):
-    return sum(p.numel() for p in model.parameters())
 
 
 def compile_parts(model, choice):
@@ -798,57 +779,87 @@ def set_rates(optimizers, step, steps):
 # ---------------------------------------------------------------------------------------------------------
 # Evaluation: bits per byte of val documents, beside zlib's, and a sample
 
-def val_batches(tokenizer, B, T, path, num_lanes, n):
-    """
-    This rank's part of a source's first val rows, kept for the whole run. Packed by exactfit whatever
-    --packing says: every token once, and evals of different packings can be compared.
-    """
-    loader = PackedLoader(tokenizer, B, T, "val", data_dir=path, num_lanes=num_lanes, epochs=1)
-    batches = [batch for _, batch in zip(range(n), loader, strict=False)]
-    loader.close()
-    token_bytes = get_token_bytes(tokenizer)
-    n_bytes = sum(int(token_bytes[targets.clamp(min=0)].sum()) for _, targets in batches)
-    if not largest_of_ranks(n_bytes):
+class Windows(NamedTuple):
+    """Rows of val documents, each of one document alone, so that no way to pack them has an advantage."""
+    inputs: torch.Tensor     # int64 (n, T)
+    targets: torch.Tensor    # int64 (n, T), -100 where nothing is asked: the context, and behind the document
+    later: torch.Tensor      # bool (n,): not the document's first T + 1 tokens, but some behind them
+
+
+def val_windows(tokenizer, path, T, n):
+    """The first n: of each document T + 1 tokens, then the others behind T // 4 that the model was given."""
+    source, encoder = Source(path, list_shards(path, "val"), num_lanes=1), Encoder(tokenizer, threads=1)
+    windows = []    # ids, and how many of them are given
+    for chunk in encoder.chunks(source, 0, Ref(), epochs=1):
+        for ids, _ in chunk.documents():
+            windows.append((ids[:T + 1], 1))
+            for stop in range(T + 1, len(ids), T - T // 4):
+                windows.append((ids[stop - T // 4 - 1:][:T + 1], T // 4 + 1))
+        if len(windows) >= n:
+            break
+    encoder.close()
+    windows = windows[:n]
+    inputs = torch.full((len(windows), T), tokenizer.get_bos_token_id())
+    targets = torch.full((len(windows), T), -100)
+    for i, (ids, given) in enumerate(windows):
+        ids = torch.from_numpy(ids.astype(np.int64))
+        inputs[i, :len(ids) - 1], targets[i, given - 1:len(ids) - 1] = ids[:-1], ids[given:]
+    if not (targets >= 0).any():
         raise ValueError(f"the val split of {path} has no text: {list_shards(path, 'val')[-1].name} holds "
                          "nothing but nulls and empty documents")
-    return batches
+    return Windows(inputs, targets, torch.tensor([given > 1 for _, given in windows]))
 
 
-def evaluate(step, model, tokenizer, val, stop, write):
+def evaluate(step, model, tokenizer, val, micro, stop, write):
     """Print and write bits per byte of each source and over all; print a sample. -> False if asked to stop"""
-    device, token_bytes, totals = model.embedding.weight.device, get_token_bytes(tokenizer), {}
-    for path, batches in val.items():
-        totals[path] = count_nats(model, batches, token_bytes, stop, device)
+    token_bytes, totals = get_token_bytes(tokenizer), {}
+    for path, windows in val.items():
+        totals[path] = count_nats(model, windows, micro, token_bytes, stop)
         if totals[path] is None:
             return False
     if len(val) > 1:
-        totals["all"] = [sum(column) for column in zip(*totals.values(), strict=True)]
-    for path, (nats, n_bytes) in totals.items():
-        bpb, zlib_bpb = nats / n_bytes / math.log(2), None
+        totals["all"] = sum(totals.values())
+    for path, (first, later) in totals.items():
+        bpb, n_bytes, zlib_bpb = bits_per_byte(first + later), int((first + later)[1]), None
         if path in val and is_first_rank():
             zlib_bpb = zlib_bits_per_byte(path, n_bytes)
-        write({"step": step, "val_bpb": bpb, "val_bytes": n_bytes, "zlib_bpb": zlib_bpb, "source": path})
+        first_bpb, later_bpb, share = bits_per_byte(first), bits_per_byte(later), float(first[1] / n_bytes)
+        write({"step": step, "val_bpb": bpb, "val_bytes": n_bytes, "zlib_bpb": zlib_bpb, "source": path,
+               "first_bpb": first_bpb, "first_share": share, "later_bpb": later_bpb})
         of = {"all": " over all sources"}.get(path, f" of {path}") if len(val) > 1 else ""
         beside = f"; zlib -9: {zlib_bpb:.4f}" if zlib_bpb else ""
-        say(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}")
+        say(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}; documents' first rows {first_bpb:.4f} "
+            f"({share:.0%} of the bytes), the rest {later_bpb:.4f}")
     if is_first_rank():
         with torch.compiler.set_stance("force_eager"):    # a shape of its own: nothing to compile for it
-            text = generate(model, tokenizer, batches[0][0].size(1), "def ", 64)
+            text = generate(model, tokenizer, windows.inputs.size(1), "def ", 64)
         say("sample: " + text.replace("\n", "\n        "))
     return True
 
 
+def bits_per_byte(nats_and_bytes):
+    nats, n_bytes = nats_and_bytes.tolist()
+    return nats / max(1, n_bytes) / math.log(2)
+
+
 @torch.no_grad()
-def count_nats(model, batches, token_bytes, stop, device):
-    """Nats of the targets that stand for bytes, and these bytes; None where the run is asked to stop."""
-    totals = torch.zeros(2, dtype=torch.float64)
-    for inputs, targets in batches:
+def count_nats(model, windows, micro, token_bytes, stop):
+    """
+    -> float64 (2, 2): nats of the targets that stand for bytes, and these bytes; of first windows, then of
+    later ones. None where the run is asked to stop. Ranks take batches in turns.
+    """
+    device, totals = model.embedding.weight.device, torch.zeros(2, 2, dtype=torch.float64)
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    batches = list(zip(*(part.split(micro) for part in windows), strict=True))
+    for i in range(0, len(batches), world):
         if stop.agreed():
             return None
-        n_bytes = token_bytes[targets.cpu().clamp(min=0)].where(targets.cpu() >= 0, 0).flatten()
-        nats = model(inputs.to(device), targets.to(device)).cpu().double()
-        totals += torch.stack([nats[n_bytes > 0].sum(), n_bytes.sum()])
-    return sum_over_ranks(totals).tolist()
+        for inputs, targets, later in batches[i + rank:i + rank + 1]:    # of the last turn, not all have one
+            n_bytes = token_bytes[targets.clamp(min=0)].where(targets >= 0, 0)
+            nats = model(inputs.to(device), targets.to(device)).cpu().double().view_as(n_bytes)
+            nats = nats.where(n_bytes > 0, 0)
+            totals.index_add_(0, later.long(), torch.stack([nats.sum(1), n_bytes.sum(1)], 1).double())
+    return sum_over_ranks(totals)
 
 
 @functools.cache
@@ -901,14 +912,13 @@ def print_sample(flags):
 
 
 def print_eval(flags):
-    """--eval: the bits per byte that a run prints, of its last val rows or of other data's."""
-    _, _, world = start_ranks(flags.device)
+    """--eval: the bits per byte that a run prints, of its own data or of others."""
+    start_ranks(flags.device)
     model, tokenizer, saved, step = load_model(flags.eval, flags)
-    micro, accumulate = split_batch(saved.batch_size, world, saved.micro_batch_size)
-    n = -(-saved.eval_rows // saved.batch_size) * accumulate
-    val = {path: val_batches(tokenizer, micro, saved.seq_len[-1][0], path, saved.num_lanes, n)
+    T = saved.seq_len[-1][0]
+    val = {path: val_windows(tokenizer, path, T, saved.eval_rows)
            for path in sources_of(flags if flags.data else saved)}
-    evaluate(step, model, tokenizer, val, StopRequest(None), lambda record: None)
+    evaluate(step, model, tokenizer, val, saved.micro_batch_size, StopRequest(None), lambda record: None)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -927,18 +937,18 @@ class Checkpoints:
             older = [path for path in there if path < resumed_from and is_ours(path)]
             self.kept, self.saved_at = [*older, resumed_from], load_checkpoint(resumed_from)["step"]
 
-    def save(self, step, states, content):
+    def save(self, step, content):
         """A save that fails leaves the last good one, and the next is tried as if nothing had been."""
         self.wait()
         if is_first_rank():
             copy = copy_to_memory({"version": VERSION, "step": step, **content})
-            self.thread = threading.Thread(target=self._write, args=(step, states, copy))
+            self.thread = threading.Thread(target=self._write, args=(step, copy))
             self.thread.start()
 
-    def _write(self, step, states, content):
+    def _write(self, step, content):
         path = checkpoint_path(self.folder, step)
         try:
-            write_checkpoint(path, {**content, "loader": json.dumps(merge_states(states))})
+            write_checkpoint(path, {**content, "loader": json.dumps(content["loader"])})
         except (ValueError, OSError, RuntimeError) as error:    # torch makes a RuntimeError of a full disk
             free = shutil.disk_usage(self.folder).free / 1e9
             last = (self.kept or ["none yet"])[-1]
@@ -1051,22 +1061,12 @@ def newest_run():
     return os.path.dirname(max(paths, key=os.path.getmtime)) if paths else None
 
 
-def make_run_folder():
-    """Of runs that start in one second each gets its own."""
-    name = time.strftime("runs/%Y%m%d-%H%M%S")
-    for number in itertools.count(1):
-        folder = name if number == 1 else f"{name}-{number}"
-        with contextlib.suppress(FileExistsError):
-            os.makedirs(folder)
-            return folder
-
-
 def choose_run(flags):
     """-> the run's folder, made, and the checkpoint to go on from or None. Asked on rank 0 only."""
     auto, named = flags.resume == "auto", os.path.isfile(flags.resume)
     known = os.path.dirname(os.path.abspath(flags.resume)) if named else newest_run() if auto else None
-    out = flags.out or known or make_run_folder()
-    os.makedirs(out, exist_ok=True)
+    out = flags.out or known or datetime.now().strftime("runs/%Y%m%d-%H%M%S-%f")
+    os.makedirs(out, exist_ok=bool(flags.out or known))
     for left_over in glob.glob(os.path.join(glob.escape(out), "step_" + 7 * "[0-9]" + ".pt.tmp")):
         os.remove(left_over)
     if named:
@@ -1085,21 +1085,16 @@ def settle(flags, world, saved, path):
     open_ones = {"num_lanes": math.lcm(8, world), "vocab_size": 32768 if flags.device == "cuda" else 2048}
     before = saved["flags"] if saved else open_ones
     settings = {**vars(flags), **{name: getattr(flags, name) or before[name] for name in open_ones}}
-    if saved:
-        new = [steps for steps in flags.skip if steps not in before["skip"]]
-        settings["skip"] = sorted([*before["skip"], *new])
-        refuse_other_flags(before, settings, path)
-    return settings
-
-
-def refuse_other_flags(saved, settings, path):
-    for name in SAME_ON_RESUME:
-        if saved[name] != settings[name]:
-            same = f"--{name} {saved[name]}"
-            if isinstance(saved[name], bool):    # a switch
-                same = f"--{name}" if saved[name] else f"no --{name}"
-            raise ValueError(f"--{name} is {settings[name]}, in {path} it was {saved[name]}; resume with "
+    for name in SAME_ON_RESUME if saved else ():
+        if before[name] != settings[name]:
+            same = f"--{name} {before[name]}"
+            if isinstance(before[name], bool):    # a switch
+                same = f"--{name}" if before[name] else f"no --{name}"
+            raise ValueError(f"--{name} is {settings[name]}, in {path} it was {before[name]}; resume with "
                              f"{same}, or start anew: --resume none and another --out")
+    if saved:
+        settings["skip"] = sorted({*map(tuple, before["skip"]), *map(tuple, flags.skip)})
+    return settings
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1107,9 +1102,9 @@ def refuse_other_flags(saved, settings, path):
 
 def report_batch(out, step, loss, norm, loader, n_batches):
     """Of a loss that is not finite or above --spike: the documents in it, and what goes on. -> exit status"""
-    states = gather_json(loader.state_dict(batches_ago=n_batches))
+    state = gather_states(loader, n_batches)
     if is_first_rank():
-        path, state = os.path.join(out, f"bad_batch_{step:07d}.json"), merge_states(states)
+        path = os.path.join(out, f"bad_batch_{step:07d}.json")
         with open(path, "w") as file:
             json.dump(state, file)
         say(f"error: step {step}: loss {loss}, gradient norm {norm}; no checkpoint was touched. Its rows, "
@@ -1139,18 +1134,6 @@ def peak_flops(device):
     return next((flops for chip, flops in known.items() if chip in name), math.inf)
 
 
-def start_profiler(spec, out, step):
-    """--profile, of rank 0, from `step` on"""
-    if not spec or not is_first_rank():
-        return SimpleNamespace(step=lambda: None, stop=lambda: None)
-    first, last = (max(0, number - step) for number in spec)
-    profiler = torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=first, warmup=0, active=max(1, last - first), repeat=1),
-        on_trace_ready=lambda done: done.export_chrome_trace(os.path.join(out, "trace.json")))
-    profiler.start()
-    return profiler
-
-
 def read_log(path):
     """Its records; lines that are torn are left out."""
     with contextlib.suppress(OSError), open(path) as file:
@@ -1159,33 +1142,22 @@ def read_log(path):
                 yield json.loads(line)
 
 
-def losses_in_log(path):
-    return [(record["step"], record["loss"]) for record in read_log(path) if "loss" in record]
-
-
-def peak_memory():
-    """Bytes that this process has used at most, 0 where the system does not tell."""
-    if os.path.exists("/proc/self/status"):    # Linux's ru_maxrss would begin with the parent's
-        with open("/proc/self/status") as status:
-            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    with contextlib.suppress(ImportError):    # there is none on Windows
-        import resource
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # macOS counts bytes
-    return 0
+def peak_memory(device):
+    """The most bytes so far: of the GPU's memory, else of the process."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 class Log:
-    """Rank 0's: lines on the screen; JSON lines, TensorBoard and a plot, if installed, in its folder."""
+    """Rank 0's: lines on the screen, and JSON lines in its folder (python -m dev.bench plot draws them)."""
 
     def __init__(self, folder, flags, mfu_of_one_token, first):
-        self.folder, self.flags, self.mfu_of_one_token = folder, flags, mfu_of_one_token
-        self.times, self.seconds, self.board, self.failed = [], 0.0, None, False
+        self.path, self.flags = os.path.join(folder, "log.jsonl"), flags
+        self.mfu_of_one_token, self.times, self.seconds, self.failed = mfu_of_one_token, [], 0.0, False
         if is_first_rank():
-            self.path, step = os.path.join(folder, "log.jsonl"), first.get("from_step", 0)
-            self.cut(step)
-            with contextlib.suppress(ImportError):
-                from torch.utils.tensorboard import SummaryWriter
-                self.board = SummaryWriter(folder, purge_step=step)
+            self.cut(first.get("from_step", 0))
         self.write(first)
         say("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB      left")
 
@@ -1210,33 +1182,16 @@ class Log:
     def step(self, step, loss, lr, norm, seconds, waited, seconds_left, rows_hash):
         self.seconds += seconds
         self.times = [*self.times[-49:], seconds]
-        usual = sorted(self.times)[len(self.times) // 2]
-        left = min((self.flags.steps - step - 1) * usual, seconds_left)
         per_second = self.flags.batch_size * self.flags.seq_len[-1][0] / seconds
-        memory = torch.cuda.max_memory_allocated() if self.flags.device == "cuda" else peak_memory()
-        self.write({"step": step, "loss": loss, "lr": lr, "norm": norm, "tokens_per_s": per_second,
-                    "ms": 1e3 * seconds, "wait_ms": 1e3 * waited, "memory_gb": memory / 1e9,
-                    "mfu": per_second * self.mfu_of_one_token or None, "rows_hash": rows_hash})
-        if self.board:
-            for name, value in (("loss", loss), ("lr", lr), ("norm", norm), ("tokens_per_s", per_second)):
-                self.board.add_scalar(name, value, step)
+        r = {"step": step, "loss": loss, "lr": lr, "norm": norm, "tokens_per_s": per_second,
+             "mfu": per_second * self.mfu_of_one_token, "ms": 1e3 * seconds, "wait_ms": 1e3 * waited,
+             "memory_gb": peak_memory(self.flags.device) / 1e9, "rows_hash": rows_hash}
+        self.write(r)
         if step % self.flags.log_every == 0 or step == self.flags.steps - 1:
-            mfu = f"{per_second * self.mfu_of_one_token:7.1%}" if self.mfu_of_one_token else "      -"
-            say(f"{step:8d}{loss:10.4f}{lr:10.6f}{norm:8.3f}{per_second:11,.0f}{mfu}{1e3 * seconds:10.1f}"
-                f"{1e3 * waited:10.1f}{memory / 1e9:9.2f}{int(left) // 60:7d}m{int(left) % 60:02d}s")
-
-    def close(self):
-        if self.board:
-            self.board.close()
-        if not is_first_rank():
-            return
-        with contextlib.suppress(ImportError, OSError):
-            from matplotlib.figure import Figure
-            figure = Figure()
-            axes = figure.subplots()
-            axes.plot(*zip(*losses_in_log(self.path), strict=True))
-            axes.set(xlabel="step", ylabel="loss, nats a token")
-            figure.savefig(os.path.join(self.folder, "loss.png"))
+            left = int(min((self.flags.steps - step - 1) * statistics.median(self.times), seconds_left))
+            mfu = f"{r['mfu']:7.1%}" if r["mfu"] else "      -"
+            say(f"{step:8d}{loss:10.4f}{lr:10.6f}{norm:8.3f}{per_second:11,.0f}{mfu}{r['ms']:10.1f}"
+                f"{r['wait_ms']:10.1f}{r['memory_gb']:9.2f}{left // 60:7d}m{left % 60:02d}s")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -1,9 +1,10 @@
 """
-The pictures of the README: what rows are made of, and how fast they come.
+Pictures: what rows are made of, how fast they come, and what runs of train.py made of them.
 
     python -m dev.pictures rows                                    # dev/rows.svg
     python -m dev.bench bench > bench.txt
     python -m dev.pictures speed bench.txt                         # dev/speed.svg
+    python -m dev.pictures loss runs/*                             # loss.svg, here: a line a run
 """
 
 import argparse
@@ -15,6 +16,7 @@ from dataloader import PackedLoader, trace
 from dataset import errors_in_one_line, find_data
 from dev.bench import all_packings
 from tokenizer import find_tokenizer
+from train import read_log
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 WIDTH, LEFT = 880, 24
@@ -99,6 +101,44 @@ def speed_picture(lines):
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Loss: of several runs, from their log.jsonl
+
+def loss_picture(folders):
+    """A line a run. Of the first tenth, what is higher than all behind it lies at the upper edge."""
+    curves, names = {}, {}
+    for folder in folders:
+        records = list(read_log(os.path.join(folder, "log.jsonl")))
+        losses = [(r["step"], r["loss"]) for r in records if "loss" in r]
+        if not losses:
+            raise ValueError(f"no losses in {folder}/log.jsonl; expected the folder of a run of train.py")
+        curves[folder] = list(means(losses, max(1, len(losses) // 150)))
+        bpb = [r["val_bpb"] for r in records if "val_bpb" in r]
+        names[folder] = f"{folder}, val {bpb[-1]:.4f}" if bpb else folder
+    last_step = max(points[-1][0] for points in curves.values())
+    settled = [loss for points in curves.values() for _, loss in points[len(points) // 10:]]
+    low, height = min(settled), max(settled) - min(settled)
+    left, width = LEFT + 40, WIDTH - 2 * LEFT - 40
+    shapes = [text(LEFT, 30, f"loss, nats a token; {last_step + 1:,} steps", bold=True)]
+    for y in range(60, 361, 75):
+        shapes += [text(LEFT, y + 4, f"{low + height * (360 - y) / 300:.2f}"), box(left, y, width, 1, "#ddd")]
+    for i, (folder, points) in enumerate(curves.items()):
+        colour, y = COLOURS[i % len(COLOURS)], 380 + 20 * i
+        xs = [left + width * step / max(1, last_step) for step, _ in points]
+        ys = [max(60, 360 - 300 * (loss - low) / (height or 1)) for _, loss in points]
+        line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
+        shapes += [f'<polyline points="{line}" fill="none" stroke="{colour}"/>',
+                   box(left, y, 12, 12, colour), text(left + 20, y + 11, names[folder])]
+    return svg(shapes, 390 + 20 * len(curves))
+
+
+def means(points, n):
+    """Of n consecutive (step, loss)."""
+    for i in range(0, len(points), n):
+        some = points[i:i + n]
+        yield some[-1][0], sum(loss for _, loss in some) / len(some)
+
+
+# ---------------------------------------------------------------------------------------------------------
 # SVG
 
 def box(x, y, width, height, colour):
@@ -132,8 +172,11 @@ def main(argv: list[str] | None = None) -> None:
     speed = commands.add_parser("speed", help="bars of what `python -m dev.bench bench` printed")
     speed.set_defaults(draw=draw_speed, out=os.path.join(HERE, "speed.svg"))
     speed.add_argument("file", help="where that was written to")
-    for command in (rows, speed):
-        command.add_argument("--out", help="the picture (default: beside this file)")
+    loss = commands.add_parser("loss", help="the losses of runs")
+    loss.set_defaults(draw=lambda flags: loss_picture(flags.runs), out="loss.svg")
+    loss.add_argument("runs", nargs="+", help="their folders, as in runs/*")
+    for command in (rows, speed, loss):
+        command.add_argument("--out", help="the picture (default: beside this file; of losses, here)")
     flags = parser.parse_args(argv)
     with errors_in_one_line():
         picture = flags.draw(flags)
