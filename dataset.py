@@ -546,7 +546,7 @@ def standard_library(root):
 
 TIMEOUT = (10, 30)       # seconds to connect, seconds without a byte
 RETRY_SECONDS = 1.0      # the first wait, about; doubled each time
-READ_ATTEMPTS = 5        # at one thing that is far away
+ATTEMPTS = 6             # at one thing that is far away, that bring nothing
 BUSY_SECONDS = 600       # so long a server that says it is busy (429, 503) is waited for
 REQUESTS_AT_ONCE = 32    # of one process
 COPY_PIECE = 32 << 20    # bytes of a request, where a whole shard is copied
@@ -719,7 +719,7 @@ def http_get(url, headers=None, stream=False):
     return response
 
 
-def patiently(work, place, attempts=None, n_bytes=lambda: 0, wait=lambda seconds, error: time.sleep(seconds)):
+def patiently(work, place, n_bytes=lambda: 0, wait=lambda seconds, error: time.sleep(seconds)):
     """
     work(); where the place is far away, again after growing waits, and never too many at once. n_bytes():
     how much of it is done: an attempt that brings some is no failure.
@@ -737,7 +737,7 @@ def patiently(work, place, attempts=None, n_bytes=lambda: 0, wait=lambda seconds
                 began = time.monotonic()
             elif not getattr(error, "busy", False):
                 failures += 1
-            hopeless = getattr(error, "final", False) or failures == (attempts or READ_ATTEMPTS)
+            hopeless = getattr(error, "final", False) or failures == ATTEMPTS
             if hopeless or time.monotonic() - began > BUSY_SECONDS:
                 raise
             wait(wait_after(error, attempt), error)
@@ -760,7 +760,6 @@ def requests_in_flight(process):
 
 BASE_URL = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
 MAX_SHARD = 6542      # the last public shard: val
-FETCH_ATTEMPTS = 6    # at one file, that bring not a byte
 PIECE = 1 << 16       # a connection that drops loses less than this
 IDLE_SECONDS = 5      # without a byte, before the screen says why
 
@@ -838,7 +837,7 @@ def fetch(url, path, progress, stop):
         stop.wait(seconds)
 
     if not is_whole(path):
-        patiently(attempt, url, FETCH_ATTEMPTS, lambda: size_of(part), wait)
+        patiently(attempt, url, lambda: size_of(part), wait)
 
 
 def fetch_rest(url, part, progress, stop):
@@ -940,7 +939,7 @@ def remove(*paths):
 def check_size(number, what, file_size, always):
     """A small file that says it is huge is damaged, or made to harm: it would take all memory."""
     if number > always + 1000 * file_size:
-        raise ValueError(f"its {file_size:,} bytes say that they hold {number:,} {what}")
+        raise MemoryError(f"its {file_size:,} bytes say that they hold {number:,} {what}")
 
 
 def check_name(name, where):

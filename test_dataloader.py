@@ -753,7 +753,7 @@ def test_download_from_bad_server_ends_intact(tmp_path, public, quick, seed):
 @pytest.mark.parametrize("fault", [500, 404, "stall", "wrong bytes", "too short"])
 def test_download_that_never_works_is_reported(tmp_path, public, quick, fault, monkeypatch):
     """A server that never gives the file: no shard under its name, its name and the reason in the report."""
-    monkeypatch.setattr(dataset, "FETCH_ATTEMPTS", 2)
+    monkeypatch.setattr(dataset, "ATTEMPTS", 2)
     monkeypatch.setattr(dataset, "TIMEOUT", (2, 0.1))
     with UnrulyServer({"/a.parquet": next(iter(public.values()))}, forever=fault, sha256=True) as server:
         failed = dataset.download(["a.parquet"], str(tmp_path), server.url)
@@ -762,7 +762,7 @@ def test_download_that_never_works_is_reported(tmp_path, public, quick, fault, m
 
 
 def test_download_from_where_nobody_listens_tells_a_short_reason(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(dataset, "FETCH_ATTEMPTS", 1)
+    monkeypatch.setattr(dataset, "ATTEMPTS", 1)
     reason = dataset.download(["a.parquet"], str(tmp_path), "http://127.0.0.1:9")["a.parquet"]
     assert reason.count("a.parquet") == 1 and "refused" in reason and len(reason) < 200
 
@@ -1662,8 +1662,8 @@ def test_http_index_gives_the_same_documents(tmp_path, quick):
 
 
 def test_remote_shard_that_stays_away_is_an_error(tmp_path, quick, monkeypatch):
-    """After READ_ATTEMPTS the error names shard, row group and command."""
-    monkeypatch.setattr(dataset, "READ_ATTEMPTS", 3)
+    """After ATTEMPTS the error names shard, row group and command."""
+    monkeypatch.setattr(dataset, "ATTEMPTS", 3)
     make_shards(tmp_path)
     dataset.write_index(str(tmp_path))
     files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
@@ -1677,7 +1677,7 @@ def test_remote_shard_that_stays_away_is_an_error(tmp_path, quick, monkeypatch):
 
 
 def test_busy_server_is_waited_for_longer_than_a_broken_one(tmp_path, quick, monkeypatch):
-    """More answers of 429 and 503 than READ_ATTEMPTS; Retry-After is honoured; in the end it is an error."""
+    """More answers of 429 and 503 than ATTEMPTS; Retry-After is honoured; in the end it is an error."""
     texts = make_shards(tmp_path)
     dataset.write_index(str(tmp_path))
     files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
@@ -1685,7 +1685,7 @@ def test_busy_server_is_waited_for_longer_than_a_broken_one(tmp_path, quick, mon
         began = time.monotonic()
         shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
         assert time.monotonic() - began >= 1, "its Retry-After"
-        server.retry_after, server.faults = "", [429, 503] * dataset.READ_ATTEMPTS
+        server.retry_after, server.faults = "", [429, 503] * dataset.ATTEMPTS
         assert shard.read(0).to_pylist() == texts[:8] and not server.faults
         monkeypatch.setattr(dataset, "BUSY_SECONDS", 0.1)
         server.forever = 429
@@ -1926,6 +1926,15 @@ def test_verify_advises_to_remove_only_what_is_proven_damaged(tmp_path, capsys, 
         assert not prepare.verify(f"{server.url}/index.json")
     words = capsys.readouterr().out
     assert re.search("00002.parquet +PROBLEM ", words) and "rm" not in words
+
+
+def test_verify_does_not_advise_to_remove_what_is_encrypted_or_huge(tmp_path, capsys):
+    in_encrypted_parquet(tmp_path, ["a", "b"])
+    data = pa.DictionaryArray.from_arrays(pa.array([0] * 6000, pa.int32()), pa.array(["a" * 10**5]))
+    pq.write_table(pa.table({"text": data}), tmp_path / "huge.parquet", compression="zstd")
+    assert not prepare.verify(str(tmp_path))
+    words = capsys.readouterr().out
+    assert words.count("PROBLEM") == 3 and "DAMAGED" not in words and "next: rm" not in words
 
 
 def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):

@@ -765,8 +765,9 @@ def check_shard(name, folder, files, index, sums):
 
 
 def is_damage(cause):
-    """The bytes themselves are wrong: no matter of permissions, of a disk, or of another column."""
-    return cause is not None and getattr(cause, "errno", None) is None
+    """The bytes are wrong: no matter of permissions, a disk, another column, encryption or memory."""
+    sound = isinstance(cause, MemoryError) or "crypt" in str(cause)
+    return cause is not None and getattr(cause, "errno", None) is None and not sound
 
 
 def read_sums(folder):
