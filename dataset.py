@@ -247,6 +247,7 @@ def index_command(folder):
 # ---------------------------------------------------------------------------------------------------------
 # Reading
 
+LARGE = {"text": pa.large_string(), "tokens": pa.large_binary()}    # with 64-bit offsets
 CHECKSUMS = b"nanoloader.checksums"    # in a footer: the checksum of each row group's documents
 
 
@@ -356,16 +357,17 @@ def columns_of_text(schema):
 
 def read_column(parquet, row_group, column, file_size):
     """A row group as one array with plain offsets, 64-bit ones where 2 GB are not enough."""
-    pieces, n_bytes, wanted = [], 0, pa.string() if column == "text" else pa.binary()
+    kind, large = parquet.schema_arrow.field(column).type, LARGE[column]
+    wanted = kind if kind in (pa.string(), pa.binary()) else large
+    pieces, n_bytes = [], 0
     # In pieces, since a dictionary of one long document makes 10 GB of a file of 290 bytes.
     for batch in parquet.iter_batches(1024, [row_group], [column], use_threads=False):
-        pieces.append(batch.column(0))
+        pieces.append(batch.column(0).cast(wanted))
         n_bytes += pieces[-1].nbytes
         check_size(n_bytes, "bytes of documents", file_size, 1 << 28)
-    if n_bytes >= 2**31 or parquet.schema_arrow.field(column).type != wanted:
-        wanted = pa.large_string() if column == "text" else pa.large_binary()
-    pieces = [piece.cast(wanted) for piece in pieces] or [pa.array([], wanted)]
-    return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces)
+    if n_bytes >= 2**31:
+        pieces = [piece.cast(large) for piece in pieces]
+    return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces or [pa.array([], wanted)])
 
 
 def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
