@@ -346,7 +346,7 @@ def size_in(file):
     return file[2]
 
 
-def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[str]]:
+def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[tuple[str, str, int]]]:
     """
     (folder, name, size) of every file that paths, folders, globs and URIs stand for, each once, sorted; and
     in the same form what else lies in these folders: other kinds, other splits, and hidden ones.
@@ -426,7 +426,7 @@ def what_to_type(folder, name, seen):
     path = join_name(folder, name)
     here, suffix = shlex.quote(path), os.path.splitext(name.lower())[1]
     for archive, module in ARCHIVES.items():
-        if archive in name.lower():
+        if re.search(rf"\{archive}(\.\w+)?$", name.lower()):
             files = shlex.quote(path + ".files")
             return (f"it holds files; type: python -m {module} -e {here} {files} "
                     f"&& python -m dev.prepare convert {files}")
@@ -436,7 +436,7 @@ def what_to_type(folder, name, seen):
     if seen in KINDS or seen in CODECS:
         return f"by its first bytes it is {seen}; type: mv {here} {shlex.quote(path + seen)}"
     if seen:
-        return f"by its first bytes it is {seen}, not {suffix}; {MAKE_JSONL}"
+        return f"it is {seen}; {MAKE_JSONL}"
     if suffix in CODECS:
         return f"by its first bytes it is no {suffix}; type: mv {here} {shlex.quote(path[:-len(suffix)])}"
     return f"if it is plain text, type: mv {here} {shlex.quote(path + '.txt')} (of other kinds {MAKE_JSONL})"
@@ -897,7 +897,7 @@ def run_convert(flags):
           f"in {made['shards']:,} shards, the last for val, in {out}")
     if made["others"]:
         print(f"{len(made['others']):,} other files in these folders were left out: "
-              f"{join_name(*made['others'][0][:2])} ...")
+              f"{join_name(*made['others'][0][:2])} ... (of other kinds, hidden, or of a test or val split)")
     if made["bad"]:
         print("\n  ".join([f"{made['bad']:,} bad documents or ends of files were left out; the first:",
                            *made["shown"]]))
