@@ -1098,6 +1098,21 @@ def test_every_kind_of_file_converts(tmp_path, threads_for_processes):
     assert [name for _, name, _ in report["others"]] == ["_SUCCESS", "state.json"]
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl", "a.json", "a.txt", "a.txt.gz", "a.csv"])
+def test_no_more_than_the_longest_document_is_read_at_once(tmp_path, monkeypatch, name):
+    """A line or file of 10 GB, a few MB as gzip, is named and does not fill the memory."""
+    monkeypatch.setattr(prepare, "LONGEST_DOCUMENT", 1000)
+    first = {"json": b'[{"text": "', "jsonl": b'{"text": "one"}\n', "csv": b"text\none\n"}
+    content = first.get(name.split(".")[1], b"") + b"a" * 2_000_000
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    tracemalloc.start()
+    made = list(prepare.documents_of((str(tmp_path), name, os.path.getsize(tmp_path / name)), "text"))
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert [text for _, text, _ in made] == [b"one", None][name.split(".")[1] not in ("jsonl", "csv"):]
+    assert re.search("line [23] has over|over .* in one piece", made[-1][2])
+
+
 MARKED = ["a.txt", "a.md", "a.jsonl", "a.json", "a.csv", "a.tsv", "a.jsonl.gz"]
 
 

@@ -517,20 +517,26 @@ def json_documents(stream, text_key):
     if stream.peek(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
         yield from array_documents(read_whole(stream), text_key)
         return
-    number = 0
-    while line := stream.readline(LONGEST_DOCUMENT):
-        number += 1
-        if len(line) == LONGEST_DOCUMENT and not line.endswith(b"\n"):
-            raise OSError(f"line {number} has over {LONGEST_DOCUMENT >> 30} GB")
-        if number == 1:
-            line = line.removeprefix(BOM_UTF8)
+    for number, line in numbered_lines(stream):
         if not line.isspace():
             yield f"line {number}", *line_document(line, text_key)
 
 
+def numbered_lines(stream):
+    """(number from 1, line); an error where one has no end."""
+    for number in itertools.count(1):
+        line = stream.readline(LONGEST_DOCUMENT)
+        if len(line) == LONGEST_DOCUMENT and not line.endswith(b"\n"):
+            raise OSError(f"line {number} has over {LONGEST_DOCUMENT >> 30} GB")
+        if not line:
+            return
+        yield number, line.removeprefix(BOM_UTF8) if number == 1 else line
+
+
 def csv_documents(stream, text_key, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
-    rows = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+    lines = (line.decode() for _, line in numbered_lines(stream))
+    rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
     if text_key not in (rows.fieldnames or ()):
         advice = f"or a first line that names the columns, with {delimiter!r} between them"
         seen = str(rows.fieldnames)[:200]
