@@ -1996,6 +1996,19 @@ def test_command_line_errors_are_one_glad_line(tmp_path, command, arguments, sta
     assert status != 1 or ended.stderr.count("\n") == 1
 
 
+def test_nothing_needs_what_windows_has_not(tmp_path):
+    make_shards(tmp_path)
+    code = """if True:
+        import sys
+        sys.modules["resource"] = sys.modules["fcntl"] = None
+        import train, dataset
+        from dev import bench, prepare
+        shards = dataset.list_shards(sys.argv[1], "train")
+        print(train.peak_memory("cpu"), bench.peak_memory() >= 0, len(shards))
+    """
+    assert run_command([sys.executable, "-c", code], tmp_path).stdout == "0 True 2\n"
+
+
 # ---------------------------------------------------------------------------------------------------------
 # The tokenizer
 

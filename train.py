@@ -25,7 +25,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import statistics
@@ -1146,8 +1145,11 @@ def peak_memory(device):
     """The most bytes so far: of the GPU's memory, else of the process."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
+    with contextlib.suppress(ImportError):    # there is none on Windows
+        import resource
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most
+    return 0
 
 
 class Log:
