@@ -1095,7 +1095,7 @@ def test_every_kind_of_file_converts(tmp_path, threads_for_processes):
         pq.write_table(table, tmp_path / "in" / f"part-0000{part}-4a5f.c000.snappy.parquet")
     report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), workers=1)
     assert sorted(read_all(tmp_path / "out")) == sorted(texts) and report["files"] == 8
-    assert [name for _, name, _ in report["others"]] == ["_SUCCESS", "state.json"]
+    assert [file.name for file in report["others"]] == ["_SUCCESS", "state.json"]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl", "a.json", "a.txt", "a.txt.gz", "a.csv"])
@@ -1106,7 +1106,8 @@ def test_no_more_than_the_longest_document_is_read_at_once(tmp_path, monkeypatch
     content = first.get(name.split(".")[1], b"") + b"a" * 2_000_000
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
     tracemalloc.start()
-    made = list(prepare.documents_of((str(tmp_path), name, os.path.getsize(tmp_path / name)), "text"))
+    file = prepare.Input(str(tmp_path), name, os.path.getsize(tmp_path / name))
+    made = list(prepare.documents_of(file, "text"))
     assert tracemalloc.get_traced_memory()[1] < 1_000_000
     tracemalloc.stop()
     assert [text for _, text, _ in made] == [b"one", None][name.split(".")[1] not in ("jsonl", "csv"):]
@@ -1123,7 +1124,8 @@ def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path, name, cut_bytes):
     content = {"txt": "one", "md": "one", "csv": "text\none\n", "tsv": "n\ttext\n1\tone\n",
                "json": '[{"text": "one"}]'}.get(kind, '{"text": "one"}\n').encode("utf-8-sig")
     (tmp_path / name).write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
-    made = prepare.documents_of((str(tmp_path), name, os.path.getsize(tmp_path / name)), "text", cut_bytes)
+    file = prepare.Input(str(tmp_path), name, os.path.getsize(tmp_path / name))
+    made = prepare.documents_of(file, "text", cut_bytes)
     assert [(text, problem) for _, text, problem in made] == [(b"one", None)]
 
 

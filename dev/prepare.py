@@ -107,8 +107,9 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
     """
     check_local(out)
     files, others = find_inputs(inputs)
+    total = sum(file.size for file in files)
     parse = functools.partial(scatter_task, text_key=text_key, skip_bad=skip_bad, skip_torn=skip_torn,
-                              cut_bytes=cut_bytes, seed=seed, longest_in_val=sum(map(size_in, files)) // 20)
+                              cut_bytes=cut_bytes, seed=seed, longest_in_val=total // 20)
     ahead = 4 * (workers or cores())
     with working_folder(out) as building, executor_or_pool(executor, workers) as pool:
         try:
@@ -187,11 +188,11 @@ def end_with_parent():
 
 
 def scatter_all(pool, files, scatter, ahead):
-    total = sum(map(size_in, files))
+    total = sum(file.size for file in files)
     progress, bad = Progress(len(files), "files", total / len(files)), []
     for (_, group), found in in_order(pool, scatter, group_files(files, total), ahead):
         bad.append(found)
-        progress.add(sum(size_in(file) for _, file in group), len(group))
+        progress.add(sum(file.size for _, file in group), len(group))
     progress.close()
     return bad
 
@@ -211,7 +212,7 @@ def group_files(files, total):
     number, group, size = 0, [], 0
     for file_number, file in enumerate(files):
         group.append((file_number, file))
-        size += size_in(file)
+        size += file.size
         if size >= min(RUN_BYTES, total // 64) or file_number == len(files) - 1:
             yield number, group
             number, group, size = number + 1, [], 0
@@ -224,8 +225,9 @@ def scatter_task(task, building, text_key, skip_bad, skip_torn, cut_bytes, seed,
     for file_number, file in files:
         for index, (where, text, problem) in enumerate(documents_of(file, text_key, cut_bytes)):
             if problem:
-                check_skippable(problem, f"{join_name(*file[:2])}, {where}: {problem}", skip_bad, skip_torn)
-                bad, shown = bad + 1, [*shown, f"{join_name(*file[:2])}, {where}: {problem}"][:BAD_SHOWN]
+                message = f"{file.path}, {where}: {problem}"
+                check_skippable(problem, message, skip_bad, skip_torn)
+                bad, shown = bad + 1, [*shown, message][:BAD_SHOWN]
                 continue
             place = b"%d %d %d" % (seed, file_number, index)
             key = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big")
@@ -342,23 +344,28 @@ ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")    # besid
 TORN = "torn: "    # how the problem of a file that was cut begins
 
 
-def size_in(file):
-    return file[2]
+class Input(NamedTuple):
+    folder: str
+    name: str
+    size: int
+
+    @property
+    def path(self):
+        return join_name(self.folder, self.name)
 
 
-def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[tuple[str, str, int]]]:
+def find_inputs(inputs: list[str]) -> tuple[list[Input], list[Input]]:
     """
-    (folder, name, size) of every file that paths, folders, globs and URIs stand for, each once, sorted; and
-    in the same form what else lies in these folders: other kinds, other splits, and hidden ones.
+    Every file that paths, folders, globs and URIs stand for, each once, sorted; and what else lies in these
+    folders: other kinds, other splits, and hidden ones.
     """
     found, others = set(), set()
     for pattern in inputs:
         files, rest = remote_inputs(pattern) if "://" in pattern else local_inputs(pattern)
-        odd = [file for file in files or rest if not kind_of(file[1])]
-        if odd:
-            with open_file(*odd[0]) as stream:
-                raise ValueError(f"{pattern}: cannot convert {odd[0][1]}; "
-                                 f"{what_to_type(*odd[0][:2], seen_kind(stream))}")
+        for odd in (file for file in files or rest if not kind_of(file.name)):
+            with open_file(*odd) as stream:
+                advice = what_to_type(odd, seen_kind(stream))
+            raise ValueError(f"{pattern}: cannot convert {odd.name}; {advice}")
         if not files:
             raise ValueError(f"{pattern}: no such files; expected {', '.join(KINDS)} (text also "
                              f"{', '.join(CODECS)}): file, folder or quoted glob")
@@ -375,7 +382,7 @@ def local_inputs(pattern):
         wanted = {".", *wanted_names(names)}
         for file, name in zip(paths, names, strict=True):
             kept = files if name in wanted else others
-            kept.append((*os.path.split(os.path.abspath(file)), size_of(file)))
+            kept.append(Input(*os.path.split(os.path.abspath(file)), size_of(file)))
     return files, others
 
 
@@ -400,8 +407,8 @@ def remote_inputs(pattern):
     named = fnmatch.filter(sizes, wanted)
     inside = [name for name in sizes if folder_wanted == "/" or name.startswith(folder_wanted)]
     taken = {*named, *wanted_names(inside)}
-    files = [(folder, name, sizes[name]) for name in taken]
-    return files, [(folder, name, sizes[name]) for name in inside if name not in taken]
+    files = [Input(folder, name, sizes[name]) for name in taken]
+    return files, [Input(folder, name, sizes[name]) for name in inside if name not in taken]
 
 
 def kind_of(name):
@@ -421,9 +428,9 @@ def seen_kind(stream):
     return seen or ("binary" if b"\0" in head else None)
 
 
-def what_to_type(folder, name, seen):
+def what_to_type(file, seen):
     """About a file that is not read as it is named; seen: its kind by its first bytes."""
-    path = join_name(folder, name)
+    folder, name, path = file.folder, file.name, file.path
     here, suffix = shlex.quote(path), os.path.splitext(name.lower())[1]
     for archive, module in ARCHIVES.items():
         if re.search(rf"\{archive}(\.\w+)?$", name.lower()):
@@ -444,14 +451,13 @@ def what_to_type(folder, name, seen):
 
 def documents_of(file, text_key, cut_bytes=None):
     """(where, UTF-8 bytes, None) of each document of a file, or (where, None, what is wrong with it)."""
-    folder, name, size = file
-    kind, suffix, where = kind_of(name), os.path.splitext(name.lower())[1], "its beginning"
+    kind, suffix, where = kind_of(file.name), os.path.splitext(file.name.lower())[1], "its beginning"
     try:
-        with open_file(folder, name, size) as stream:
+        with open_file(*file) as stream:
             seen = seen_kind(stream)
             other = seen in MAGIC.values() and seen not in (kind, suffix)
             if other or (suffix in CODECS and not seen):
-                yield "the file", None, f"{TORN}{what_to_type(folder, name, seen)}"
+                yield "the file", None, f"{TORN}{what_to_type(file, seen)}"
                 return
             for document in documents_in(kind, unpacked(stream, suffix), text_key, cut_bytes):
                 where = document[0]
@@ -459,7 +465,7 @@ def documents_of(file, text_key, cut_bytes=None):
     except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
         why = not_utf8(error) if isinstance(error, UnicodeDecodeError) else one_line(error)
         yield (f"behind {where}", None,
-               f"{TORN}{why}; the rest of its {size / 1e6:,.1f} MB is lost; get it whole")
+               f"{TORN}{why}; the rest of its {file.size / 1e6:,.1f} MB is lost; get it whole")
 
 
 def unpacked(stream, suffix):
@@ -514,12 +520,27 @@ def read_whole(stream):
 
 def json_documents(stream, text_key):
     """Documents of JSON lines, or of one JSON array, which is read whole."""
-    if stream.peek(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-        yield from array_documents(read_whole(stream), text_key)
+    if not stream.peek(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        for number, line in numbered_lines(stream):
+            record, problem = parse_json(line)
+            if not line.isspace():
+                yield f"line {number}", *((None, problem) if problem else text_of(record, text_key))
         return
-    for number, line in numbered_lines(stream):
-        if not line.isspace():
-            yield f"line {number}", *line_document(line, text_key)
+    records, problem = parse_json(read_whole(stream))
+    if problem:
+        yield "the file", None, f"{TORN}{problem}; all of it is lost; get it whole"
+        return
+    for number, record in enumerate(records):
+        yield f"document {number}", *text_of(record, text_key)
+
+
+def parse_json(data):
+    try:
+        return json.loads(data.decode("utf-8-sig")), None
+    except UnicodeDecodeError as error:
+        return None, not_utf8(error)
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON ({error})"
 
 
 def numbered_lines(stream):
@@ -548,8 +569,8 @@ def csv_documents(stream, text_key, delimiter):
 
 def parquet_documents(stream, text_key):
     parquet = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
-    read = functools.partial(parquet.iter_batches, ROW_GROUP_DOCUMENTS, columns=[text_key], use_threads=False)
-    yield from column_documents(parquet.schema_arrow, read, text_key)
+    batches = parquet.iter_batches(ROW_GROUP_DOCUMENTS, columns=[text_key], use_threads=False)
+    return column_documents(parquet.schema_arrow, batches, text_key)
 
 
 def arrow_documents(stream, text_key):
@@ -557,16 +578,11 @@ def arrow_documents(stream, text_key):
     is_file = stream.read(6) == b"ARROW1"
     stream.seek(0)
     reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    return column_documents(reader.schema, (batch.select([text_key]) for batch in batches), text_key)
 
 
-    def read():
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        return (batch.select([text_key]) for batch in batches)
-
-    yield from column_documents(reader.schema, read, text_key)
-
-
-def column_documents(schema, read, text_key):
+def column_documents(schema, batches, text_key):
     usable = columns_of_text(schema)
     if text_key not in usable:
         columns = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
@@ -574,32 +590,10 @@ def column_documents(schema, read, text_key):
         yield "the file", None, f"no string column {text_key!r}, only {columns}; {advice}"
         return
     row = 0
-    for batch in read():
+    for batch in batches:
         for text in batch.column(0).cast(pa.large_binary()).to_pylist():
             yield f"row {row}", *((None, f"{text_key!r} is null") if text is None else check_utf8(text))
             row += 1
-
-
-def line_document(line, text_key):
-    try:
-        return text_of(json.loads(line.decode()), text_key)
-    except UnicodeDecodeError as error:
-        return None, not_utf8(error)
-    except (ValueError, RecursionError) as error:
-        return None, f"not JSON ({error})"
-
-
-def array_documents(data, text_key):
-    try:
-        records = json.loads(data.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        yield "the file", None, not_utf8(error)
-        return
-    except (ValueError, RecursionError) as error:
-        yield "the file", None, f"{TORN}not JSON ({error}); all of it is lost; get it whole"
-        return
-    for number, record in enumerate(records):
-        yield f"document {number}", *text_of(record, text_key)
 
 
 def text_of(record, text_key):
@@ -903,7 +897,7 @@ def run_convert(flags):
           f"in {made['shards']:,} shards, the last for val, in {out}")
     if made["others"]:
         print(f"{len(made['others']):,} other files in these folders were left out: "
-              f"{join_name(*made['others'][0][:2])} ... (of other kinds, hidden, or of a test or val split)")
+              f"{made['others'][0].path} ... (of other kinds, hidden, or of a test or val split)")
     if made["bad"]:
         print("\n  ".join([f"{made['bad']:,} bad documents or ends of files were left out; the first:",
                            *made["shown"]]))
