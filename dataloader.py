@@ -142,15 +142,16 @@ class Place(NamedTuple):
 
 class Task(NamedTuple):
     """Documents of one row group, which a thread encodes at a time."""
+    group: Ref
+    docs: range | list                 # their numbers in it
     shard: Shard
     row_group: int
     rows: range | np.ndarray | list    # on disk
-    refs: list[Ref]
     array: Future                      # of the whole row group
     per_chunk: int                     # documents
 
     def only(self, i):
-        return self._replace(rows=self.rows[i:i + 1], refs=self.refs[i:i + 1])
+        return self._replace(docs=self.docs[i:i + 1], rows=self.rows[i:i + 1])
 
 
 class Document(NamedTuple):
@@ -163,12 +164,16 @@ class Chunk(NamedTuple):
     """A few documents that have tokens: number i is ids[bounds[i]:bounds[i + 1]]."""
     ids: np.ndarray
     bounds: list[int]
-    refs: list[Ref]
-    behind: Ref    # of the document behind the chunk
+    docs: range | list    # their numbers in the row group
+    behind: Ref           # of the document behind the chunk
+
+    def refs(self):
+        epoch, group = self.behind[:2]
+        return [Ref(epoch, group, doc) for doc in self.docs]
 
     def documents(self):
-        return [Document(self.ids[a:b], ref)
-                for (a, b), ref in zip(itertools.pairwise(self.bounds), self.refs, strict=True)]
+        arrays = [self.ids[a:b] for a, b in itertools.pairwise(self.bounds)]
+        return map(Document, arrays, self.refs())
 
 
 CHUNK_BYTES = 1 << 16    # of a text shard as it lies on disk; about 30,000 tokens of prose
@@ -254,9 +259,8 @@ class Encoder:
                 array = self.row_groups.get(shard, row_group)
                 if behind and 2 * (doc + per_task) >= len(rows):
                     self.row_groups.get(*behind[1:3])    # read while the second half is being encoded
-                part = rows[doc:doc + per_task]
-                refs_of_part = [Ref(ref.epoch, ref.group, doc + i) for i in range(len(part))]
-                yield Task(shard, row_group, part, refs_of_part, array, per_chunk)
+                docs = range(doc, min(doc + per_task, len(rows)))
+                yield Task(ref, docs, shard, row_group, rows[doc:docs.stop], array, per_chunk)
             other_lanes_too = source.order(ref.epoch).n_parts > 1
             if not other_lanes_too and (not behind or behind[1:3] != (shard, row_group)):
                 self.row_groups.drop(shard, row_group)
@@ -274,10 +278,11 @@ class Encoder:
     def _tasks_again(self, source, refs):
         refs = sorted({ref._replace(token=0) for ref in refs})
         for _, group in itertools.groupby(refs, key=lambda ref: ref[:2]):
-            group = list(group)
-            shard, row_group, rows = source.find(group[0])
-            rows = [int(rows[ref.doc]) for ref in group]
-            yield Task(shard, row_group, rows, group, self.row_groups.get(shard, row_group), len(group))
+            first, *others = group
+            docs = [ref.doc for ref in (first, *others)]
+            shard, row_group, rows = source.find(first)
+            array = self.row_groups.get(shard, row_group)
+            yield Task(first, docs, shard, row_group, [int(rows[doc]) for doc in docs], array, len(docs))
 
     def _encode(self, task):
         """The Chunks of a task. An error names shard, row group and row."""
@@ -300,12 +305,11 @@ class Encoder:
             self.counts["tokens"] += len(ids)
             self.counts["nulls"] += array.null_count
             self.counts["seconds"] += time.perf_counter() - began
-        return list(chunks_of(ids, bounds.tolist(), task))
+        return list(chunks_of(ids, bounds, task))
 
     def _encode_text(self, array, task):
         # Another document in every row group and epoch, so that in the end each is checked.
-        first = task.refs[0]
-        start = -(first.doc + 613 * first.group + 7919 * first.epoch) % CHECK_EVERY
+        start = -(task.docs[0] + 613 * task.group.group + 7919 * task.group.epoch) % CHECK_EVERY
         check = range(start, len(array), CHECK_EVERY)
         return self.tokenizer.encode(array, check, self.executor, self.threads)
 
@@ -328,9 +332,9 @@ class Encoder:
 
     def _transformed(self, ids, bounds, task):
         ids, arrays = ids.astype(self.dtype), []
-        for i, ref in enumerate(task.refs):
+        for i, doc in enumerate(task.docs):
             place = Place(task.shard.path, task.row_group, int(task.rows[i]))
-            document = ids[bounds[i]:bounds[i + 1]]
+            document, ref = ids[bounds[i]:bounds[i + 1]], Ref(task.group.epoch, task.group.group, doc)
             result = self.transform(document, ref, place) if len(document) else ()
             if result is None:
                 with self.lock:
@@ -344,13 +348,14 @@ class Encoder:
 
 
 def chunks_of(ids, bounds, task):
-    for i in range(0, len(task.refs), task.per_chunk):
-        refs, cuts = task.refs[i:i + task.per_chunk], bounds[i:i + task.per_chunk + 1]
-        behind = refs[-1]._replace(doc=refs[-1].doc + 1)
-        kept = [k for k in range(len(refs)) if cuts[k] < cuts[k + 1]]
-        if len(kept) < len(refs):
-            refs, cuts = [refs[k] for k in kept], [*(cuts[k] for k in kept), cuts[-1]]
-        yield Chunk(ids[cuts[0]:cuts[-1]], [cut - cuts[0] for cut in cuts], refs, behind)
+    all_have_tokens, bounds = np.diff(bounds).all(), bounds.tolist()
+    for i in range(0, len(task.docs), task.per_chunk):
+        docs, cuts = task.docs[i:i + task.per_chunk], bounds[i:i + task.per_chunk + 1]
+        behind = Ref(task.group.epoch, task.group.group, docs[-1] + 1)
+        if not all_have_tokens:
+            kept = [k for k in range(len(docs)) if cuts[k] < cuts[k + 1]]
+            docs, cuts = [docs[k] for k in kept], [*(cuts[k] for k in kept), cuts[-1]]
+        yield Chunk(ids[cuts[0]:cuts[-1]], [cut - cuts[0] for cut in cuts], docs, behind)
 
 
 def take(array, rows):
@@ -365,7 +370,8 @@ def take(array, rows):
 #
 # row(pull)   -> the arrays of the next row: T + 1 tokens, fewer in a finite run's last row, [] behind it.
 #                pull() gives the next Chunk; None: there are no more
-# held()      -> the Refs of the documents it holds, oldest first: all that it remembers, beside `rows`
+# held()      -> the Refs of the documents it holds, oldest first, to be iterated: all that it remembers,
+#                beside `rows`
 # restore(document), once for each of them in their order, makes an empty packer what that one was
 #
 # options: the settings of the loader, beside T, that its rows depend on: arguments of its constructor
@@ -389,7 +395,7 @@ class FlatPacker:
     def row(self, pull):
         while self.n_tokens <= self.T and (chunk := pull()) is not None:
             self._put(chunk)
-            self.counts["documents"] += len(chunk.refs)
+            self.counts["documents"] += len(chunk.docs)
         overlap = 1 if self.rows else 0    # the last row's last target
         if self.n_tokens <= overlap:
             return []
@@ -420,11 +426,7 @@ class FlatPacker:
             self.n_tokens += len(chunk.ids)
 
     def held(self):
-        if self.n_tokens <= 0:
-            return []
-        refs, bounds = [ref for chunk in self.chunks for ref in chunk.refs], self.chunks[0].bounds
-        i = bisect_right(bounds, self.at) - 1
-        return [refs[i]._replace(token=self.at - bounds[i]), *refs[i + 1:]]
+        return Rest([chunk._replace(ids=None) for chunk in self.chunks], self.at)
 
     def restore(self, document):
         """Only the first can have been delivered in part."""
@@ -432,7 +434,22 @@ class FlatPacker:
         if not self.chunks:
             self.at = ref.token
         self.n_tokens -= ref.token
-        self._put(Chunk(ids, [0, len(ids)], [ref._replace(token=0)], ref))
+        self._put(Chunk(ids, [0, len(ids)], [ref.doc], ref))
+
+
+class Rest:
+    """The Refs of some chunks from one token on: made where somebody wants them, not at every row."""
+
+    def __init__(self, chunks, at):
+        self.chunks, self.at = chunks, at
+
+    def __iter__(self):
+        at = self.at
+        for chunk in self.chunks:
+            for ref, (begin, end) in zip(chunk.refs(), itertools.pairwise(chunk.bounds), strict=True):
+                if at < end:
+                    yield ref._replace(token=max(0, at - begin))
+            at = max(0, at - chunk.bounds[-1])
 
 
 def choose_best_fit(sizes, free):
@@ -468,7 +485,7 @@ class BestFitPacker:
         row, free = [], self.R
         while free:
             while len(self.sizes) < self.buffer_size and (chunk := pull()) is not None:
-                self.counts["documents"] += len(chunk.refs)
+                self.counts["documents"] += len(chunk.docs)
                 for document in chunk.documents():
                     self.restore(document)
             if not self.sizes:
@@ -556,7 +573,7 @@ class ExactFitPacker:
 
     def row(self, pull):
         while self._wants_more() and (chunk := pull()) is not None:
-            self.counts["documents"] += len(chunk.refs)
+            self.counts["documents"] += len(chunk.docs)
             for ids, ref in chunk.documents():
                 self._put(self._trimmed(ids) if len(ids) > self.R else ids, ref)
         if not self.buffer:
@@ -565,8 +582,7 @@ class ExactFitPacker:
         gap = self.R - sum(map(len, row))
         if gap:
             filling = fill_gap(gap, self.lengths, self.copies)
-            for length in filling:
-                row += self._deliver(self.copies[length][0], length)
+            row += [self._pop(self.copies[length][0]) for length in filling]
             row += self._cut_to_fit(gap - sum(filling))
         self.rows += 1
         return row
@@ -676,7 +692,7 @@ PACKINGS = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPa
 class Standing(NamedTuple):
     """Where a lane stands in one source: all that a state says of it. The default is the beginning."""
     next: Ref = Ref()         # of the next document to be pulled
-    held: tuple | list = ()   # the Refs in its packer, oldest first
+    held: list | Rest = ()    # the Refs in its packer, oldest first
     rows: int = 0             # it gave in all
     share: int | None = 0     # rows it gave since the shares of the sources began; None: it has no more
 
@@ -720,7 +736,7 @@ class Stream:
         if chunk is None:
             return None
         self.next = chunk.behind
-        if chunk.refs:
+        if chunk.docs:
             self.fed_in = self.next.epoch
         elif self.next.epoch > self.fed_in + 1:
             raise ValueError(f"a lane of {self.source.name} got no token for a whole epoch: all its "

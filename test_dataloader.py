@@ -2761,8 +2761,8 @@ def chunk_of(lengths, first=0):
     for i, n in enumerate(lengths):
         ids += [BOS, *(1000 * (first + i) + k for k in range(1, n))][:n]
         bounds.append(len(ids))
-    refs = [Ref(doc=first + i) for i in range(len(lengths))]
-    return Chunk(np.array(ids, np.int64), bounds, refs, Ref(doc=first + len(lengths)))
+    behind = first + len(lengths)
+    return Chunk(np.array(ids, np.int64), bounds, range(first, behind), Ref(doc=behind))
 
 
 def puller(lengths, batch=3):
@@ -2945,8 +2945,9 @@ def test_exactfit_on_lognormal_lengths(tails, buffer_size, most_cut):
     def pull():
         nonlocal i
         cuts = bounds[i:i + 32 + 1]
-        refs = [Ref(doc=i + k) for k in range(len(cuts))]
-        chunk = Chunk(zeros[:cuts[-1] - cuts[0]], [cut - cuts[0] for cut in cuts], refs[:-1], refs[-1])
+        behind = i + len(cuts) - 1
+        chunk = Chunk(zeros[:cuts[-1] - cuts[0]], [cut - cuts[0] for cut in cuts], range(i, behind),
+                      Ref(doc=behind))
         waiting.update({i + k: (rows, len(packer.buffer) + k) for k in range(len(cuts) - 1)})
         i += len(cuts) - 1
         return chunk

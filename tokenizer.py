@@ -562,16 +562,13 @@ class RustBPETokenizer:
         A chunk of documents -> (ids, bounds): document i is ids[bounds[i]:bounds[i + 1]].
 
         texts: each a str, or UTF-8 as bytes or memoryview; it gets a BOS in front. None has no tokens at all.
-            An Arrow array of strings is faster than a list (50-token documents: 0.5 of 2.8 us).
         check: documents that tiktoken encodes, too; a difference is a ValueError.
         executor: its idle threads help with a chunk of more than BYTES_PER_TASK; this may be one of them.
         ids: 1-D, self.dtype. bounds: int64, len(texts) + 1.
         """
         if isinstance(texts, pa.Array):
             texts = texts.cast(pa.large_binary()).to_pylist()
-            documents = texts if None not in texts else [text for text in texts if text is not None]
-        else:
-            documents = [to_bytes(text) for text in texts if text is not None]
+        documents = [text if type(text) is bytes else to_bytes(text) for text in texts if text is not None]
         sizes = [0, *map(len, documents)]
         try:
             if max(sizes) <= LONGEST_PIECE and sum(sizes) <= BYTES_PER_TASK:
@@ -595,10 +592,8 @@ class RustBPETokenizer:
         cuts = [0, *(np.flatnonzero(np.diff(place[:-1])) + 1), len(pieces)]
         tasks = [pieces[a:b] for a, b in itertools.pairwise(cuts)]
         results = share(self._engine[0].encode, tasks, executor, cores() - 1)
-        lengths = np.concatenate([np.diff(bounds) for _, bounds in results])
-        bounds = np.concatenate([[0], np.cumsum(lengths)])
-        first_pieces = np.cumsum([0, *map(len, parts)])
-        return drop_inner_bos(np.concatenate([ids for ids, _ in results]), bounds, first_pieces)
+        ids, bounds = join([ids for result in results for ids in split(*result)])
+        return drop_inner_bos(ids, bounds, np.cumsum([0, *map(len, parts)]))
 
     def _check(self, i, texts, ids):
         engine, text = self._engine[0], texts[i]

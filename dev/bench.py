@@ -128,7 +128,7 @@ def tally_rows(loader, n_rows):
 
     def pull():
         chunk = next(chunks)
-        lengths.update(zip(chunk.refs, np.diff(chunk.bounds), strict=True))
+        lengths.update(zip(chunk.refs(), np.diff(chunk.bounds), strict=True))
         return chunk
 
     for _ in range(n_rows):
