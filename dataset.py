@@ -247,6 +247,7 @@ def index_command(folder):
 # ---------------------------------------------------------------------------------------------------------
 # Reading
 
+LARGE = {"text": pa.large_string(), "tokens": pa.large_binary()}    # with 64-bit offsets
 CHECKSUMS = b"nanoloader.checksums"    # in a footer: the checksum of each row group's documents
 
 
@@ -297,23 +298,13 @@ class Shard:
             pages = self.kind == "text" or not checksums
             parquet = pq.ParquetFile(file, metadata=metadata, pre_buffer=False,
                                      page_checksum_verification=pages)
-            array = one_array(read_column(parquet, row_group, self.kind, self.file_size), self.kind)
+            array = read_column(parquet, row_group, self.kind, self.file_size)
         if len(array) != self.rows[row_group]:
             raise ValueError(f"it has {len(array):,} documents, {self.rows[row_group]:,} in the index")
         if checksums and checksum(array) != checksums[row_group]:
             raise ValueError("its documents are not those that were written (checksum)")
         array.validate(full=True)    # UTF-8 and offsets: 24 GB/s
         return array
-
-
-def read_column(parquet, row_group, column, file_size):
-    """In pieces, since a dictionary of one long document makes 10 GB of a file of 290 bytes."""
-    pieces, n_bytes = [], 0
-    for piece in parquet.iter_batches(1024, [row_group], [column], use_threads=False):
-        pieces.append(piece.column(0))
-        n_bytes += pieces[-1].nbytes
-        check_size(n_bytes, "bytes of documents", file_size, 1 << 28)
-    return pa.chunked_array(pieces, parquet.schema_arrow.field(column).type)
 
 
 def make_shard(folder, name, head, entry):
@@ -364,12 +355,19 @@ def columns_of_text(schema):
             if is_text(field.type) or field.type in (pa.binary(), pa.large_binary(), pa.binary_view())]
 
 
-def one_array(column, kind):
-    """The chunks of a column as one array with plain offsets, 64-bit ones where 2 GB are not enough."""
-    if (kind == "text" and column.type != pa.string()) or column.nbytes >= 2**31:
-        column = column.cast(pa.large_string() if kind == "text" else pa.large_binary())
-    chunks = column.chunks or [pa.array([], column.type)]
-    return chunks[0] if len(chunks) == 1 else pa.concat_arrays(chunks)
+def read_column(parquet, row_group, column, file_size):
+    """A row group as one array with plain offsets, 64-bit ones where 2 GB are not enough."""
+    kind, large = parquet.schema_arrow.field(column).type, LARGE[column]
+    wanted = kind if kind in (pa.string(), pa.binary()) else large
+    pieces, n_bytes = [], 0
+    # In pieces, since a dictionary of one long document makes 10 GB of a file of 290 bytes.
+    for batch in parquet.iter_batches(1024, [row_group], [column], use_threads=False):
+        pieces.append(batch.column(0).cast(wanted))
+        n_bytes += pieces[-1].nbytes
+        check_size(n_bytes, "bytes of documents", file_size, 1 << 28)
+    if n_bytes >= 2**31:
+        pieces = [piece.cast(large) for piece in pieces]
+    return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces or [pa.array([], wanted)])
 
 
 def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
@@ -550,7 +548,7 @@ def standard_library(root):
 
 TIMEOUT = (10, 30)       # seconds to connect, seconds without a byte
 RETRY_SECONDS = 1.0      # the first wait, about; doubled each time
-READ_ATTEMPTS = 5        # at one thing that is far away
+ATTEMPTS = 6             # at one thing that is far away, that bring nothing
 BUSY_SECONDS = 600       # so long a server that says it is busy (429, 503) is waited for
 REQUESTS_AT_ONCE = 32    # of one process
 COPY_PIECE = 32 << 20    # bytes of a request, where a whole shard is copied
@@ -723,7 +721,7 @@ def http_get(url, headers=None, stream=False):
     return response
 
 
-def patiently(work, place, attempts=None, n_bytes=lambda: 0, wait=lambda seconds, error: time.sleep(seconds)):
+def patiently(work, place, n_bytes=lambda: 0, wait=lambda seconds, error: time.sleep(seconds)):
     """
     work(); where the place is far away, again after growing waits, and never too many at once. n_bytes():
     how much of it is done: an attempt that brings some is no failure.
@@ -734,14 +732,14 @@ def patiently(work, place, attempts=None, n_bytes=lambda: 0, wait=lambda seconds
     for attempt in itertools.count():
         before = n_bytes()
         try:
-            with requests_in_flight:
+            with requests_in_flight(os.getpid()):
                 return work()
         except Exception as error:
             if n_bytes() > before:
                 began = time.monotonic()
             elif not getattr(error, "busy", False):
                 failures += 1
-            hopeless = getattr(error, "final", False) or failures == (attempts or READ_ATTEMPTS)
+            hopeless = getattr(error, "final", False) or failures == ATTEMPTS
             if hopeless or time.monotonic() - began > BUSY_SECONDS:
                 raise
             wait(wait_after(error, attempt), error)
@@ -753,15 +751,10 @@ def wait_after(error, attempt):
     return max(getattr(error, "seconds", 0) * random.uniform(1, 1.5), growing * random.uniform(0.5, 1))
 
 
-def count_requests_anew():
-    """In a forked child, too: its parent's threads may have been in the middle of requests."""
-    global requests_in_flight
-    requests_in_flight = threading.Semaphore(REQUESTS_AT_ONCE)
-
-
-count_requests_anew()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=count_requests_anew)
+@functools.cache
+def requests_in_flight(process):
+    """A forked child has its own: threads of its parent may have been in the middle of requests."""
+    return threading.Semaphore(REQUESTS_AT_ONCE)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -769,7 +762,6 @@ if hasattr(os, "register_at_fork"):
 
 BASE_URL = "https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main"
 MAX_SHARD = 6542      # the last public shard: val
-FETCH_ATTEMPTS = 6    # at one file, that bring not a byte
 PIECE = 1 << 16       # a connection that drops loses less than this
 IDLE_SECONDS = 5      # without a byte, before the screen says why
 
@@ -847,7 +839,7 @@ def fetch(url, path, progress, stop):
         stop.wait(seconds)
 
     if not is_whole(path):
-        patiently(attempt, url, FETCH_ATTEMPTS, lambda: size_of(part), wait)
+        patiently(attempt, url, lambda: size_of(part), wait)
 
 
 def fetch_rest(url, part, progress, stop):
@@ -949,7 +941,7 @@ def remove(*paths):
 def check_size(number, what, file_size, always):
     """A small file that says it is huge is damaged, or made to harm: it would take all memory."""
     if number > always + 1000 * file_size:
-        raise ValueError(f"its {file_size:,} bytes say that they hold {number:,} {what}")
+        raise MemoryError(f"its {file_size:,} bytes say that they hold {number:,} {what}")
 
 
 def check_name(name, where):
@@ -1148,9 +1140,9 @@ def make_parser():
 
 
 def run_download(flags):
-    if flags.num_files == 0 or flags.num_files < -1 or flags.num_workers < 1:
-        raise ValueError(f"-n {flags.num_files} -w {flags.num_workers}: expected how many train shards, or "
-                         f"-1 for all {MAX_SHARD:,}, and how many downloads at once, at least 1")
+    if flags.num_files < -1 or not flags.num_files or flags.num_workers < 1:
+        raise ValueError(f"-n {flags.num_files} -w {flags.num_workers}: expected how many train shards, -1 "
+                         "for all, and how many downloads at once, at least 1")
     folder = flags.out or default_data_dir()
     count = MAX_SHARD if flags.num_files == -1 else min(flags.num_files, MAX_SHARD)
     # Val first: were it the last to come, another shard would be val meanwhile.

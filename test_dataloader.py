@@ -450,12 +450,13 @@ def test_corrupted_shard_never_yields_other_text(tmp_path):
     assert {how for how, _ in split} == {"flip", "cut", "zero"}
 
 
-def test_small_files_that_say_they_are_huge_are_an_error(tmp_path):
-    """300 bytes that are 11.8 GB of one document; a footer or an index of 3 billion documents."""
+@pytest.mark.parametrize("store_schema", [False, True])
+def test_small_files_that_say_they_are_huge_are_an_error(tmp_path, store_schema):
+    """A few hundred bytes that are 11.8 GB of one document; an index of 3 billion documents."""
     data = pa.DictionaryArray.from_arrays(pa.array([0] * 118_000, pa.int32()), pa.array(["a" * 10**5]))
-    pq.write_table(pa.table({"text": data}), tmp_path / "a.parquet", compression="zstd", store_schema=False,
-                   write_statistics=False)
-    assert os.path.getsize(tmp_path / "a.parquet") < 600
+    pq.write_table(pa.table({"text": data}), tmp_path / "a.parquet", compression="zstd",
+                   store_schema=store_schema, write_statistics=False)
+    assert os.path.getsize(tmp_path / "a.parquet") < 1000
     shutil.copy(tmp_path / "a.parquet", tmp_path / "b.parquet")
     before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
@@ -545,8 +546,9 @@ def test_folder_that_does_not_fit_its_index_is_an_error(tmp_path):
     dataset.write_index(str(tmp_path))
     path = tmp_path / "shard_00001.parquet"
     whole, again = path.read_bytes(), f"python dataset.py index {tmp_path}"
-    for now, problem in ((None, f"of shard_00001.parquet the folder has nothing, the index {len(whole):,} b"),
-                         (whole + b"x", f"folder has {len(whole) + 1:,} bytes, the index {len(whole):,}")):
+    size = len(whole)
+    for now, problem in ((None, f"of shard_00001.parquet the folder has nothing, the index {size:,} bytes"),
+                         (whole + b"x", f"the folder has {size + 1:,} bytes, the index {size:,} bytes")):
         path.unlink() if now is None else path.write_bytes(now)
         with pytest.raises(ValueError, match=f"{problem}.*{again}"):
             dataset.list_shards(str(tmp_path), "train")
@@ -752,7 +754,7 @@ def test_download_from_bad_server_ends_intact(tmp_path, public, quick, seed):
 @pytest.mark.parametrize("fault", [500, 404, "stall", "wrong bytes", "too short"])
 def test_download_that_never_works_is_reported(tmp_path, public, quick, fault, monkeypatch):
     """A server that never gives the file: no shard under its name, its name and the reason in the report."""
-    monkeypatch.setattr(dataset, "FETCH_ATTEMPTS", 2)
+    monkeypatch.setattr(dataset, "ATTEMPTS", 2)
     monkeypatch.setattr(dataset, "TIMEOUT", (2, 0.1))
     with UnrulyServer({"/a.parquet": next(iter(public.values()))}, forever=fault, sha256=True) as server:
         failed = dataset.download(["a.parquet"], str(tmp_path), server.url)
@@ -761,7 +763,7 @@ def test_download_that_never_works_is_reported(tmp_path, public, quick, fault, m
 
 
 def test_download_from_where_nobody_listens_tells_a_short_reason(tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(dataset, "FETCH_ATTEMPTS", 1)
+    monkeypatch.setattr(dataset, "ATTEMPTS", 1)
     reason = dataset.download(["a.parquet"], str(tmp_path), "http://127.0.0.1:9")["a.parquet"]
     assert reason.count("a.parquet") == 1 and "refused" in reason and len(reason) < 200
 
@@ -986,6 +988,9 @@ TORN_GZIP = gzip.compress(json_lines(make_texts(900), "text"))[:-2000]
     ("a.jsonl", TORN_GZIP, "the file: torn: by its first bytes it is .gz; type: mv .*/a.jsonl.gz", 0),
     ("a.json", b"PAR1", "the file: torn: by its first bytes it is .parquet; type: mv ", 0),
     ("a.arrow", b"ARROW1 no arrow", "behind its beginning: torn: ", 0),
+    ("a.json", b'[{"text": "a"},\n {"text": "b"', "the file: torn: not JSON .*: line 2", 0),
+    ("a.json", b'[{"text": "a"},\n', "the file: torn: not JSON .*: line", 0),
+    ("a.json", b'[{"text": "a"}]\n{"text": "b"}', "the file: torn: not JSON .*: line 2", 0),
     ("a.csv", b'text\n"one more"\n"never ends\n', "behind line 2: torn: unexpected end of data", 1),
     ("a.csv", b"text\ncaf\xe9\n", "behind its beginning: torn: not UTF-8 .invalid continuation byte", 0),
 ], ids=lambda value: value if isinstance(value, str) else "")
@@ -1009,10 +1014,7 @@ def test_torn_file_is_an_error_that_says_what_is_lost(
     ("a.jsonl", b'{"text": "\xff"}\n', "line 1: not UTF-8"),
     ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: 'text' cannot be UTF-8"),
     ("a.jsonl", b"3\n", "line 1: no key 'text', only int"),
-    ("a.json", b'[{"text": "a"},\n {"text": 3}]', "line 2: 'text' holds int"),
-    ("a.json", b'[{"text": "a"},\n {"text": "b"', "line 2: not JSON"),
-    ("a.json", b'[{"text": "a"},\n', "line 2: not JSON"),
-    ("a.json", b'[{"text": "a"}]\n{"text": "b"}', "the rest of the file: not JSON"),
+    ("a.json", b'[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int"),
     ("a.txt", b"caf\xe9", "the file: not UTF-8"),
     ("a.md", b"caf\xe9", "the file: not UTF-8"),
     ("a.csv", b"n,txt\n1,x\n", r"line 1: no column 'text', only \['n', 'txt'\]; add --text_key COLUMN"),
@@ -1093,7 +1095,23 @@ def test_every_kind_of_file_converts(tmp_path, threads_for_processes):
         pq.write_table(table, tmp_path / "in" / f"part-0000{part}-4a5f.c000.snappy.parquet")
     report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), workers=1)
     assert sorted(read_all(tmp_path / "out")) == sorted(texts) and report["files"] == 8
-    assert [name for _, name, _ in report["others"]] == ["_SUCCESS", "state.json"]
+    assert [file.name for file in report["others"]] == ["_SUCCESS", "state.json"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl", "a.json", "a.txt", "a.txt.gz", "a.csv"])
+def test_no_more_than_the_longest_document_is_read_at_once(tmp_path, monkeypatch, name):
+    """A line or file of 10 GB, a few MB as gzip, is named and does not fill the memory."""
+    monkeypatch.setattr(prepare, "LONGEST_DOCUMENT", 1000)
+    first = {"json": b'[{"text": "', "jsonl": b'{"text": "one"}\n', "csv": b"text\none\n"}
+    content = first.get(name.split(".")[1], b"") + b"a" * 2_000_000
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    tracemalloc.start()
+    file = prepare.Input(str(tmp_path), name, os.path.getsize(tmp_path / name))
+    made = list(prepare.documents_of(file, "text"))
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert [text for _, text, _ in made] == [b"one", None][name.split(".")[1] not in ("jsonl", "csv"):]
+    assert re.search("line [23] has over|over .* in one piece", made[-1][2])
 
 
 MARKED = ["a.txt", "a.md", "a.jsonl", "a.json", "a.csv", "a.tsv", "a.jsonl.gz"]
@@ -1106,7 +1124,8 @@ def test_a_byte_order_mark_is_no_part_of_a_document(tmp_path, name, cut_bytes):
     content = {"txt": "one", "md": "one", "csv": "text\none\n", "tsv": "n\ttext\n1\tone\n",
                "json": '[{"text": "one"}]'}.get(kind, '{"text": "one"}\n').encode("utf-8-sig")
     (tmp_path / name).write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
-    made = prepare.documents_of((str(tmp_path), name, os.path.getsize(tmp_path / name)), "text", cut_bytes)
+    file = prepare.Input(str(tmp_path), name, os.path.getsize(tmp_path / name))
+    made = prepare.documents_of(file, "text", cut_bytes)
     assert [(text, problem) for _, text, problem in made] == [(b"one", None)]
 
 
@@ -1661,8 +1680,8 @@ def test_http_index_gives_the_same_documents(tmp_path, quick):
 
 
 def test_remote_shard_that_stays_away_is_an_error(tmp_path, quick, monkeypatch):
-    """After READ_ATTEMPTS the error names shard, row group and command."""
-    monkeypatch.setattr(dataset, "READ_ATTEMPTS", 3)
+    """After ATTEMPTS the error names shard, row group and command."""
+    monkeypatch.setattr(dataset, "ATTEMPTS", 3)
     make_shards(tmp_path)
     dataset.write_index(str(tmp_path))
     files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
@@ -1676,7 +1695,7 @@ def test_remote_shard_that_stays_away_is_an_error(tmp_path, quick, monkeypatch):
 
 
 def test_busy_server_is_waited_for_longer_than_a_broken_one(tmp_path, quick, monkeypatch):
-    """More answers of 429 and 503 than READ_ATTEMPTS; Retry-After is honoured; in the end it is an error."""
+    """More answers of 429 and 503 than ATTEMPTS; Retry-After is honoured; in the end it is an error."""
     texts = make_shards(tmp_path)
     dataset.write_index(str(tmp_path))
     files = {f"/{path.name}": path.read_bytes() for path in tmp_path.iterdir()}
@@ -1684,7 +1703,7 @@ def test_busy_server_is_waited_for_longer_than_a_broken_one(tmp_path, quick, mon
         began = time.monotonic()
         shard = dataset.list_shards(f"{server.url}/index.json", "train")[0]
         assert time.monotonic() - began >= 1, "its Retry-After"
-        server.retry_after, server.faults = "", [429, 503] * dataset.READ_ATTEMPTS
+        server.retry_after, server.faults = "", [429, 503] * dataset.ATTEMPTS
         assert shard.read(0).to_pylist() == texts[:8] and not server.faults
         monkeypatch.setattr(dataset, "BUSY_SECONDS", 0.1)
         server.forever = 429
@@ -1709,7 +1728,7 @@ def test_no_more_requests_than_the_cap_are_in_flight(tmp_path, quick, monkeypatc
 
     monkeypatch.setattr(dataset, "http_get", counted_get)
     monkeypatch.setattr(dataset, "REQUESTS_AT_ONCE", 3)
-    dataset.count_requests_anew()
+    dataset.requests_in_flight.cache_clear()
     with UnrulyServer(files) as server, ThreadPoolExecutor(32) as pool:
         server.retry_after, server.pace = "", 0.005
         server.faults = [{0: 429, 5: 503}.get(i % 6, "cut" if i % 10 == 7 else None) for i in range(60)]
@@ -1718,7 +1737,7 @@ def test_no_more_requests_than_the_cap_are_in_flight(tmp_path, quick, monkeypatc
         assert [text for array in seen for text in array.to_pylist()] == texts[:120]
         assert max(most) == 3
     monkeypatch.undo()
-    dataset.count_requests_anew()
+    dataset.requests_in_flight.cache_clear()
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens", "others"])
@@ -1927,6 +1946,15 @@ def test_verify_advises_to_remove_only_what_is_proven_damaged(tmp_path, capsys, 
     assert re.search("00002.parquet +PROBLEM ", words) and "rm" not in words
 
 
+def test_verify_does_not_advise_to_remove_what_is_encrypted_or_huge(tmp_path, capsys):
+    in_encrypted_parquet(tmp_path, ["a", "b"])
+    data = pa.DictionaryArray.from_arrays(pa.array([0] * 6000, pa.int32()), pa.array(["a" * 10**5]))
+    pq.write_table(pa.table({"text": data}), tmp_path / "huge.parquet", compression="zstd")
+    assert not prepare.verify(str(tmp_path))
+    words = capsys.readouterr().out
+    assert words.count("PROBLEM") == 3 and "DAMAGED" not in words and "next: rm" not in words
+
+
 def test_verify_checks_the_sha256_of_downloads(tmp_path, capsys):
     """A foreign shard has no checksum of its documents; what was downloaded is checked by SHA-256."""
     path = tmp_path / "a.parquet"
@@ -1968,6 +1996,19 @@ def test_command_line_errors_are_one_glad_line(tmp_path, command, arguments, sta
     assert ended.returncode == status and message in ended.stdout + ended.stderr
     assert "Traceback" not in ended.stderr
     assert status != 1 or ended.stderr.count("\n") == 1
+
+
+def test_nothing_needs_what_windows_has_not(tmp_path):
+    make_shards(tmp_path)
+    code = """if True:
+        import sys
+        sys.modules["resource"] = sys.modules["fcntl"] = None
+        import train, dataset
+        from dev import bench, prepare
+        shards = dataset.list_shards(sys.argv[1], "train")
+        print(train.peak_memory("cpu"), bench.peak_memory() >= 0, len(shards))
+    """
+    assert run_command([sys.executable, "-c", code], tmp_path).stdout == "0 True 2\n"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -4739,8 +4780,8 @@ def test_train_refuses_another_model_and_another_run(train_base, train_whole):
 
 
 def test_train_error_of_one_rank_is_told_once(train_base, train_whole):
-    """Not as a traceback of each rank that waits for it."""
-    for wrong in (["--data", "nowhere"], ["--out", train_whole[0]]):
+    """Not as a traceback of each rank that waits for it; nor one of all ranks by each of them."""
+    for wrong in (["--data", "nowhere"], ["--out", train_whole[0]], ["--depth", "0"], ["--num_lanes", "3"]):
         output = train_process(train_base, *wrong, ranks=2).communicate(timeout=300)[0]
         assert output.count("error: ") == 1 and "gather" not in output, output
 

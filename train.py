@@ -25,7 +25,6 @@ import json
 import math
 import os
 import re
-import resource
 import shutil
 import signal
 import statistics
@@ -92,6 +91,7 @@ def parse_flags(argv=None):
     """Parsed twice: the device decides what the defaults of the others are."""
     raw = argparse.RawDescriptionHelpFormatter
     p = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
+    p.error = lambda message: leave(f"{p.format_usage()}{p.prog}: error: {message}", status=2)
     p.add_argument("--device", default=best_device(), help="cpu, cuda, or what torch.accelerator names (mps)")
     for name, cpu, cuda, text in FLAGS:
         p.add_argument(f"--{name}", type=type(cpu), metavar="N", help=f"{text} (cpu {cpu}, cuda {cuda})")
@@ -419,6 +419,17 @@ def leave_together(error):
         why = f"error: {error}" if is_first_rank() else 1
         dist.destroy_process_group()    # else its threads would abort the exit
         sys.exit(why)
+
+
+def leave(message, status=1):
+    """With an error; of ranks that fail alike the first prints it, and the others leave without a word."""
+    with contextlib.suppress(KeyError, RuntimeError):    # no ranks, or their store is not there (yet)
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
+                              timeout=timedelta(seconds=5))
+        if store.add(message, 1) > 1:
+            sys.exit(status)
+    print(message, file=sys.stderr)
+    sys.exit(status)
 
 
 def refuse_differences(describe):
@@ -1134,8 +1145,11 @@ def peak_memory(device):
     """The most bytes so far: of the GPU's memory, else of the process."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else 1024 * most
+    with contextlib.suppress(ImportError):    # there is none on Windows
+        import resource
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most
+    return 0
 
 
 class Log:
@@ -1195,13 +1209,13 @@ def main():
         else:
             status = print_eval(flags) if flags.eval else train(flags)
     except ShardError as error:
-        sys.exit(f"error: {error}; then go on from the last checkpoint: the same command with --resume auto")
+        leave(f"error: {error}; then go on from the last checkpoint: the same command with --resume auto")
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        leave(f"error: {error}")
     except torch.OutOfMemoryError as error:
-        sys.exit(f"error: {str(error).splitlines()[0]}\nLower --micro_batch_size (now "
-                 f"{flags.micro_batch_size}): the same run in less memory. Then --seq_len or --depth, which "
-                 "change it.")
+        leave(f"error: {str(error).splitlines()[0]}\nLower --micro_batch_size (now "
+              f"{flags.micro_batch_size}): the same run in less memory. Then --seq_len or --depth, which "
+              "change it.")
     if dist.is_initialized():
         dist.destroy_process_group()
     return status

@@ -107,8 +107,9 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
     """
     check_local(out)
     files, others = find_inputs(inputs)
+    total = sum(file.size for file in files)
     parse = functools.partial(scatter_task, text_key=text_key, skip_bad=skip_bad, skip_torn=skip_torn,
-                              cut_bytes=cut_bytes, seed=seed, longest_in_val=sum(map(size_in, files)) // 20)
+                              cut_bytes=cut_bytes, seed=seed, longest_in_val=total // 20)
     ahead = 4 * (workers or cores())
     with working_folder(out) as building, executor_or_pool(executor, workers) as pool:
         try:
@@ -187,11 +188,11 @@ def end_with_parent():
 
 
 def scatter_all(pool, files, scatter, ahead):
-    total = sum(map(size_in, files))
+    total = sum(file.size for file in files)
     progress, bad = Progress(len(files), "files", total / len(files)), []
     for (_, group), found in in_order(pool, scatter, group_files(files, total), ahead):
         bad.append(found)
-        progress.add(sum(size_in(file) for _, file in group), len(group))
+        progress.add(sum(file.size for _, file in group), len(group))
     progress.close()
     return bad
 
@@ -211,7 +212,7 @@ def group_files(files, total):
     number, group, size = 0, [], 0
     for file_number, file in enumerate(files):
         group.append((file_number, file))
-        size += size_in(file)
+        size += file.size
         if size >= min(RUN_BYTES, total // 64) or file_number == len(files) - 1:
             yield number, group
             number, group, size = number + 1, [], 0
@@ -224,8 +225,9 @@ def scatter_task(task, building, text_key, skip_bad, skip_torn, cut_bytes, seed,
     for file_number, file in files:
         for index, (where, text, problem) in enumerate(documents_of(file, text_key, cut_bytes)):
             if problem:
-                check_skippable(problem, f"{join_name(*file[:2])}, {where}: {problem}", skip_bad, skip_torn)
-                bad, shown = bad + 1, [*shown, f"{join_name(*file[:2])}, {where}: {problem}"][:BAD_SHOWN]
+                message = f"{file.path}, {where}: {problem}"
+                check_skippable(problem, message, skip_bad, skip_torn)
+                bad, shown = bad + 1, [*shown, message][:BAD_SHOWN]
                 continue
             place = b"%d %d %d" % (seed, file_number, index)
             key = int.from_bytes(hashlib.blake2b(place, digest_size=8).digest(), "big")
@@ -342,23 +344,28 @@ ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")    # besid
 TORN = "torn: "    # how the problem of a file that was cut begins
 
 
-def size_in(file):
-    return file[2]
+class Input(NamedTuple):
+    folder: str
+    name: str
+    size: int
+
+    @property
+    def path(self):
+        return join_name(self.folder, self.name)
 
 
-def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[str]]:
+def find_inputs(inputs: list[str]) -> tuple[list[Input], list[Input]]:
     """
-    (folder, name, size) of every file that paths, folders, globs and URIs stand for, each once, sorted; and
-    in the same form what else lies in these folders: other kinds, other splits, and hidden ones.
+    Every file that paths, folders, globs and URIs stand for, each once, sorted; and what else lies in these
+    folders: other kinds, other splits, and hidden ones.
     """
     found, others = set(), set()
     for pattern in inputs:
         files, rest = remote_inputs(pattern) if "://" in pattern else local_inputs(pattern)
-        odd = [file for file in files or rest if not kind_of(file[1])]
-        if odd:
-            with open_file(*odd[0]) as stream:
-                raise ValueError(f"{pattern}: cannot convert {odd[0][1]}; "
-                                 f"{what_to_type(*odd[0][:2], seen_kind(stream))}")
+        for odd in (file for file in files or rest if not kind_of(file.name)):
+            with open_file(*odd) as stream:
+                advice = what_to_type(odd, seen_kind(stream))
+            raise ValueError(f"{pattern}: cannot convert {odd.name}; {advice}")
         if not files:
             raise ValueError(f"{pattern}: no such files; expected {', '.join(KINDS)} (text also "
                              f"{', '.join(CODECS)}): file, folder or quoted glob")
@@ -375,7 +382,7 @@ def local_inputs(pattern):
         wanted = {".", *wanted_names(names)}
         for file, name in zip(paths, names, strict=True):
             kept = files if name in wanted else others
-            kept.append((*os.path.split(os.path.abspath(file)), size_of(file)))
+            kept.append(Input(*os.path.split(os.path.abspath(file)), size_of(file)))
     return files, others
 
 
@@ -400,8 +407,8 @@ def remote_inputs(pattern):
     named = fnmatch.filter(sizes, wanted)
     inside = [name for name in sizes if folder_wanted == "/" or name.startswith(folder_wanted)]
     taken = {*named, *wanted_names(inside)}
-    files = [(folder, name, sizes[name]) for name in taken]
-    return files, [(folder, name, sizes[name]) for name in inside if name not in taken]
+    files = [Input(folder, name, sizes[name]) for name in taken]
+    return files, [Input(folder, name, sizes[name]) for name in inside if name not in taken]
 
 
 def kind_of(name):
@@ -421,12 +428,12 @@ def seen_kind(stream):
     return seen or ("binary" if b"\0" in head else None)
 
 
-def what_to_type(folder, name, seen):
+def what_to_type(file, seen):
     """About a file that is not read as it is named; seen: its kind by its first bytes."""
-    path = join_name(folder, name)
+    folder, name, path = file.folder, file.name, file.path
     here, suffix = shlex.quote(path), os.path.splitext(name.lower())[1]
     for archive, module in ARCHIVES.items():
-        if archive in name.lower():
+        if re.search(rf"\{archive}(\.\w+)?$", name.lower()):
             files = shlex.quote(path + ".files")
             return (f"it holds files; type: python -m {module} -e {here} {files} "
                     f"&& python -m dev.prepare convert {files}")
@@ -436,7 +443,7 @@ def what_to_type(folder, name, seen):
     if seen in KINDS or seen in CODECS:
         return f"by its first bytes it is {seen}; type: mv {here} {shlex.quote(path + seen)}"
     if seen:
-        return f"by its first bytes it is {seen}, not {suffix}; {MAKE_JSONL}"
+        return f"it is {seen}; {MAKE_JSONL}"
     if suffix in CODECS:
         return f"by its first bytes it is no {suffix}; type: mv {here} {shlex.quote(path[:-len(suffix)])}"
     return f"if it is plain text, type: mv {here} {shlex.quote(path + '.txt')} (of other kinds {MAKE_JSONL})"
@@ -444,14 +451,13 @@ def what_to_type(folder, name, seen):
 
 def documents_of(file, text_key, cut_bytes=None):
     """(where, UTF-8 bytes, None) of each document of a file, or (where, None, what is wrong with it)."""
-    folder, name, size = file
-    kind, suffix, where = kind_of(name), os.path.splitext(name.lower())[1], "its beginning"
+    kind, suffix, where = kind_of(file.name), os.path.splitext(file.name.lower())[1], "its beginning"
     try:
-        with open_file(folder, name, size) as stream:
+        with open_file(*file) as stream:
             seen = seen_kind(stream)
             other = seen in MAGIC.values() and seen not in (kind, suffix)
             if other or (suffix in CODECS and not seen):
-                yield "the file", None, f"{TORN}{what_to_type(folder, name, seen)}"
+                yield "the file", None, f"{TORN}{what_to_type(file, seen)}"
                 return
             for document in documents_in(kind, unpacked(stream, suffix), text_key, cut_bytes):
                 where = document[0]
@@ -459,7 +465,7 @@ def documents_of(file, text_key, cut_bytes=None):
     except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
         why = not_utf8(error) if isinstance(error, UnicodeDecodeError) else one_line(error)
         yield (f"behind {where}", None,
-               f"{TORN}{why}; the rest of its {size / 1e6:,.1f} MB is lost; get it whole")
+               f"{TORN}{why}; the rest of its {file.size / 1e6:,.1f} MB is lost; get it whole")
 
 
 def unpacked(stream, suffix):
@@ -514,23 +520,44 @@ def read_whole(stream):
 
 def json_documents(stream, text_key):
     """Documents of JSON lines, or of one JSON array, which is read whole."""
-    if stream.peek(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-        yield from array_documents(read_whole(stream), text_key)
+    if not stream.peek(64).removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        for number, line in numbered_lines(stream):
+            record, problem = parse_json(line)
+            if not line.isspace():
+                yield f"line {number}", *((None, problem) if problem else text_of(record, text_key))
         return
-    number = 0
-    while line := stream.readline(LONGEST_DOCUMENT):
-        number += 1
+    records, problem = parse_json(read_whole(stream))
+    if problem:
+        yield "the file", None, f"{TORN}{problem}; all of it is lost; get it whole"
+        return
+    for number, record in enumerate(records):
+        yield f"document {number}", *text_of(record, text_key)
+
+
+def parse_json(data):
+    try:
+        return json.loads(data.decode("utf-8-sig")), None
+    except UnicodeDecodeError as error:
+        return None, not_utf8(error)
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON ({error})"
+
+
+def numbered_lines(stream):
+    """(number from 1, line); an error where one has no end."""
+    for number in itertools.count(1):
+        line = stream.readline(LONGEST_DOCUMENT)
         if len(line) == LONGEST_DOCUMENT and not line.endswith(b"\n"):
             raise OSError(f"line {number} has over {LONGEST_DOCUMENT >> 30} GB")
-        if number == 1:
-            line = line.removeprefix(BOM_UTF8)
-        if not line.isspace():
-            yield f"line {number}", *line_document(line, text_key)
+        if not line:
+            return
+        yield number, line.removeprefix(BOM_UTF8) if number == 1 else line
 
 
 def csv_documents(stream, text_key, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
-    rows = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+    lines = (line.decode() for _, line in numbered_lines(stream))
+    rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
     if text_key not in (rows.fieldnames or ()):
         advice = f"or a first line that names the columns, with {delimiter!r} between them"
         seen = str(rows.fieldnames)[:200]
@@ -542,8 +569,8 @@ def csv_documents(stream, text_key, delimiter):
 
 def parquet_documents(stream, text_key):
     parquet = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
-    read = functools.partial(parquet.iter_batches, ROW_GROUP_DOCUMENTS, columns=[text_key], use_threads=False)
-    yield from column_documents(parquet.schema_arrow, read, text_key)
+    batches = parquet.iter_batches(ROW_GROUP_DOCUMENTS, columns=[text_key], use_threads=False)
+    return column_documents(parquet.schema_arrow, batches, text_key)
 
 
 def arrow_documents(stream, text_key):
@@ -551,16 +578,11 @@ def arrow_documents(stream, text_key):
     is_file = stream.read(6) == b"ARROW1"
     stream.seek(0)
     reader = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    return column_documents(reader.schema, (batch.select([text_key]) for batch in batches), text_key)
 
 
-    def read():
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        return (batch.select([text_key]) for batch in batches)
-
-    yield from column_documents(reader.schema, read, text_key)
-
-
-def column_documents(schema, read, text_key):
+def column_documents(schema, batches, text_key):
     usable = columns_of_text(schema)
     if text_key not in usable:
         columns = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
@@ -568,39 +590,10 @@ def column_documents(schema, read, text_key):
         yield "the file", None, f"no string column {text_key!r}, only {columns}; {advice}"
         return
     row = 0
-    for batch in read():
+    for batch in batches:
         for text in batch.column(0).cast(pa.large_binary()).to_pylist():
             yield f"row {row}", *((None, f"{text_key!r} is null") if text is None else check_utf8(text))
             row += 1
-
-
-def line_document(line, text_key):
-    try:
-        return text_of(json.loads(line.decode()), text_key)
-    except UnicodeDecodeError as error:
-        return None, not_utf8(error)
-    except (ValueError, RecursionError) as error:
-        return None, f"not JSON ({error})"
-
-
-def array_documents(data, text_key):
-    data, problem = check_utf8(data)
-    if problem:
-        yield "the file", None, problem
-        return
-    text, decode, gap = data.decode("utf-8-sig"), json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
-    position, line, counted = gap.match(text, text.index("[") + 1).end(), 1, 0
-    while not text.startswith("]", position):
-        line, counted = line + text.count("\n", counted, position), position
-        try:
-            record, position = decode(text, position)
-        except (ValueError, RecursionError) as error:
-            yield f"line {line}", None, f"not JSON ({error})"
-            return
-        yield f"line {line}", *text_of(record, text_key)
-        position = gap.match(text, position).end()
-    if text[position + 1:].strip():
-        yield "the rest of the file", None, "not JSON (there is more behind the array)"
 
 
 def text_of(record, text_key):
@@ -714,12 +707,9 @@ def count_bytes(array):
 
 class Check(NamedTuple):
     """What was seen of one shard."""
+    line: str = ""
     documents: int = 0
-    row_groups: int = 0
     nulls: int = 0
-    megabytes: float = 0
-    on_disk: float = 0
-    checked_by: str = ""
     problem: str = ""
     damaged: bool = False    # proven: what lies on this disk is not what was written
 
@@ -730,20 +720,18 @@ def verify(folder: str) -> bool:
     names = sorted(files.keys() | (index["shards"].keys() if index else set()))
     check = functools.partial(check_shard, folder=folder, files=files, index=index, sums=read_sums(folder))
     print(f"{'shard':<22} {'documents':>11} {'row groups':>10} {'nulls':>7} {'MB':>9} {'on disk':>9}  check")
-    checks = []
+    checks, damaged = [], []
     with ThreadPoolExecutor(cores()) as pool:
         for name, seen in in_order(pool, check, names, 2 * cores()):
+            if seen.damaged:
+                damaged.append(join_name(folder, name))
+            problem = f"{'DAMAGED' if seen.damaged else 'PROBLEM'}  {seen.problem}"
+            print(f"{name:<22} {problem if seen.problem else seen.line}", flush=True)
             checks.append(seen)
-            if seen.problem:
-                print(f"{name:<22} {'DAMAGED' if seen.damaged else 'PROBLEM'}  {seen.problem}", flush=True)
-            else:
-                print(f"{name:<22} {seen.documents:>11,} {seen.row_groups:>10,} {seen.nulls:>7,} "
-                      f"{seen.megabytes:>9,.1f} {seen.on_disk:>9,.1f}  {seen.checked_by}", flush=True)
     intact = [seen for seen in checks if not seen.problem]
     print(f"{folder}: {len(intact):,} of {len(names):,} shards intact, "
           f"{sum(seen.documents for seen in intact):,} documents, "
           f"{sum(seen.nulls for seen in intact):,} null (the loader counts and leaves them out)")
-    damaged = [join_name(folder, name) for name, seen in zip(names, checks, strict=True) if seen.damaged]
     if damaged:
         print(f"next: rm {shlex.join(damaged[:8])}{' ...' if damaged[8:] else ''}\n"
               "then what made them: python dataset.py -n N and tokenize go on, convert wants a new folder")
@@ -751,31 +739,35 @@ def verify(folder: str) -> bool:
 
 
 def check_shard(name, folder, files, index, sums):
+    if name not in files:
+        return Check(problem="it is in index.json, but not there")
+    size, checked_by = files[name].size, "pages' CRC-32 where there are"
     try:
-        if name not in files:
-            return Check(problem="it is in index.json, but not there")
-        shard, nulls, size = open_shard(folder, name, files[name]), 0, 0
+        shard, nulls, n_bytes = open_shard(folder, name, files[name]), 0, 0
         for row_group in range(len(shard.rows)):
             array = shard.read(row_group)
-            nulls, size = nulls + array.null_count, size + count_bytes(array)
-        _, checksums = read_footer(folder, name, files[name].size)
-        checked_by = "documents' CRC-32" if checksums else "pages' CRC-32 where there are"
+            nulls, n_bytes = nulls + array.null_count, n_bytes + count_bytes(array)
+        if read_footer(folder, name, size)[1]:
+            checked_by = "documents' CRC-32"
         if name in sums:
-            checked_by = "SHA-256 and " + checked_by
+            checked_by = f"SHA-256 and {checked_by}"
             if sha256_of(shard.path) != sums[name]:
                 return Check(problem="its SHA-256 is not the one in SHA256SUMS", damaged=True)
     except OSError as error:
         return Check(problem=str(error).partition("; check it with")[0],
                      damaged=is_damage(error.__cause__) and "://" not in folder)
     expected = index and index["shards"].get(name)
-    if index and (not expected or (expected["bytes"], expected["rows"]) != (files[name].size, shard.rows)):
+    if index and (not expected or (expected["bytes"], expected["rows"]) != (size, shard.rows)):
         return Check(problem=f"it is not what index.json says; if it is right, type: {index_command(folder)}")
-    return Check(sum(shard.rows), len(shard.rows), nulls, size / 1e6, files[name].size / 1e6, checked_by)
+    documents = sum(shard.rows)
+    return Check(f"{documents:>11,} {len(shard.rows):>10,} {nulls:>7,} {n_bytes / 1e6:>9,.1f} "
+                 f"{size / 1e6:>9,.1f}  {checked_by}", documents, nulls)
 
 
 def is_damage(cause):
-    """The bytes themselves are wrong: no matter of permissions, of a disk, or of another column."""
-    return cause is not None and getattr(cause, "errno", None) is None
+    """The bytes are wrong: no matter of permissions, a disk, another column, encryption or memory."""
+    sound = isinstance(cause, MemoryError) or "crypt" in str(cause)
+    return cause is not None and getattr(cause, "errno", None) is None and not sound
 
 
 def read_sums(folder):
@@ -864,12 +856,12 @@ def make_parser():
     parser = argparse.ArgumentParser("python -m dev.prepare", description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name, run, text):
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
-        return sub.add_argument
+    def command(run, text):
+        added = commands.add_parser(run.__name__.removeprefix("run_"), help=text, description=text)
+        added.set_defaults(run=run)
+        return added.add_argument
 
-    add = command("convert", run_convert, f"make shards of your own files: {' '.join(KINDS)}")
+    add = command(run_convert, f"make shards of your own files: {' '.join(KINDS)}")
     add("inputs", nargs="+", metavar="IN", help="files, folders, globs in quotes, s3:// or gs:// URIs")
     add("--text_key", default="text", help="JSON key or column that holds the text (default text)")
     add("--out", help="folder, new or empty (default: where train.py looks)")
@@ -879,15 +871,15 @@ def make_parser():
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num_workers", type=int, help="processes (default: one a core)")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
-    add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
+    add = command(run_tokenize, "write the same shards with tokens in place of text")
     add("--data", help="folder or URI of text shards (default: what train.py takes)")
     add("--out", required=True, help="folder for the token shards")
     add("--tokenizer", help="folder of the tokenizer")
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
-    add = command("verify", run_verify, "check every shard against all its checksums")
+    add = command(run_verify, "check every shard against all its checksums")
     add("--data", help="folder or URI (default: what train.py takes)")
-    add = command("stats", run_stats, "count documents, bytes, tokens, lengths, row groups, lanes")
+    add = command(run_stats, "count documents, bytes, tokens, lengths, row groups, lanes")
     add("--data", help="folder or URI (default: what train.py takes)")
     add("--tokenizer", help="folder of the tokenizer")
     return parser
@@ -905,7 +897,7 @@ def run_convert(flags):
           f"in {made['shards']:,} shards, the last for val, in {out}")
     if made["others"]:
         print(f"{len(made['others']):,} other files in these folders were left out: "
-              f"{join_name(*made['others'][0][:2])} ...")
+              f"{made['others'][0].path} ... (of other kinds, hidden, or of a test or val split)")
     if made["bad"]:
         print("\n  ".join([f"{made['bad']:,} bad documents or ends of files were left out; the first:",
                            *made["shown"]]))
