@@ -107,6 +107,12 @@ def describe_split(shards):
             + (f", {test:,} test (left out)" if test else ""))
 
 
+def list_parquet_files(data_dir: str | None = None, warn_on_legacy: bool = False) -> list[str]:
+    """nanochat's: full paths (or URIs) of the shards in a folder, sorted. There is no legacy to warn of."""
+    folder = data_dir or default_data_dir()
+    return [join_name(folder, name) for name in list_files(folder)[0]]
+
+
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1,
                           data_dir: str | None = None) -> Iterator[list[str]]:
     """nanochat's: the documents of every `step`-th row group of each shard from `start` on, a list each."""

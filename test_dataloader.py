@@ -325,6 +325,13 @@ def test_find_data_prefers_given_then_downloaded_then_builtin(tmp_path, monkeypa
     assert dataset.find_data() == dataset.get_base_dir() + "/base_data"
 
 
+def test_nanochats_listing_is_there(tmp_path):
+    """As its scripts call it."""
+    make_shards(tmp_path)
+    paths = [str(tmp_path / f"shard_{i:05d}.parquet") for i in range(3)]
+    assert dataset.list_parquet_files(str(tmp_path), warn_on_legacy=True) == paths
+
+
 def test_last_shard_is_val_and_listing_opens_no_file(tmp_path, monkeypatch):
     texts = make_shards(tmp_path)
     dataset.write_index(str(tmp_path))
