@@ -3121,9 +3121,9 @@ def note_what_was_crossed(state, leg):
     parts = [part for lane in state["lanes"].values() for part in lane.values()]
     crossed["resumed twice"] += leg == 2
     crossed["behind an epoch's end"] += any(part["next"][0] > 1 for part in parts)
-    crossed["half a document held"] += any(ref[3] > 0 for part in parts for ref in part["held"])
+    crossed["half a document held"] += any(ref.token > 0 for part in parts for ref in held_of(part))
     crossed["half a document of an epoch that ended"] += any(
-        ref[3] > 0 and ref[0] < part["next"][0] for part in parts for ref in part["held"])
+        ref.token > 0 and ref.epoch < part["next"][0] for part in parts for ref in held_of(part))
     crossed["several sources"] += any(len(lane) > 1 for lane in state["lanes"].values())
 
 
@@ -3316,6 +3316,16 @@ def describe(source, ref):
 # ---------------------------------------------------------------------------------------------------------
 # States: what they hold, and what is refused
 
+def held_of(part):
+    """The Refs in the packer of a lane and source of a state."""
+    return dataloader.unpacked(part["held"])
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 2**40)] * 4)))
+def test_packed_references_are_unpacked_as_they_were(refs):
+    assert dataloader.unpacked(dataloader.packed(refs)) == refs
+
+
 def test_state_is_small_json_of_references_and_cheap(tmp_path):
     documents = numbered([20 + i % 60 for i in range(3000)])
     data = write_shards(tmp_path, [grouped(documents, [500] * 5), [["val"]]])
@@ -3324,8 +3334,8 @@ def test_state_is_small_json_of_references_and_cheap(tmp_path):
         next(loader)
     state = loader.state_dict()
     (part,) = state["lanes"]["0"].values()
-    assert len(part["held"]) > 950 and part["next"][0] > 1
-    assert state == json.loads(json.dumps(state)) and len(json.dumps(state)) < 64 * 1024
+    assert len(held_of(part)) > 950 and part["next"][0] > 1
+    assert state == json.loads(json.dumps(state)) and len(json.dumps(state)) < 8 * 1024
     began = time.perf_counter()
     for _ in range(20):
         loader._pipeline.lanes[0].standings()
@@ -3378,7 +3388,7 @@ def test_loading_reads_each_row_group_of_the_buffer_once(tmp_path, packing, monk
     for _ in range(40):
         next(loader)
     state = loader.state_dict()
-    held = [Ref(*ref).group for ref in state["lanes"]["0"][data]["held"]]
+    held = [ref.group for ref in held_of(state["lanes"]["0"][data])]
     assert max(collections.Counter(held).values()) > 64
     reads, again = count_reads(monkeypatch), make(data, packing=packing, buffer_size=300, T=20, prefetch=0)
     again.load_state_dict(state)
@@ -3531,7 +3541,7 @@ def test_a_state_shares_nothing_with_the_loader(corpus):
     state = loader.state_dict()
     before = json.dumps(state)
     for part in state["lanes"]["0"].values():
-        part["next"][0] = part["held"][0][3] = 77
+        part["next"][0] = 77
     state["sources"][corpus]["shards"][0][0] = 77
     assert json.dumps(loader.state_dict()) == before
 
@@ -3982,7 +3992,7 @@ def test_a_shuffled_row_group_is_shuffled_once_for_all_documents_that_are_held(t
     monkeypatch.setattr(dataloader, "shuffled", lambda *place: calls.append(place) or shuffled(*place))
     again.load_state_dict(state)
     next(again)
-    assert len(state["lanes"]["0"][data]["held"]) > 250 and len(calls) < 12
+    assert len(held_of(state["lanes"]["0"][data])) > 250 and len(calls) < 12
 
 
 def test_a_row_group_that_lanes_share_is_not_read_for_each_of_them_anew(tmp_path, monkeypatch):
@@ -3994,7 +4004,7 @@ def test_a_row_group_that_lanes_share_is_not_read_for_each_of_them_anew(tmp_path
 def test_nothing_is_dropped_again_by_loading(corpus):
     same = {"packing": "exactfit", "tails": "drop", "T": 4, "prefetch": 0}
     state, loader = run(corpus, steps=20, **same)[1], make(corpus, **same)
-    assert any(Ref(*ref).token == 0 for ref in state["lanes"]["0"][corpus]["held"])
+    assert any(ref.token == 0 for ref in held_of(state["lanes"]["0"][corpus]))
     loader.load_state_dict(state)
     loader._start()
     loader._pipeline.lanes[0].streams[corpus].row()
@@ -4174,7 +4184,7 @@ def test_a_transformation_that_depends_on_the_epoch_resumes_exactly(corpus, pack
     assert max(lane[corpus]["next"][0] for lane in state["lanes"].values()) > 1
     for stop in (7, 130):
         head, state = run(corpus, steps=stop, **same)
-        held = [Ref(*ref) for lane in state["lanes"].values() for ref in lane[corpus]["held"]]
+        held = [ref for lane in state["lanes"].values() for ref in held_of(lane[corpus])]
         assert stop == 7 or any(ref.epoch > 1 for ref in held)
         assert head + run(corpus, steps=150 - stop, state=state, **same)[0] == want
     plain = run(corpus, steps=150, **{**same, "transform": None})[0]
