@@ -36,7 +36,7 @@ import zipfile
 import zlib
 from collections import Counter
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Threads that wait for each other sleep: on shared cores spinning took 3.2 s a step of the demo, not 0.46 (2
 # threads, 2 cores, load 9). Read when torch is imported.
@@ -72,7 +72,7 @@ FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what i
     ("micro_batch_size", 16, 32, "most rows in one forward: less memory, the same run"),
     ("steps", 1800, 4600, "optimizer steps of the whole run"),    # CUDA: about 18 tokens a parameter
     ("eval_every", 900, 250, "steps between evals"),
-    ("eval_rows", 4096, 512, "val rows of each source in an eval, rounded up to whole batches"),
+    ("eval_rows", 4096, 512, "val rows of each source in an eval, each of one document"),
     ("save_every", 600, 500, "steps between checkpoints"),
     ("log_every", 50, 1, "steps between printed lines"),
 ]
@@ -135,7 +135,8 @@ def parse_flags(argv=None):
 
 
 def best_device():
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator else "cpu"
 
 
 def check_flags(flags, p):
@@ -202,7 +203,7 @@ def train(flags):
     rank, local_rank, world = start_ranks(flags.device)
     refuse_differences(lambda: what_must_be_equal(flags))
     device, cuda = set_up_device(flags, local_rank), flags.device == "cuda"
-    phases = [phase_of(flags, world, T, begin) for T, begin in flags.seq_len]
+    phases = make_phases(flags, world)
     longest = phases[-1]
     stop = StopRequest(flags.max_minutes)
     out, checkpoint = from_rank(0, on_some_ranks(rank == 0, lambda: choose_run(flags)))
@@ -255,6 +256,7 @@ def train(flags):
         say(f"a step: {p.micro * p.accumulate * world} rows of {p.T} tokens ({world} ranks x {p.accumulate} "
             f"micro-batches x {p.micro} rows)" + (f" from step {p.begin} on" if len(phases) > 1 else ""))
     say(f"data: {' '.join(sources)}; run: {out}")
+    warn_of_large_buffers(loader)
     mfu_of_one_token = model.flops_per_token(longest.T) / (peak_flops(device) * world)
     log = Log(out, flags, mfu_of_one_token, {
         "flags": settings, "python": sys.version.split()[0], "torch": torch.__version__,
@@ -298,6 +300,16 @@ def train(flags):
     return 0 if is_saved else 1
 
 
+def warn_of_large_buffers(loader):
+    """bestfit takes what fills a row best: where it sees most of a lane's documents, some wait for epochs."""
+    for name, source in loader.sources.items():
+        n, size = int(source.group_sizes.sum()) // loader.num_lanes, loader.buffer_size
+        if loader.packing == "bestfit" and 4 * size > n:
+            say(f"warning: {name}: a lane has {n:,} documents, and bestfit buffers {size:,} of them, so that "
+                "some come several times before others come once; lower --num_lanes (now "
+                f"{loader.num_lanes}), or take --packing exactfit, which has the oldest begin each row")
+
+
 class Phase(NamedTuple):
     """How the rows of a step are made, from step `begin` on. The tokens of a step stay the same."""
     begin: int
@@ -306,10 +318,10 @@ class Phase(NamedTuple):
     accumulate: int    # micro-batches a rank makes of a step
 
 
-def phase_of(flags, world, T, begin):
-    scale = flags.seq_len[-1][0]
-    micro, accumulate = split_batch(flags.batch_size * scale // T, world, flags.micro_batch_size * scale // T)
-    return Phase(begin, T, micro, accumulate)
+def make_phases(flags, world):
+    tokens, most = (rows * flags.seq_len[-1][0] for rows in (flags.batch_size, flags.micro_batch_size))
+    return [Phase(begin, T, *split_batch(tokens // T, world, max(1, most // T)))
+            for T, begin in flags.seq_len]
 
 
 def phase_at(phases, step):
@@ -378,16 +390,16 @@ def sum_over_ranks(tensor):
     return tensor
 
 
-def largest_of_ranks(number):
+def largest_of_ranks(number: int) -> int:
     """An int; also where all ranks wait for each other."""
     if not dist.is_initialized():
         return number
-    number = torch.tensor(number)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return number.item()
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
-def from_rank(source, value):
+def from_rank(source, value) -> Any:
     """Rank `source`'s value, on every rank. As bytes of JSON, not as objects: nothing is ever unpickled."""
     if not dist.is_initialized():
         return value
@@ -397,7 +409,7 @@ def from_rank(source, value):
     return json.loads(data.numpy().tobytes())
 
 
-def on_some_ranks(mine, work):
+def on_some_ranks(mine, work) -> Any:
     """-> work() where `mine`, while the others wait, who get None. Where it fails, all leave."""
     result, error = None, ""
     try:
@@ -476,7 +488,7 @@ def tokenizer_of_run(flags, settings, saved, local_rank):
     """-> tokenizer, where it is from: a checkpoint, else --tokenizer, else found, or trained once a node."""
     path = flags.init
     saved = load_checkpoint(path) if path and not saved else saved
-    find = functools.partial(find_tokenizer, flags.tokenizer, sources_of(flags), settings["vocab_size"])
+    find = functools.partial(find_tokenizer, flags.tokenizer, list(sources_of(flags)), settings["vocab_size"])
     if saved:
         tokenizer, where = RustBPETokenizer.from_dict(saved["tokenizer"]), "kept in the checkpoint"
     else:
@@ -530,11 +542,6 @@ def rope_tables(T, head_dim, device, dtype):    # (T, head_dim / 2) each
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-@functools.cache
-def compiled_block_mask():
-    return torch.compile(create_block_mask, dynamic=False)
-
-
 def document_boundaries(inputs, bos, most=None):
     """
     -> positions: int64 (B, T), of each token within its document, counted from the row's beginning where
@@ -553,14 +560,14 @@ def document_boundaries(inputs, bos, most=None):
     return positions, F.pad(begins[:most].int(), (0, max(1, most + 1 - B * T)), value=B * T)
 
 
-def document_mask(inputs, bos, flex):
+def document_mask(inputs, bos, make_block_mask=None):
     """Causal and inside documents: dense, (B, 1, T, T), or flex attention's BlockMask; fixed shapes both."""
     B, T = inputs.shape
     document = (inputs == bos).cumsum(1)
-    if flex:
+    if make_block_mask:
         def visible(b, h, q, k):
             return (q >= k) & (document[b, q] == document[b, k])
-        return compiled_block_mask()(visible, B, None, T, T, device=inputs.device)
+        return make_block_mask(visible, B, None, T, T, device=inputs.device)
     causal = torch.ones(T, T, dtype=torch.bool, device=inputs.device).tril()
     return ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
 
@@ -615,7 +622,7 @@ class GPT(nn.Module):
 
     def __init__(self, depth, vocab_size, bf16=False, bos=None):
         super().__init__()
-        self.bf16, self.bos, self.flex = bf16, bos, False
+        self.bf16, self.bos, self.make_block_mask = bf16, bos, None
         width, padded_vocab = 64 * depth, -(-vocab_size // 64) * 64
         with_values = [i for i in range(depth) if i < 3 or i >= depth - 3]
         self.head_dim = 128 if depth % 2 == 0 and depth >= 8 else 64
@@ -624,8 +631,8 @@ class GPT(nn.Module):
         # with Muon, 768 val rows, seed 1).
         self.value_embeddings = nn.ModuleDict()
         for i in with_values:
-            self.value_embeddings[str(i)] = nn.Embedding(padded_vocab, width)
-            nn.init.uniform_(self.value_embeddings[str(i)].weight, -(3 / width) ** 0.5, (3 / width) ** 0.5)
+            values = self.value_embeddings[str(i)] = nn.Embedding(padded_vocab, width)
+            nn.init.uniform_(values.weight, -(3 / width) ** 0.5, (3 / width) ** 0.5)
         # To each token's embedding, some of the one before: 1.6017 -> 1.5713, together with the longer decay.
         self.previous = nn.Parameter(torch.zeros(width))
         self.blocks = nn.ModuleList(Block(width, self.head_dim) for _ in range(depth))
@@ -633,7 +640,7 @@ class GPT(nn.Module):
 
     def forward(self, inputs, targets=None):
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
-            mask = None if self.bos is None else document_mask(inputs, self.bos, self.flex)
+            mask = None if self.bos is None else document_mask(inputs, self.bos, self.make_block_mask)
             # autocast alone would leave what runs past the blocks in fp32
             x = norm(self.embedding(inputs)).to(torch.bfloat16 if self.bf16 else torch.float32)
             before = F.pad(x, (0, 0, 1, -1))
@@ -660,7 +667,8 @@ def compile_parts(model, choice):
     possible = cuda and any(map(shutil.which, ("cc", "gcc", "clang")))
     if choice == "on" or (choice == "auto" and possible):
         torch._dynamo.config.optimize_ddp = False    # a block is compiled by itself: nothing to split
-        model.flex = cuda
+        if cuda:
+            model.make_block_mask = torch.compile(create_block_mask, dynamic=False)
         for part in (*model.blocks, model.head):
             part.compile(dynamic=False)
 
@@ -697,12 +705,13 @@ class Muon:
     these out. state_dict() is {name: momentum}, the same for every world size.
     """
 
-    def __init__(self, named, lr):
+    def __init__(self, named: list, lr):
         self.named = sorted(named, key=lambda item: -item[1].numel())    # dealt by size, in even shares
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.mine = self.named[dist.get_rank()::self.world] if dist.is_initialized() else self.named
         self.momenta = {name: torch.zeros_like(p) for name, p in self.mine}
-        self.param_groups = [{"params": [p for _, p in self.named], "lr": lr, "momentum": 0.95}]
+        parameters = [p for _, p in self.named]
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters, "lr": lr, "momentum": 0.95}]
 
     @torch.no_grad()
     def step(self):
@@ -743,9 +752,8 @@ def make_optimizers(model, kind, lr, tokens_per_step):
     matrices = list(model.blocks.named_parameters())
     if kind == "adamw":
         groups.append({"params": [p for _, p in matrices], "lr": lr})
-    optimizers = [torch.optim.AdamW(groups, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.0, fused=True)]
-    if kind == "muon":
-        optimizers.append(Muon(matrices, lr))
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.0, fused=True)
+    optimizers = [adamw, Muon(matrices, lr)] if kind == "muon" else [adamw]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
@@ -818,8 +826,9 @@ def evaluate(step, model, tokenizer, val, micro, stop, write):
         say(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}; documents' first rows {first_bpb:.4f} "
             f"({share:.0%} of the bytes), the rest {later_bpb:.4f}")
     if is_first_rank():
+        T = next(iter(val.values())).inputs.size(1)
         with torch.compiler.set_stance("force_eager"):    # a shape of its own: nothing to compile for it
-            text = generate(model, tokenizer, windows.inputs.size(1), "def ", 64)
+            text = generate(model, tokenizer, T, "def ", 64)
         say("sample: " + text.replace("\n", "\n        "))
     return True
 
@@ -1067,10 +1076,10 @@ def choose_run(flags):
     return out, newest_checkpoint(out) if auto else None
 
 
-def settle(flags, world, saved, path):
+def settle(flags, world, saved, path) -> dict[str, Any]:
     """The flags, and where they left it open, what the checkpoint or the number of ranks says."""
     open_ones = {"num_lanes": math.lcm(8, world), "vocab_size": 32768 if flags.device == "cuda" else 2048}
-    before = saved["flags"] if saved else open_ones
+    before: Any = saved["flags"] if saved else open_ones
     settings = {**vars(flags), **{name: getattr(flags, name) or before[name] for name in open_ones}}
     for name in SAME_ON_RESUME if saved else ():
         if before[name] != settings[name]:
@@ -1090,7 +1099,7 @@ def settle(flags, world, saved, path):
 def report_batch(out, step, loss, norm, loader, n_batches):
     """Of a loss that is not finite or above --spike: the documents in it, and what goes on. -> exit status"""
     state = gather_states(loader, n_batches)
-    if is_first_rank():
+    if state:    # on rank 0
         path = os.path.join(out, f"bad_batch_{step:07d}.json")
         with open(path, "w") as file:
             json.dump(state, file)
@@ -1106,8 +1115,8 @@ def report_batch(out, step, loss, norm, loader, n_batches):
 def documents_of_batch(loader, state, n_batches):
     """Of all ranks: {Place: tokens}"""
     n_rows = loader.B * loader.world_size * n_batches
-    same = {**loader.arguments, "rank": 0, "world_size": 1, "B": n_rows, "device": "cpu", "prefetch": 0}
-    with PackedLoader(**same) as whole:
+    same: dict[str, Any] = {**loader.arguments, "rank": 0, "world_size": 1, "device": "cpu", "prefetch": 0}
+    with PackedLoader(**{**same, "B": n_rows}) as whole:
         rows, counts = next(trace(whole, state)), Counter()
     for piece in (piece for row in rows for piece in row):
         counts[piece.place] += piece.stop - piece.start
