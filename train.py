@@ -695,7 +695,8 @@ def orthogonalize(matrix, steps=5):
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
         square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        polynomial = torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
     return x.T if matrix.size(0) > matrix.size(1) else x
 
 
