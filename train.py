@@ -199,12 +199,11 @@ def parse_data(specs):
 
 def train(flags):
     """-> exit status"""
-    # Ranks: each makes an equal part of a step's rows, in micro-batches
+    # Ranks: each makes an equal part of a step's rows
     rank, local_rank, world = start_ranks(flags.device)
     refuse_differences(lambda: what_must_be_equal(flags))
     device, cuda = set_up_device(flags, local_rank), flags.device == "cuda"
-    phases = make_phases(flags, world)
-    longest = phases[-1]
+    last_T = flags.seq_len[-1][0]
     stop = StopRequest(flags.max_minutes)
     out, checkpoint = from_rank(0, on_some_ranks(rank == 0, lambda: choose_run(flags)))
     saved = load_checkpoint(checkpoint) if checkpoint else None
@@ -215,9 +214,9 @@ def train(flags):
     # Data: the loader deals rows to ranks by itself
     sources = sources_of(flags)
     tokenizer, where = tokenizer_of_run(flags, settings, saved, local_rank)
-    def make_loader(state, phase):
+    def make_loader(state, T):
         loader = PackedLoader(
-            tokenizer, phase.micro, phase.T, "train", data_dir=sources, packing=flags.packing,
+            tokenizer, rows_of_rank(flags, T, world), T, "train", data_dir=sources, packing=flags.packing,
             tails=flags.tails, num_lanes=settings["num_lanes"], device=device if cuda else "cpu",
             shuffle_seed=flags.seed if flags.shuffle else None)
         if state:
@@ -225,9 +224,9 @@ def train(flags):
         return loader
 
     step, rows_hash = (saved["step"], saved["rows_hash"]) if saved else (0, 0)
-    phase = phase_at(phases, max(0, step - 1))
-    loader = make_loader(json.loads(saved["loader"]) if saved else None, phase)
-    val = {path: val_windows(tokenizer, path, longest.T, flags.eval_rows) for path in sources}
+    state = json.loads(saved["loader"]) if saved else None
+    loader = make_loader(state, row_length(flags, max(0, step - 1)))
+    val = {path: val_windows(tokenizer, path, last_T, flags.eval_rows) for path in sources}
 
     # Model and optimizer
     torch.manual_seed(flags.seed)
@@ -236,7 +235,7 @@ def train(flags):
     if flags.init:
         load_weights(model, load_checkpoint(flags.init), flags.init)
     compile_parts(model, flags.compile)
-    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * longest.T)
+    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * last_T)
     if saved:
         restore(saved, checkpoint, model, optimizers)
     net = model
@@ -252,41 +251,45 @@ def train(flags):
     n_parameters = sum(p.numel() for p in model.parameters())
     say(f"model: {n_parameters:,} parameters, depth {flags.depth}; tokenizer: "
         f"{tokenizer.get_vocab_size():,} tokens, {where}")
-    for p in phases:
-        say(f"a step: {p.micro * p.accumulate * world} rows of {p.T} tokens ({world} ranks x {p.accumulate} "
-            f"micro-batches x {p.micro} rows)" + (f" from step {p.begin} on" if len(phases) > 1 else ""))
+    for T, begin in flags.seq_len:
+        rows, at_once = rows_of_rank(flags, T, world), rows_at_once(flags, T)
+        since = f" from step {begin} on" if len(flags.seq_len) > 1 else ""
+        say(f"a step: {world * rows} rows of {T} tokens ({world} ranks x {rows} rows, at most {at_once} in a "
+            f"forward){since}")
     say(f"data: {' '.join(sources)}; run: {out}")
     warn_of_large_buffers(loader)
-    mfu_of_one_token = model.flops_per_token(longest.T) / (peak_flops(device) * world)
+    mfu_of_one_token = model.flops_per_token(last_T) / (peak_flops(device) * world)
     log = Log(out, flags, mfu_of_one_token, {
         "flags": settings, "python": sys.version.split()[0], "torch": torch.__version__,
         "parameters": n_parameters, "world_size": world, "from_step": step})
     checkpoints = Checkpoints(out, checkpoint)
     first, stopping = step, False
     if step >= flags.steps:    # a finished run, started once more
-        evaluate(step, model, tokenizer, val, longest.micro, stop, log.write)
+        evaluate(step, model, tokenizer, val, flags.micro_batch_size, stop, log.write)
     while step < flags.steps and not stopping:
         began = time.perf_counter()
-        if phase != phase_at(phases, step):    # rows of another length: no token is lost or repeated
-            phase, before = phase_at(phases, step), loader
-            loader = make_loader(before.state_dict(), phase)
-            before.close()
-        first_row, batches = loader.rows, [next(loader) for _ in range(phase.accumulate)]
+        T = row_length(flags, step)
+        if T != loader.T:    # no token is lost or repeated
+            state = loader.state_dict()
+            loader.close()
+            loader = make_loader(state, T)
+        first_row, (inputs, targets) = loader.rows, next(loader)
         waited = time.perf_counter() - began
-        n_tokens, rows_hash = count_and_hash(batches, first_row, rank, world, rows_hash)
+        n_tokens, rows_hash = count_and_hash(inputs, targets, first_row, rank, world, rows_hash)
         if any(a <= step < b for a, b in settings["skip"]):
             log.write({"step": step, "skipped": True, "rows_hash": f"{rows_hash:016x}"})
         else:
             share = set_rates(optimizers, step, flags.steps)
-            loss, norm = train_step(net, model, optimizers, batches, n_tokens, world, device)
+            loss, norm = train_step(net, model, optimizers, inputs, targets, n_tokens, world,
+                                    rows_at_once(flags, T))
             if not math.isfinite(loss + norm) or loss > (flags.spike or math.inf):
-                return report_batch(out, step, loss, norm, loader, phase.accumulate)
+                return report_batch(out, step, loss, norm, loader)
             log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited,
                      stop.seconds_left(), f"{rows_hash:016x}")
         step += 1
         stopping = stop.agreed()
         if not stopping and (step % flags.eval_every == 0 or step == flags.steps):
-            stopping = not evaluate(step, model, tokenizer, val, longest.micro, stop, log.write)
+            stopping = not evaluate(step, model, tokenizer, val, flags.micro_batch_size, stop, log.write)
         if not stopping and step % flags.save_every == 0:
             save()
     if not checkpoints.hold(step):
@@ -310,31 +313,33 @@ def warn_of_large_buffers(loader):
                 f"{loader.num_lanes}), or take --packing exactfit, which has the oldest begin each row")
 
 
-class Phase(NamedTuple):
-    """How the rows of a step are made, from step `begin` on. The tokens of a step stay the same."""
-    begin: int
-    T: int
-    micro: int         # rows in a micro-batch
-    accumulate: int    # micro-batches a rank makes of a step
+def row_length(flags, step):
+    return [T for T, begin in flags.seq_len if begin <= step][-1]
 
 
-def make_phases(flags, world):
-    tokens, most = (rows * flags.seq_len[-1][0] for rows in (flags.batch_size, flags.micro_batch_size))
-    return [Phase(begin, T, *split_batch(tokens // T, world, max(1, most // T)))
-            for T, begin in flags.seq_len]
+def rows_of_rank(flags, T, world):
+    """In a step. Its tokens stay the same where rows grow."""
+    rows = flags.batch_size * flags.seq_len[-1][0] // T
+    if rows % world:
+        raise ValueError(f"{rows} rows of {T} tokens cannot be shared evenly by {world} ranks; try "
+                         f"--batch_size {-(-flags.batch_size // world) * world}")
+    return rows // world
 
 
-def phase_at(phases, step):
-    return [phase for phase in phases if phase.begin <= step][-1]
+def rows_at_once(flags, T):
+    """In one forward. The tokens stay the same, too."""
+    return max(1, flags.micro_batch_size * flags.seq_len[-1][0] // T)
 
 
-def train_step(net, model, optimizers, batches, n_tokens, world, device):
+def train_step(net, model, optimizers, inputs, targets, n_tokens, world, micro):
     """-> loss: the mean over all ranks' tokens, and the norm of the gradient before it was clipped"""
+    device = model.embedding.weight.device
     nats = torch.zeros((), device=device)
-    for i, (inputs, targets) in enumerate(batches):
-        last = i == len(batches) - 1    # it sums over the ranks; the forward stands inside the context, too
+    parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
+    for i, (some_inputs, some_targets) in enumerate(parts):
+        last = i == len(parts) - 1    # it sums over the ranks; the forward stands inside the context, too
         with contextlib.nullcontext() if last or net is model else net.no_sync():
-            loss = net(inputs.to(device), targets.to(device)).sum()
+            loss = net(some_inputs.to(device), some_targets.to(device)).sum()
             (loss * (world / n_tokens)).backward()    # DDP divides by the world size
         nats += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -344,12 +349,11 @@ def train_step(net, model, optimizers, batches, n_tokens, world, device):
     return (sum_over_ranks(nats) / n_tokens).item(), norm.item()    # waits for the GPU
 
 
-def count_and_hash(batches, first_row, rank, world, rows_hash):
+def count_and_hash(inputs, targets, first_row, rank, world, rows_hash):
     """
     -> the targets of all ranks, and the hash of all rows so far: a sum over their tokens, each times an odd
     number that its place in the run decides, modulo 2**64. So it is the same for any number of ranks.
     """
-    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     B, T = inputs.shape
     rows = first_row + rank + world * torch.arange(B, device=inputs.device)
     places = rows[:, None] * T + torch.arange(T, device=inputs.device)
@@ -467,7 +471,7 @@ class StopRequest:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Data, device, and who makes which part of a step
+# Data and device
 
 def sources_of(flags):
     return parse_data(flags.data) or {find_data(): 1.0}
@@ -512,16 +516,6 @@ def set_up_device(flags, local_rank):
         # cuDNN's backward: NaN with a mask where T % 128 == 64 (pytorch #196678)
         torch.backends.cuda.enable_cudnn_sdp(False)
     return torch.device("cpu") if flags.device == "cpu" else torch.device(flags.device, local_rank)
-
-
-def split_batch(batch_size, world, most):
-    """-> rows in a micro-batch, at most `most`, and how many of them a rank makes.  48, 2, 16 -> 12, 2"""
-    if batch_size % world:
-        raise ValueError(f"--batch_size {batch_size} rows cannot be shared evenly by {world} ranks; "
-                         f"try --batch_size {-(-batch_size // world) * world}")
-    rows = batch_size // world
-    micro = max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
-    return micro, rows // micro
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1097,27 +1091,27 @@ def settle(flags, world, saved, path) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------
 # What is printed and kept
 
-def report_batch(out, step, loss, norm, loader, n_batches):
+def report_batch(out, step, loss, norm, loader):
     """Of a loss that is not finite or above --spike: the documents in it, and what goes on. -> exit status"""
-    state = gather_states(loader, n_batches)
+    state = gather_states(loader, batches_ago=1)
     if state:    # on rank 0
         path = os.path.join(out, f"bad_batch_{step:07d}.json")
         with open(path, "w") as file:
             json.dump(state, file)
         say(f"error: step {step}: loss {loss}, gradient norm {norm}; no checkpoint was touched. Its rows, "
             f"from row {state['rows']} of the run on, hold most of:")
-        for place, n in documents_of_batch(loader, state, n_batches).most_common(8):
+        for place, n in documents_of_batch(loader, state).most_common(8):
             say(f"{n:8,} tokens of {place.path}, row group {place.row_group}, row {place.row}")
         say(f"The loader's state before it: {path}. To go on without it, add: --out {out} --resume auto "
             f"--skip {step}:{step + 1}")
     return 1
 
 
-def documents_of_batch(loader, state, n_batches):
+def documents_of_batch(loader, state):
     """Of all ranks: {Place: tokens}"""
-    n_rows = loader.B * loader.world_size * n_batches
-    same: dict[str, Any] = {**loader.arguments, "rank": 0, "world_size": 1, "device": "cpu", "prefetch": 0}
-    with PackedLoader(**{**same, "B": n_rows}) as whole:
+    whole_batch = {"rank": 0, "world_size": 1, "B": loader.B * loader.world_size}
+    same: dict[str, Any] = {**loader.arguments, **whole_batch, "device": "cpu", "prefetch": 0}
+    with PackedLoader(**same) as whole:
         rows, counts = next(trace(whole, state)), Counter()
     for piece in (piece for row in rows for piece in row):
         counts[piece.place] += piece.stop - piece.start
