@@ -3,10 +3,10 @@ Documents in parquet shards to packed (B, T) batches for pretraining, by threads
 
     index -> Source.deal -> read -> encode -> packer.row(pull) -> lane.row -> batch -> device
 
-Each arrow is a pull by the stage on its right. Four threads read, `threads` encode, one packs and works
-ahead; the caller only waits for batches. The row groups of an epoch are dealt to `num_lanes` lanes,
-each with a packer of its own, and row g of the run comes from lane g % num_lanes: so the rows are the same
-for every world size, batch size, thread count and stop point. A state names documents, and holds no token.
+Each arrow is a pull by the stage on its right. Some threads read, `threads` encode, one packs and works
+ahead; the caller only waits for batches. The row groups of an epoch are dealt to `num_lanes` lanes, each
+with a packer of its own, and row g of the run comes from lane g % num_lanes: so the rows are the same for
+every world size, batch size, thread count and stop point. A state names documents, and holds no token.
 
     loader = PackedLoader(get_tokenizer(), B=32, T=2048, split="train", data_dir="my_shards")
     inputs, targets = next(loader)        # int64 (B, T) each
@@ -30,7 +30,7 @@ import threading
 import time
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,6 +42,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dataset import Shard, column_views, cores, default_data_dir, find_data, in_order, is_text, list_shards
+from tokenizer import as_encoder
 
 # ---------------------------------------------------------------------------------------------------------
 # Sources: which documents are whose
@@ -52,24 +53,6 @@ class Ref(NamedTuple):
     group: int = 0    # place of the row group, or part of one, in the epoch's order
     doc: int = 0      # among the documents of it
     token: int = 0    # tokens of the document delivered before
-
-    def plus(self, i):
-        """The Ref of the i-th document behind this one."""
-        return Ref(self.epoch, self.group, self.doc + i)
-
-
-class Place(NamedTuple):
-    """Where a document stands on disk."""
-    path: str
-    row_group: int
-    row: int
-
-
-class Rows(NamedTuple):
-    """Some rows of a row group on disk, a document each, in the order of their delivery."""
-    shard: Shard
-    row_group: int
-    rows: range | np.ndarray | list
 
 
 class Order(NamedTuple):
@@ -82,14 +65,14 @@ class Order(NamedTuple):
     n_parts: int
 
 
-def shuffled(n, seed, *place):
+def shuffled(n, seed, *key):
     """
-    The order of n things: 0, 1, ... where seed is None, else drawn from (seed, *place) so that no two places
-    share an order. PCG64's raw stream is fixed by NumPy's compatibility policy; Generator.permutation is not.
+    The order of n things: 0, 1, ... where seed is None, else drawn from (seed, *key), another for each key.
+    PCG64's raw stream is fixed by NumPy's compatibility policy; Generator.permutation is not.
     """
     if seed is None:
         return range(n)
-    return np.argsort(np.random.PCG64((seed, *place)).random_raw(n), kind="stable")
+    return np.argsort(np.random.PCG64((seed, *key)).random_raw(n), kind="stable")
 
 
 class Source:
@@ -132,14 +115,13 @@ class Source:
                 yield Ref(epoch, group)
             epoch, group = epoch + 1, 0
 
-    def rows(self, ref):
-        """The Rows of the row group, or part of one, that a Ref names."""
+    def find(self, ref):
+        """(shard, row group, rows) of a Ref's row group, or part of one; rows in the order of delivery."""
         numbers, part_of, n_parts = self.order(ref.epoch)
         number = int(numbers[ref.group])
         shard = int(bisect_right(self.first_group, number)) - 1
         rows = shuffled(int(self.group_sizes[number]), self.seed, ref.epoch, 1, number)
-        row_group = number - int(self.first_group[shard])
-        return Rows(self.shards[shard], row_group, rows[part_of[ref.group]::n_parts])
+        return self.shards[shard], number - int(self.first_group[shard]), rows[part_of[ref.group]::n_parts]
 
 
 def fingerprint_of(shards):
@@ -151,6 +133,27 @@ def fingerprint_of(shards):
 # ---------------------------------------------------------------------------------------------------------
 # Encoding: row groups to chunks of documents, by threads, ahead of the packers and in order
 
+class Place(NamedTuple):
+    """Where a document stands on disk."""
+    path: str
+    row_group: int
+    row: int
+
+
+class Task(NamedTuple):
+    """Documents of one row group, which a thread encodes at a time."""
+    group: Ref
+    docs: range | list                 # their numbers in it
+    shard: Shard
+    row_group: int
+    rows: range | np.ndarray | list    # on disk
+    array: Future                      # of the whole row group
+    per_chunk: int                     # documents
+
+    def only(self, i):
+        return self._replace(docs=self.docs[i:i + 1], rows=self.rows[i:i + 1])
+
+
 class Document(NamedTuple):
     """All ids of a document, BOS in front; ref.token says how many were delivered before."""
     ids: np.ndarray
@@ -158,15 +161,19 @@ class Document(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A few documents in a row; number i is ids[bounds[i]:bounds[i + 1]], nothing where it is left out."""
+    """A few documents that have tokens: number i is ids[bounds[i]:bounds[i + 1]]."""
     ids: np.ndarray
-    bounds: list
-    first: Ref
+    bounds: list[int]
+    docs: range | list    # their numbers in the row group
+    behind: Ref           # of the document behind the chunk
+
+    def refs(self):
+        epoch, group = self.behind[:2]
+        return [Ref(epoch, group, doc) for doc in self.docs]
 
     def documents(self):
-        ids, (epoch, group, first, _) = self.ids, self.first
-        return [Document(ids[a:b], Ref(epoch, group, doc))
-                for doc, (a, b) in enumerate(itertools.pairwise(self.bounds), first) if a < b]
+        arrays = [self.ids[a:b] for a, b in itertools.pairwise(self.bounds)]
+        return map(Document, arrays, self.refs())
 
 
 CHUNK_BYTES = 1 << 16    # of a text shard as it lies on disk; about 30,000 tokens of prose
@@ -178,23 +185,15 @@ def documents_per_chunk(shard):
     return max(1, min(1024, CHUNK_BYTES * sum(shard.rows) // max(1, shard.size)))
 
 
-class Task(NamedTuple):
-    """What one thread encodes at a time: documents that lie behind one another in their order."""
-    first: Ref
-    rows: Rows
-    array: pa.Array    # of the whole row group
-    per_chunk: int     # documents
-
-
 class RowGroups:
     """
     Row groups that are being read or in use, shared by all lanes. Keeps about `limit` bytes of them; beyond
     that the least recently used are dropped, and read again when a lane asks. Called by one thread.
     """
 
-    def __init__(self, limit=1 << 29):
+    def __init__(self, threads, limit=1 << 29):
         self.limit, self.kept = limit, {}    # (path, row group): Future, the least recently used first
-        self.executor = ThreadPoolExecutor(4, "read")
+        self.executor = ThreadPoolExecutor(threads, "read")
         self.seconds = 0.0
 
     def get(self, shard, row_group):
@@ -233,150 +232,130 @@ class Encoder:
     must depend on its arguments alone. Its integers are delivered as they are. A state knows it by its name.
     """
 
-    def __init__(self, tokenizer, threads, transform=None):
-        self.tokenizer, self.threads, self.transform = tokenizer, threads, transform
-        self.bos, self.fingerprint = tokenizer.get_bos_token_id(), tokenizer_fingerprint(tokenizer)
-        self.dtype = np.dtype(np.int64 if transform else getattr(tokenizer, "dtype", np.uint32))
-        # nanochat's tokenizers have threads of their own, and are called from one.
-        self.executor = ThreadPoolExecutor(threads if hasattr(tokenizer, "encode_documents") else 1, "encode")
-        self.row_groups = RowGroups()
+    def __init__(self, tokenizer, threads, transform=None, readers=1):
+        self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
+        self.bos, self.dtype = self.tokenizer.bos, np.dtype(np.int64) if transform else self.tokenizer.dtype
+        self.executor = ThreadPoolExecutor(1 if self.tokenizer.threads_of_its_own else threads, "encode")
+        self.row_groups = RowGroups(readers)
         self.counts, self.lock = collections.Counter(), threading.Lock()
 
     def chunks(self, source, lane, start, epochs=None, size=None, ahead=1):
         """
-        The Chunks of a lane from `start` on, `ahead` of them under way behind the next. size: documents in
-        a chunk; None: so many as make about CHUNK_BYTES.
+        The Chunks of a lane from `start` on, `ahead` tasks under way behind the next. size: documents in a
+        chunk; None: so many as make about CHUNK_BYTES.
         """
         tasks = self._tasks(source, source.deal(lane, start, epochs), start, size)
-        for _, chunks in in_order(self.executor, self._encode_task, tasks, ahead + 1):
+        for _, chunks in in_order(self.executor, self._encode, tasks, ahead + 1):
             yield from chunks
 
     def _tasks(self, source, refs, start, size):
         """One for each chunk of text; one for all of a row group of tokens, which only need to be cut."""
-        ref = next(refs, None)
-        while ref is not None:
-            shard, row_group, rows = source.rows(ref)
-            ref_behind = next(refs, None)
-            behind = source.rows(ref_behind)[:2] if ref_behind else None
-            if behind:
-                self.row_groups.get(*behind)    # read while this one is being encoded
+        groups = ((ref, *source.find(ref)) for ref in refs)
+        for (ref, shard, row_group, rows), behind in itertools.pairwise(itertools.chain(groups, [None])):
             per_chunk = size or documents_per_chunk(shard)
             per_task = per_chunk if shard.kind == "text" else len(rows)
-            first = start.doc if (ref.epoch, ref.group) == (start.epoch, start.group) else 0
-            for doc in range(first, len(rows), max(1, per_task)):
-                array = self.row_groups.get(shard, row_group).result()
-                yield Task(ref.plus(doc), Rows(shard, row_group, rows[doc:doc + per_task]), array, per_chunk)
-            if behind != (shard, row_group):
+            first = start.doc if ref[:2] == start[:2] else 0
+            for doc in range(first, len(rows), per_task):
+                array = self.row_groups.get(shard, row_group)
+                if behind and 2 * (doc + per_task) >= len(rows):
+                    self.row_groups.get(*behind[1:3])    # read while the second half is being encoded
+                docs = range(doc, min(doc + per_task, len(rows)))
+                yield Task(ref, docs, shard, row_group, rows[doc:docs.stop], array, per_chunk)
+            other_lanes_too = source.order(ref.epoch).n_parts > 1
+            if not other_lanes_too and (not behind or behind[1:3] != (shard, row_group)):
                 self.row_groups.drop(shard, row_group)
-            ref = ref_behind
-
-    def _encode_task(self, task):
-        """The Chunks of a task."""
-        ids, bounds = self._encode(task.rows, take(task.array, task.rows.rows), task.first.plus)
-        chunks = []
-        for i in range(0, len(bounds) - 1, task.per_chunk):
-            cuts = bounds[i:i + task.per_chunk + 1]
-            chunks.append(Chunk(ids[cuts[0]:cuts[-1]], [cut - cuts[0] for cut in cuts], task.first.plus(i)))
-        return chunks
 
     def encode_again(self, source, refs):
         """Read and encode just these documents of a state: {Ref without its token: ids}."""
-        def encode(task):
-            group, rows, read = task
-            return self._encode(rows, take(read.result(), rows.rows), group.__getitem__)
-
-        found, used = {}, None
-        tasks = self._tasks_again(source, refs)
-        for (group, rows, _), (ids, bounds) in in_order(self.executor, encode, tasks, 2 * self.threads):
-            for ref, (a, b) in zip(group, itertools.pairwise(bounds), strict=True):
-                found[ref] = ids[a:b].copy()
-            if used is not None:
-                self.row_groups.drop(*used)
-            used = rows[:2]    # the last one is where the lane goes on
+        found = {}
+        for _, (chunk,) in in_order(self.executor, self._encode, self._tasks_again(source, refs), 8):
+            found |= {document.ref: document.ids for document in chunk.documents()}
+        if lacking := {ref._replace(token=0) for ref in refs} - found.keys():
+            raise ValueError(f"{len(lacking)} documents that the state holds have no tokens here, such as "
+                             f"{min(lacking)}; go on with the data and the `transform` that it was made with")
         return found
 
     def _tasks_again(self, source, refs):
         refs = sorted({ref._replace(token=0) for ref in refs})
         for _, group in itertools.groupby(refs, key=lambda ref: ref[:2]):
-            group = list(group)
-            shard, row_group, rows = source.rows(group[0])
-            rows = [int(rows[ref.doc]) for ref in group]
-            yield group, Rows(shard, row_group, rows), self.row_groups.get(shard, row_group)
+            first, *others = group
+            docs = [ref.doc for ref in (first, *others)]
+            shard, row_group, rows = source.find(first)
+            array = self.row_groups.get(shard, row_group)
+            yield Task(first, docs, shard, row_group, [int(rows[doc]) for doc in docs], array, len(docs))
 
-    def _encode(self, where, array, ref_of):
-        """
-        (ids, bounds as a list) of the documents in an array, which stand at the Rows `where`; ref_of(i) is
-        the Ref of number i. An error names shard, row group and row.
-        """
-        began, (shard, row_group, rows) = time.perf_counter(), where
+    def _encode(self, task):
+        """The Chunks of a task. An error names shard, row group and row."""
+        array = take(task.array.result(), task.rows)
+        began = time.perf_counter()
         try:
-            if is_text(array.type):
-                ids, bounds = self._encode_text(array, ref_of(0))
-            else:
-                ids, bounds = self._view_tokens(array, shard)
+            encode = self._encode_text if is_text(array.type) else self._view_tokens
+            ids, bounds = encode(array, task)
             if self.transform:
-                ids, bounds = self._transformed(ids, bounds, ref_of, where)
+                ids, bounds = self._transformed(ids, bounds, task)
         except BaseException as error:    # tiktoken's panics are no Exceptions
+            rows = task.rows
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
-                    self._encode(Rows(shard, row_group, rows[i:i + 1]), array[i:i + 1],
-                                 lambda _, i=i: ref_of(i))
+                    self._encode(task.only(i))
             at = f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows)} to {max(rows)}"
-            raise RuntimeError(f"{shard.path}, row group {row_group}, {at}: "
+            raise RuntimeError(f"{task.shard.path}, row group {task.row_group}, {at}: "
                                f"{type(error).__name__}: {error}") from error
         with self.lock:
             self.counts["tokens"] += len(ids)
             self.counts["nulls"] += array.null_count
             self.counts["seconds"] += time.perf_counter() - began
-        return ids, bounds
+        return list(chunks_of(ids, bounds, task))
 
-    def _encode_text(self, array, first):
-        if hasattr(self.tokenizer, "engine"):    # ours; its threads help each other with long documents
-            # Another document in every row group and epoch, so that in the end each is checked.
-            start = -(first.doc + 613 * first.group + 7919 * first.epoch) % CHECK_EVERY
-            check = range(start, len(array), CHECK_EVERY)
-            ids, bounds = self.tokenizer.encode_documents(array, check=check, executor=self.executor)
-            return ids, bounds.tolist()
-        texts = array.cast(pa.large_binary()).to_pylist()
-        if hasattr(self.tokenizer, "encode_documents"):
-            ids, bounds = self.tokenizer.encode_documents(texts)
-            return ids, bounds.tolist()
-        strings = [str(text, "utf-8") for text in texts if text is not None]
-        encoded = iter(self.tokenizer.encode(strings, prepend=self.bos, num_threads=self.threads))
-        return joined([() if text is None else next(encoded) for text in texts], self.dtype)
+    def _encode_text(self, array, task):
+        # Another document in every row group and epoch, so that in the end each is checked.
+        start = -(task.docs[0] + 613 * task.group.group + 7919 * task.group.epoch) % CHECK_EVERY
+        check = range(start, len(array), CHECK_EVERY)
+        return self.tokenizer.encode(array, check, self.executor, self.threads)
 
-    def _view_tokens(self, array, shard):
+    def _view_tokens(self, array, task):
         """No copy: the ids of a token shard as they lie in the column's buffer."""
-        if shard.fingerprint != self.fingerprint:
+        shard, valid = task.shard, array.is_valid().to_numpy(zero_copy_only=False)
+        if shard.fingerprint != self.tokenizer.fingerprint:
             raise ValueError(f"tokens of the tokenizer {shard.fingerprint}, but this run's is "
-                             f"{self.fingerprint}; make them anew: python -m dev.prepare tokenize")
-        valid = array.is_valid().to_numpy(zero_copy_only=False)
+                             f"{self.tokenizer.fingerprint}; make them anew: python -m dev.prepare tokenize")
         if array.null_count:
             array = array.fill_null(b"")    # other programs may leave bytes in the slot of a null
         data, offsets, _ = column_views(array)
-        size, lengths = shard.dtype.itemsize, np.diff(offsets)
-        if (lengths % size).any():
+        if (np.diff(offsets) % shard.dtype.itemsize).any():
             raise ValueError(f"a document is no whole number of {shard.dtype} tokens")
         ids = np.frombuffer(data[offsets[0]:offsets[-1]], shard.dtype).astype(self.dtype, copy=False)
-        bounds = (offsets - offsets[0]) // size
-        if (lengths[valid] == 0).any() or (ids[bounds[:-1][valid]] != self.bos).any():
+        bounds = (offsets - offsets[0]) // shard.dtype.itemsize
+        if (np.diff(bounds)[valid] == 0).any() or (ids[bounds[:-1][valid]] != self.bos).any():
             raise ValueError(f"a document does not begin with BOS ({self.bos})")
-        return ids, bounds.tolist()
+        return ids, bounds
 
-    def _transformed(self, ids, bounds, ref_of, where):
-        found, ids = [], ids.astype(self.dtype)
-        for i, (a, b) in enumerate(itertools.pairwise(bounds)):
-            place = Place(where.shard.path, where.row_group, int(where.rows[i]))
-            result = self.transform(ids[a:b], ref_of(i), place) if a < b else ()
-            found.append(() if result is None else result)
+    def _transformed(self, ids, bounds, task):
+        ids, arrays = ids.astype(self.dtype), []
+        for i, doc in enumerate(task.docs):
+            place = Place(task.shard.path, task.row_group, int(task.rows[i]))
+            document, ref = ids[bounds[i]:bounds[i + 1]], Ref(task.group.epoch, task.group.group, doc)
+            result = self.transform(document, ref, place) if len(document) else ()
             if result is None:
                 with self.lock:
                     self.counts["left_out"] += 1
-        return joined(found, self.dtype)
+            arrays.append(np.asarray(() if result is None else result, self.dtype))
+        return np.concatenate(arrays), np.cumsum([0, *map(len, arrays)])
 
     def close(self):
         for executor in (self.executor, self.row_groups.executor):
             executor.shutdown(wait=False, cancel_futures=True)
+
+
+def chunks_of(ids, bounds, task):
+    all_have_tokens, bounds = np.diff(bounds).all(), bounds.tolist()
+    for i in range(0, len(task.docs), task.per_chunk):
+        docs, cuts = task.docs[i:i + task.per_chunk], bounds[i:i + task.per_chunk + 1]
+        behind = Ref(task.group.epoch, task.group.group, docs[-1] + 1)
+        if not all_have_tokens:
+            kept = [k for k in range(len(docs)) if cuts[k] < cuts[k + 1]]
+            docs, cuts = [docs[k] for k in kept], [*(cuts[k] for k in kept), cuts[-1]]
+        yield Chunk(ids[cuts[0]:cuts[-1]], [cut - cuts[0] for cut in cuts], docs, behind)
 
 
 def take(array, rows):
@@ -386,17 +365,13 @@ def take(array, rows):
     return array.take(pa.array(np.asarray(rows, np.int64)))
 
 
-def joined(parts, dtype):
-    arrays = [np.asarray(part, dtype) for part in parts]
-    return np.concatenate(arrays), [0, *itertools.accumulate(map(len, arrays))]
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Packing: documents to rows of T + 1 tokens. Pure: no files, no threads, no rank, no chance.
 #
 # row(pull)   -> the arrays of the next row: T + 1 tokens, fewer in a finite run's last row, [] behind it.
 #                pull() gives the next Chunk; None: there are no more
-# held()      -> the Documents it holds, oldest first, to be iterated: all that it remembers, beside `rows`
+# held()      -> the Refs of the documents it holds, oldest first, to be iterated: all that it remembers,
+#                beside `rows`
 # restore(document), once for each of them in their order, makes an empty packer what that one was
 #
 # options: the settings of the loader, beside T, that its rows depend on: arguments of its constructor
@@ -419,9 +394,10 @@ class FlatPacker:
 
     def row(self, pull):
         while self.n_tokens <= self.T and (chunk := pull()) is not None:
-            self._put(chunk, 0)
-            self.counts["documents"] += len({*chunk.bounds}) - 1    # bounds never fall
-        if self.n_tokens <= min(1, self.rows):    # no more than the last row's last target
+            self._put(chunk)
+            self.counts["documents"] += len(chunk.docs)
+        overlap = 1 if self.rows else 0    # the last row's last target
+        if self.n_tokens <= overlap:
             return []
         ids, stop = self.chunks[0].ids, self.at + self.T + 1
         row = [ids[self.at:stop]]
@@ -433,35 +409,36 @@ class FlatPacker:
         self.at = stop - 1    # behind a finite run's last row there is nothing
         self.n_tokens -= self.T
         self.rows += 1
+        self._count_cut()
         return row
 
-    def _put(self, chunk, at):
-        if at < len(chunk.ids):
-            if not self.chunks:
-                self.at = at
-            self.chunks.append(chunk)
-            self.n_tokens += len(chunk.ids) - at
-            self._count_cut(chunk.bounds, len(chunk.ids) - self.n_tokens)
-
-    def _count_cut(self, bounds, next_row):
-        """Documents that fit a row, but have the last token of one inside. next_row: where one begins."""
-        first = next_row + self.T if next_row >= 0 else next_row % self.T
-        for last in range(first, bounds[-1], self.T):
-            i = bisect_right(bounds, last) - 1
-            if bounds[i] < last < bounds[i + 1] - 1 and bounds[i + 1] - bounds[i] <= self.T + 1:
+    def _count_cut(self):
+        """A document that fits a row, and has the token that two rows share inside."""
+        bounds = self.chunks[0].bounds
+        if self.at < bounds[-1]:
+            i = bisect_right(bounds, self.at)
+            if bounds[i - 1] < self.at < bounds[i] - 1 and bounds[i] - bounds[i - 1] <= self.T + 1:
                 self.counts["cut"] += 1
 
+    def _put(self, chunk):
+        if len(chunk.ids):
+            self.chunks.append(chunk)
+            self.n_tokens += len(chunk.ids)
+
     def held(self):
-        return Rest(tuple(self.chunks), self.at)
+        return Rest([chunk._replace(ids=None) for chunk in self.chunks], self.at)
 
     def restore(self, document):
         """Only the first can have been delivered in part."""
-        whole = Chunk(document.ids, [0, len(document.ids)], document.ref._replace(token=0))
-        self._put(whole, document.ref.token)
+        ids, ref = document
+        if not self.chunks:
+            self.at = ref.token
+        self.n_tokens -= ref.token
+        self._put(Chunk(ids, [0, len(ids)], [ref.doc], ref))
 
 
 class Rest:
-    """The Documents of some chunks from one token on: made where somebody wants them, not at every row."""
+    """The Refs of some chunks from one token on: made where somebody wants them, not at every row."""
 
     def __init__(self, chunks, at):
         self.chunks, self.at = chunks, at
@@ -469,10 +446,10 @@ class Rest:
     def __iter__(self):
         at = self.at
         for chunk in self.chunks:
-            for document in chunk.documents():
-                if at < len(document.ids):
-                    yield document._replace(ref=document.ref._replace(token=at))
-                at = max(0, at - len(document.ids))
+            for ref, (begin, end) in zip(chunk.refs(), itertools.pairwise(chunk.bounds), strict=True):
+                if at < end:
+                    yield ref._replace(token=max(0, at - begin))
+            at = max(0, at - chunk.bounds[-1])
 
 
 def choose_best_fit(sizes, free):
@@ -480,7 +457,7 @@ def choose_best_fit(sizes, free):
     The next buffered document for a row with `free` empty token slots: the largest that fits, else the
     shortest, whose tail is then dropped; the oldest among equals.
 
-    sizes: sorted list of (n_tokens, arrival). Returns (index, tokens to copy).
+    sizes: sorted list of (n_tokens, Ref). Returns (index, tokens to copy).
     Example: [(3, 7), (5, 2), (9, 0)], free=6 -> (1, 5);  [(8, 4), (9, 0)], free=6 -> (0, 6)
     """
     i = bisect_left(sizes, (free + 1,))
@@ -502,21 +479,20 @@ class BestFitPacker:
     def __init__(self, T, buffer_size, tokenizer_batch_size):
         self.R, self.buffer_size, self.chunk_size = T + 1, buffer_size, tokenizer_batch_size
         self.rows, self.counts = 0, new_counts()
-        self.buffer, self.sizes = {}, []    # arrival -> Document; sorted (tokens of the whole one, arrival)
-        self.arrivals = itertools.count()
+        self.buffer, self.sizes = {}, []    # Ref -> ids; sorted (tokens of the whole document, Ref)
 
     def row(self, pull):
         row, free = [], self.R
         while free:
             while len(self.sizes) < self.buffer_size and (chunk := pull()) is not None:
+                self.counts["documents"] += len(chunk.docs)
                 for document in chunk.documents():
                     self.restore(document)
-                    self.counts["documents"] += 1
             if not self.sizes:
                 break
             i, n = choose_best_fit(self.sizes, free)
-            length, arrival = self.sizes.pop(i)
-            row.append(self.buffer.pop(arrival).ids[:n])
+            length, ref = self.sizes.pop(i)
+            row.append(self.buffer.pop(ref)[:n])
             free -= n
             self.counts["dropped"] += length - n
             if n < length <= self.R:
@@ -526,48 +502,48 @@ class BestFitPacker:
         return row
 
     def held(self):
-        return list(self.buffer.values())
+        return list(self.buffer)
 
     def restore(self, document):
-        (ids, ref), arrival = document, next(self.arrivals)
-        insort(self.sizes, (len(ids), arrival))
-        self.buffer[arrival] = Document(ids[:self.R].copy(), ref)
+        ids, ref = document
+        insort(self.sizes, (len(ids), ref))
+        self.buffer[ref] = ids[:self.R].copy()
 
 
-MOST_STEPS = 1 << 25    # bits that fill_gap may keep: 4 MB
-
-
-def fill_gap(gap, lengths, copies, alone):
+def fill_gap(gap, lengths, copies):
     """
     Choose buffered documents that fill `gap` tokens exactly, or else as much of it as can be.
 
-    lengths: sorted, distinct; copies[n]: the documents of n tokens; alone: an integer whose bit k says that
-    one document alone leaves k tokens open. Subset sum in one integer, bit k for k tokens left open: the
-    longest documents first, of one length 1, 2, 4, ... at a time, until none is open. Of those longer than
-    half the gap only one can be part of a filling, so they enter all at once.
-    Example: lengths [2, 3, 4, 7], one copy each: gap=10 -> [3, 7];  gap=8 -> [7], one token stays open
+    lengths: sorted, distinct; copies[n]: the documents of n tokens. One document; else two, as near to each
+    other in length as can be; else any number: subset sum, in one integer whose bit k says that some choice
+    leaves k tokens open, the longest documents first, of one length 1, 2, 4, ... at a time.
+    Example: lengths [2, 3, 4, 7], one copy each: gap=10 -> [7, 3];  gap=8 -> [7], one token stays open
     """
-    if alone & 1:
+    if gap in copies:
         return [gap]
-    half, steps = gap // 2, []    # steps: (length, how many of it, what could be left open without them)
-    one_of_the_longer = alone & ((1 << (gap - half)) - 1)
-    left = (1 << gap) | one_of_the_longer    # bit k: some choice leaves k tokens open
-    for length in reversed(lengths[:bisect_right(lengths, half)]):
+    half = bisect_right(lengths, gap // 2)
+    for n in reversed(lengths[:half]):
+        if gap - n in copies and (2 * n < gap or len(copies[n]) > 1):
+            return [gap - n, n]
+    left, steps = 1 << gap, []    # steps: (length, how many of it, what could be left open without them)
+    for n in lengths[half:bisect_right(lengths, gap)]:
+        left |= 1 << gap - n    # of those longer than half the gap only one can be part of a filling
+    for length in reversed(lengths[:half]):
         available, n = min(len(copies[length]), gap // length), 1
-        while available and not left & 1 and len(steps) * gap < MOST_STEPS:
+        while available and not left & 1 and len(steps) * gap < MOST_BITS:
             n = min(n, available)
             steps.append((length, n, left))
             left |= left >> n * length
             available, n = available - n, 2 * n
-        if left & 1:
-            break
-    chosen, target = [], (left & -left).bit_length() - 1
+    chosen, still_open = [], (left & -left).bit_length() - 1
     for length, n, before in reversed(steps):
-        if not before >> target & 1:
+        if not before >> still_open & 1:
             chosen += [length] * n
-            target += n * length
-    return [*chosen, gap - target] if target < gap else chosen
+            still_open += n * length
+    return [gap - still_open, *chosen] if still_open < gap else chosen
 
+
+MOST_BITS = 1 << 25    # that fill_gap keeps: 4 MB
 
 # With tails="drop" a document is T + 1 tokens, and so many more that may fill a gap before them. Without them
 # 6.7 % of the documents that fit a row were cut (20,358 source files, T = 2048), with them none.
@@ -590,31 +566,24 @@ class ExactFitPacker:
     def __init__(self, T, buffer_size, tails):
         self.R, self.buffer_size, self.tails = T + 1, buffer_size, tails
         self.rows, self.counts = 0, new_counts()
-        self.buffer = {}                       # arrival -> Document, oldest first
-        self.arrivals = itertools.count()
-        self.long = collections.deque()        # arrivals of those longer than a row, oldest first
-        self.by_length = {}                    # length -> arrivals of whole others, oldest first
-        self.lengths, self.bits = [], 0        # its keys, sorted, and as an integer: bit T + 1 - n for n
-        self.n_short = self.n_tokens = 0       # documents in by_length; tokens of all
+        self.buffer = {}                     # Ref -> ids, oldest first
+        self.long = collections.deque()      # Refs of those longer than a row, oldest first
+        self.copies, self.lengths = {}, []   # length -> Refs of whole others, oldest first; its keys, sorted
+        self.n_short = self.n_tokens = 0     # documents in `copies`; tokens of all
 
     def row(self, pull):
         while self._wants_more() and (chunk := pull()) is not None:
-            documents = chunk.documents()
-            self.counts["documents"] += len(documents)
-            for document in documents:
-                self._put(self._trimmed(document) if len(document.ids) > self.R else document)
+            self.counts["documents"] += len(chunk.docs)
+            for ids, ref in chunk.documents():
+                self._put(self._trimmed(ids) if len(ids) > self.R else ids, ref)
         if not self.buffer:
             return []
-        opener = self._pop(next(iter(self.buffer)))
-        size = tokens_left(opener)
-        gap = self.R - size
-        row = self._deliver(opener, min(self.R, size))
-        if gap > 0:
-            filling = fill_gap(gap, self.lengths, self.by_length, self.bits >> self.R - gap)
-            for length in filling:
-                row += self._deliver(self._pop(self.by_length[length][0]), length)
-            if missing := gap - sum(filling):
-                row += self._cut_to_fit(missing)
+        row = self._deliver(next(iter(self.buffer)), self.R)
+        gap = self.R - sum(map(len, row))
+        if gap:
+            filling = fill_gap(gap, self.lengths, self.copies)
+            row += [self._pop(self.copies[length][0]) for length in filling]
+            row += self._cut_to_fit(gap - sum(filling))
         self.rows += 1
         return row
 
@@ -628,12 +597,12 @@ class ExactFitPacker:
         return self.n_tokens < self.R or (self.n_short < size and (
             self.n_tokens < 2 * size * self.R or len(self.buffer) < size // 4))
 
-    def _trimmed(self, document):
+    def _trimmed(self, ids):
         """A long document. Short ones soon leave; a view of this one would keep its row group in memory."""
         if self.tails == "keep":
-            return Document(document.ids.copy(), document.ref)
-        self.counts["dropped"] += max(0, len(document.ids) - self.R - SPARE)
-        return Document(document.ids[:self.R + SPARE], document.ref)
+            return ids.copy()
+        self.counts["dropped"] += max(0, len(ids) - self.R - SPARE)
+        return ids[:self.R + SPARE]
 
     def _cut_to_fit(self, missing):
         """Fill what no subset does; a row stays short only where a finite run has nothing more."""
@@ -641,78 +610,77 @@ class ExactFitPacker:
         while missing and self.buffer:
             i = bisect_right(self.lengths, missing)
             if self.long:
-                arrival = self.long[0]
+                ref = self.long[0]
             elif i < len(self.lengths):
-                arrival = self.by_length[self.lengths[i]][0]
+                ref = self.copies[self.lengths[i]][0]
             else:
-                arrival = next(iter(self.buffer))
-            document = self._pop(arrival)
-            n = min(missing, tokens_left(document))
-            pieces += self._deliver(document, n)
-            missing -= n
+                ref = next(iter(self.buffer))
+            piece = self._deliver(ref, missing)
+            missing -= sum(map(len, piece))
+            pieces += piece
         return pieces
 
-    def _deliver(self, document, n):
+    def _deliver(self, ref, most):
         """
-        The arrays of a document's next n tokens, a BOS counted; what is left goes to the back of the buffer.
-        Example: n=3 of [BOS a b c d] -> [BOS a b], with c d left; n=3 of that -> [BOS c d]
+        The arrays of a document's next tokens, at most so many; what is left goes to the back of the buffer.
+        Example: 3 of [BOS a b c d] -> [BOS a b], with c d left; 3 of that -> [BOS c d]
         """
-        ids, (epoch, group, doc, token) = document
-        stop = token + n - 1 if token else n
+        ids, token = self._pop(ref), ref.token
+        if token == 0:
+            pieces, stop = [ids[:most]], most
+        else:
+            pieces, stop = [ids[:1], ids[token:token + most - 1]], token + most - 1
         if stop < len(ids):
-            if self.tails == "keep" or n < self.R:
-                self._put(Document(ids, Ref(epoch, group, doc, stop)))
-            else:
-                self.counts["dropped"] += len(ids) - stop
             if token == 0 and len(ids) <= self.R:
                 self.counts["cut"] += 1
-        return [ids[:1], ids[token:stop]] if token else [ids[:stop]]
+            if self.tails == "keep" or most < self.R:
+                self._put(ids, Ref(ref.epoch, ref.group, ref.doc, stop))
+            else:
+                self.counts["dropped"] += len(ids) - stop
+        return pieces
 
-    def _put(self, document):
-        n, arrival = tokens_left(document), next(self.arrivals)
-        self.buffer[arrival] = document
+    def _put(self, ids, ref):
+        n = tokens_left(ids, ref)
+        self.buffer[ref] = ids
         self.n_tokens += n
         if n > self.R:
-            self.long.append(arrival)
-        elif document.ref.token == 0:
+            self.long.append(ref)
+        elif ref.token == 0:
             self.n_short += 1
-            if n in self.by_length:
-                self.by_length[n].append(arrival)
-            else:
-                self.by_length[n] = collections.deque([arrival])
+            if n not in self.copies:
+                self.copies[n] = collections.deque()
                 insort(self.lengths, n)
-                self.bits |= 1 << self.R - n
+            self.copies[n].append(ref)
 
-    def _pop(self, arrival):
+    def _pop(self, ref):
         """Always the oldest of its kind: of all, of the long ones, or of its length."""
-        document = self.buffer.pop(arrival)
-        n = tokens_left(document)
+        ids = self.buffer.pop(ref)
+        n = tokens_left(ids, ref)
         self.n_tokens -= n
         if n > self.R:
             self.long.popleft()
-        elif document.ref.token == 0:
+        elif ref.token == 0:
             self.n_short -= 1
-            self.by_length[n].popleft()
-            if not self.by_length[n]:
-                del self.by_length[n]
+            self.copies[n].popleft()
+            if not self.copies[n]:
+                del self.copies[n]
                 self.lengths.pop(bisect_left(self.lengths, n))
-                self.bits ^= 1 << self.R - n
-        return document
+        return ids
 
     def held(self):
-        return list(self.buffer.values())
+        return list(self.buffer)
 
     def restore(self, document):
+        ids, ref = document
         if self.tails == "drop":
-            document = Document(document.ids[:self.R + SPARE], document.ref)
-        if document.ref.token < len(document.ids):    # else a shorter row drops what was left of it
-            self._put(document)
+            ids = ids[:self.R + SPARE]
+        if ref.token < len(ids):    # else a shorter row drops what was left of it
+            self._put(ids, ref)
 
 
-def tokens_left(document):
+def tokens_left(ids, ref):
     """To be delivered, with the BOS that a rest gets in front."""
-    token = document.ref.token
-    return len(document.ids) - token + 1 if token else len(document.ids)
+    return len(ids) - ref.token + 1 if ref.token else len(ids)
 
 
 PACKINGS = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPacker}
@@ -723,36 +691,41 @@ PACKINGS = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPa
 
 class Standing(NamedTuple):
     """Where a lane stands in one source: all that a state says of it. The default is the beginning."""
-    next: Ref = Ref()           # of the next document to be pulled
-    held: list | Rest = ()      # the Documents of its packer, oldest first
-    rows: int = 0               # it gave in all
-    share: int | None = 0       # rows it gave since the shares of the sources began; None: it has no more
+    next: Ref = Ref()         # of the next document to be pulled
+    held: list | Rest = ()    # the Refs in its packer, oldest first
+    rows: int = 0             # it gave in all
+    share: int | None = 0     # rows it gave since the shares of the sources began; None: it has no more
 
     def as_json(self):
-        return {"next": list(self.next), "held": [list(document.ref) for document in self.held],
-                "rows": self.rows, "share": self.share}
+        return {"next": list(self.next), "held": [list(ref) for ref in self.held], "rows": self.rows,
+                "share": self.share}
 
     @classmethod
     def from_json(cls, saved):
-        held = [Document(None, Ref(*ref)) for ref in saved["held"]]
-        return cls(Ref(*saved["next"]), held, saved["rows"], saved["share"])
+        return cls(Ref(*saved["next"]), [Ref(*ref) for ref in saved["held"]], saved["rows"], saved["share"])
 
 
 class Stream:
     """One source within one lane: its packer, and the chunks that it pulls."""
 
-    def __init__(self, source, packer, chunks, standing, encoder):
-        self.source, self.packer, self.chunks, self.encoder = source, packer, chunks, encoder
+    def __init__(self, source, number, packer, chunks, standing, encoder):
+        self.source, self.number, self.packer, self.chunks = source, number, packer, chunks
+        self.encoder, self.to_restore, self.waited = encoder, standing.held, 0.0
         self.next, self.fed_in = standing.next, standing.next.epoch    # the last epoch that had a token
         self.rows_before = packer.rows = standing.rows
-        self.to_restore, self.waited = standing.held, 0.0
+
+    def begin(self):
+        """Have its first row groups read, while other lanes are at theirs."""
+        first = next(self.source.deal(self.number, self.next))
+        for ref in {ref[:2]: ref for ref in (first, *self.to_restore)}.values():
+            self.encoder.row_groups.get(*self.source.find(ref)[:2])
 
     def row(self):
         """The arrays of the next row: T + 1 tokens, fewer in a finite run's last row, [] behind it."""
         if self.to_restore:
-            ids = self.encoder.encode_again(self.source, [document.ref for document in self.to_restore])
-            for _, ref in self.to_restore:
-                self.packer.restore(Document(ids[ref._replace(token=0)], ref))
+            found = self.encoder.encode_again(self.source, self.to_restore)
+            for ref in self.to_restore:
+                self.packer.restore(Document(found[ref._replace(token=0)], ref))
             self.to_restore = ()
         return self.packer.row(self.pull)
 
@@ -762,8 +735,8 @@ class Stream:
         self.waited += time.perf_counter() - began
         if chunk is None:
             return None
-        self.next = chunk.first.plus(len(chunk.bounds) - 1)
-        if len(chunk.ids):
+        self.next = chunk.behind
+        if chunk.docs:
             self.fed_in = self.next.epoch
         elif self.next.epoch > self.fed_in + 1:
             raise ValueError(f"a lane of {self.source.name} got no token for a whole epoch: all its "
@@ -848,7 +821,7 @@ class Pipeline:
 
     def __init__(self, lanes, encoder, rows, B, T, world_size, device, may_end, prefetch):
         self.lanes, self.encoder, self.most_ready = lanes, encoder, prefetch + 1
-        self.order = itertools.cycle(lanes)
+        self.turns, self.to_begin, self.n_to_begin = itertools.cycle(lanes), iter(lanes.values()), 2 * B
         self.may_end = may_end    # some source may: then rows can be short, or empty
         self.ahead = {}           # rows of lanes that were packed for a batch to come
         self.T, self.world_size, self.device = T, world_size, device
@@ -901,8 +874,11 @@ class Pipeline:
 
     def _pack_batch(self):
         began, (B, R) = time.perf_counter(), self.rows.shape
-        pieces, short = [], []
-        numbers = list(itertools.islice(self.order, B))
+        for lane in itertools.islice(self.to_begin, self.n_to_begin):    # those of the next batch, too
+            for stream in lane.streams.values():
+                stream.begin()
+        self.n_to_begin = B
+        pieces, short, numbers = [], [], list(itertools.islice(self.turns, B))
         for b, number in enumerate(numbers):
             row = self.ahead.pop(number, None) or self.lanes[number].row()
             pieces += row
@@ -970,6 +946,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         ends by itself
     transform(ids, ref, place): see Encoder
     threads: that encode; default: the cores of this rank. prefetch: batches made ahead
+    cache: a folder on this node's disk for copies of shards that are far away, of CACHE_BYTES at most
 
     ValueError: an argument or a state that does not fit; ShardError, RuntimeError: a shard or document that
     cannot be read or encoded, by name. A yielded batch is never written again.
@@ -981,12 +958,13 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                  rank: int | None = None, world_size: int | None = None, num_lanes: int | None = None,
                  shuffle_seed: int | None = None, epochs: int | dict | None = None, uneven: str = "pad",
                  device: str | torch.device = "cpu", threads: int | None = None, prefetch: int = 2,
-                 tokenizer_batch_size: int = 128, transform: Callable | None = None):
+                 tokenizer_batch_size: int = 128, transform: Callable | None = None,
+                 cache: str | None = None):
         self.arguments = {key: value for key, value in locals().items() if key != "self"}
         if (rank is None) != (world_size is None):
             raise ValueError(f"rank={rank}, world_size={world_size}; pass both, or neither")
         self.rank, self.world_size = (rank, world_size) if rank is not None else ranks_of_this_process()
-        self.tokenizer, self.B, self.T, self.split = tokenizer, B, T, split
+        self.B, self.T, self.split = B, T, split
         self.packing, self.tails, self.uneven, self.transform = packing, tails, uneven, transform
         self.shuffle_seed, self.tokenizer_batch_size = shuffle_seed, tokenizer_batch_size
         self.device, self.prefetch, self.buffer_size = torch.device(device), prefetch, buffer_size
@@ -996,18 +974,18 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.num_lanes = num_lanes
         check_arguments(self)
         self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
-        check_tokenizer(tokenizer)
+        self.tokenizer, self.face = tokenizer, as_encoder(tokenizer)
         self.weights, self.epochs = sources_of(data_dir, epochs)
-        shards = {name: list_shards(name, split) for name in self.weights}
+        shards = {name: list_shards(name, split, cache) for name in self.weights}
         self.sources = {name: Source(name, shards[name], self.num_lanes, shuffle_seed)
                         for name in sorted(shards)}    # by name: then whose turn it is, too
-        self.fingerprint = tokenizer_fingerprint(tokenizer)
         self._position = Position(0, {})    # where to go on
         self._before = collections.deque(maxlen=64)    # positions of the batches before
         self._pipeline, self._in_step = None, self._join_ranks()
         self._finished = self._closed = False
         self._pid, self._lock = os.getpid(), threading.Lock()
-        self._worker = mmap.mmap(-1, 8)    # shared with forks: the process of the DataLoader worker, or 0
+        # Shared with forks: the process of the DataLoader worker that iterates, or 0
+        self._worker = np.frombuffer(mmap.mmap(-1, 8), np.int64)
 
     # Going on from a position ----------------------------------------------------------------------------
 
@@ -1015,7 +993,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         """Threads, lanes, packers; in the process that iterates, when it begins to."""
         check_ranks(self)
         rows, standings = self._position
-        encoder = Encoder(self.tokenizer, self.threads, self.transform)
+        far = any("://" in name for name in self.sources)    # there, waiting takes the time; here, 4 keep up
+        encoder = Encoder(self.face, self.threads, self.transform, 16 if far else min(4, self.threads))
         lanes = {number: self._make_lane(encoder, number, standings.get(number, {}))
                  for number in lanes_of_rank(rows, self.rank, self.world_size, self.num_lanes)}
         self._pipeline = Pipeline(lanes, encoder, rows, self.B, self.T, self.world_size, self.device,
@@ -1034,7 +1013,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             ahead = text_ahead if source.shards[0].kind == "text" else 1
             chunks = encoder.chunks(source, number, standing.next, self.epochs[name], packer.chunk_size,
                                     ahead)
-            streams[name] = Stream(source, packer, chunks, standing, encoder)
+            streams[name] = Stream(source, number, packer, chunks, standing, encoder)
             shares[name] = standing.share
         return Lane(streams, whole_numbers(self.weights), shares)
 
@@ -1056,7 +1035,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         check_worker(self)
         check_callers()
         if get_worker_info() is not None:
-            self._worker[:] = os.getpid().to_bytes(8, "little")
+            self._worker[0] = os.getpid()
         if self._finished:    # the same run again, as with any other iterable
             self._go_to(Position(0, {}))
         return self
@@ -1156,7 +1135,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.num_lanes, self.sources, position = read_state(self, state)
         self._go_to(position)
         if get_worker_info() is not None:
-            self._worker[:] = os.getpid().to_bytes(8, "little")
+            self._worker[0] = os.getpid()
 
     def _go_to(self, position):
         if self._pipeline is not None and self._pid == os.getpid():
@@ -1180,7 +1159,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         total = count_packed(streams, self.T)
         seconds, waited = time.perf_counter() - pipeline.began, sum(stream.waited for stream in streams)
         return {**total, "rows_per_second": total["rows"] / seconds, "waited_s": pipeline.waited,
-                "engine_failures": getattr(self.tokenizer, "engine_failures", 0),
+                "engine_failures": self.face.engine_failures,
                 "tokens_encoded": encoder.counts["tokens"], "null_documents": encoder.counts["nulls"],
                 "left_out_documents": encoder.counts["left_out"],
                 "reading_s": encoder.row_groups.seconds, "encoding_s": encoder.counts["seconds"],
@@ -1282,15 +1261,17 @@ class InStep:
 #           that the shares of the sources begin anew
 # lanes     by lane and source: the Ref of the next document, the Refs held, rows, share of the rows
 
-VERSION = 2    # rows of a version never change
+VERSION = 3    # rows of a version never change
 
 
 def config_of(loader):
     """T is not in it, nor are B, the world size or threads: references do not depend on them."""
     (dealing,) = {source.dealing for source in loader.sources.values()}
+    transform = loader.arguments["transform"]    # not trace's
     return {"split": loader.split, "num_lanes": loader.num_lanes, "dealing": dealing,
             "shuffle_seed": loader.shuffle_seed, "packing": loader.packing, **loader._packer_options(),
-            "tokenizer": loader.fingerprint, "transform": name_of(loader.arguments["transform"])}
+            "tokenizer": loader.face.fingerprint,
+            "transform": getattr(transform, "__name__", type(transform).__name__) if transform else None}
 
 
 def describe(loader, source):
@@ -1306,13 +1287,12 @@ def read_state(loader, state):
         saved, lanes = match_sources(loader, state)
         lanes = {int(number): {name: Standing.from_json(part) for name, part in lane.items()}
                  for number, lane in lanes.items()}
-        rows = int(state["rows"])
-        check_lanes(loader, rows, num_lanes, lanes)
-        sources = {}
+        rows, sources = int(state["rows"]), {}
+        mine = lanes_of_rank(rows, loader.rank, loader.world_size, num_lanes)
+        check_lanes(mine, lanes, num_lanes)
         for name, source in loader.sources.items():
             history = history_of(source, saved[name], lanes, num_lanes) if name in saved else ()
             sources[name] = type(source)(name, source.shards, num_lanes, loader.shuffle_seed, history)
-        mine = lanes_of_rank(rows, loader.rank, loader.world_size, num_lanes)
         standings = {number: {name: lanes[number][name] if name in saved else Standing() for name in sources}
                      for number in mine}
     except (KeyError, TypeError, AttributeError, IndexError) as error:
@@ -1353,7 +1333,7 @@ def history_of(source, saved, lanes, num_lanes):
         raise ValueError(f"shards of {source.name}: the state knows {n}, here are {len(shards)}, but it is "
                          "one rank's; load merge_states([...]) of the states of all ranks, taken at one step")
     standings = [lane[source.name] for lane in lanes.values() if source.name in lane]
-    refs = [ref for s in standings for ref in (s.next, *(document.ref for document in s.held))]
+    refs = [ref for standing in standings for ref in (standing.next, *standing.held)]
     return [*history, [max(ref.epoch for ref in refs) + 1, len(shards)]]
 
 
@@ -1503,7 +1483,7 @@ def batches_with_state(resume, *args, **kwargs):
         state = loader.state_dict()
         ((standing,),) = [lane.values() for lane in state["lanes"].values()]
         ref = Ref(*standing["next"])
-        shard, row_group, _ = source.rows(ref)
+        shard, row_group, _ = source.find(ref)
         yield inputs, targets, {**state, "epoch": ref.epoch, "pq_idx": source.shards.index(shard),
                                 "rg_idx": row_group}
 
@@ -1563,41 +1543,6 @@ def source_name(path):
     return str(path).rstrip("/") if "://" in str(path) else os.path.normpath(path)
 
 
-WRAPPER = """a tokenizer needs get_bos_token_id() and an encode that prepends, as in
-    class Wrapped:
-        def get_bos_token_id(self):
-            return BOS
-        def encode(self, texts, prepend=None, num_threads=8):
-            return [[prepend, *ids] for ids in YOURS.encode_batch(texts)]    # lists of ints"""
-
-
-def check_tokenizer(tokenizer):
-    """That it has one of the faces, and puts BOS in front."""
-    try:
-        bos, (first, *rest) = tokenizer.get_bos_token_id(), encode_one(tokenizer, "a")
-    except Exception as error:
-        raise ValueError(f"{type(tokenizer).__name__} cannot be used ({type(error).__name__}: {error}); "
-                         f"{WRAPPER}") from error
-    if first != bos or not rest:
-        raise ValueError(f"{type(tokenizer).__name__} makes {[first, *rest]} of 'a', without BOS ({bos}) in "
-                         f"front; {WRAPPER}")
-
-
-def tokenizer_fingerprint(tokenizer):
-    """A tokenizer without a fingerprint of its own is known by what it makes of a line of text."""
-    if hasattr(tokenizer, "fingerprint"):
-        return tokenizer.fingerprint()
-    probe = "The quick brown fox,\n\tjumps over 1234567890 lazy dogs; na\u00efve \u4f60\u597d <endoftext>"
-    return hashlib.sha256(json.dumps(encode_one(tokenizer, probe)).encode()).hexdigest()
-
-
-def encode_one(tokenizer, text):
-    if hasattr(tokenizer, "encode_documents"):
-        return tokenizer.encode_documents([text.encode()])[0].tolist()
-    (ids,) = tokenizer.encode([text], prepend=tokenizer.get_bos_token_id(), num_threads=1)
-    return list(map(int, ids))
-
-
 def check_enough_documents(source, n):
     if n < source.num_lanes:
         raise ValueError(f"{n} documents in {len(source.shards)} shards ({source.shards[-1].path}) cannot "
@@ -1615,8 +1560,7 @@ def check_ranks(loader):
 
 
 def check_iterated_here(loader):
-    worker = int.from_bytes(loader._worker[:], "little")
-    if worker not in (0, os.getpid()):
+    if loader._worker[0] not in (0, os.getpid()):
         raise RuntimeError("a DataLoader worker iterates over this loader, and knows its state; "
                            "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0")
 
@@ -1630,14 +1574,15 @@ def check_enough_row_groups(source):
 
 def check_worker(loader):
     info = get_worker_info()
-    worker = int.from_bytes(loader._worker[:], "little")
-    if info is not None and worker not in (0, os.getpid()) and not loader._is_finite():
+    if info is None:
+        return
+    if loader._worker[0] not in (0, os.getpid()) and not loader._is_finite():
         raise ValueError("another DataLoader worker has iterated over this loader, and this one would begin "
                          "where it began; go on with one iterator, or use torchdata's StatefulDataLoader")
-    if info is not None and info.num_workers > 1:
+    if info.num_workers > 1:
         raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
                          "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
-    if info is not None and loader._is_finite() and loader.world_size > 1 and loader.uneven != "free":
+    if loader._is_finite() and loader.world_size > 1 and loader.uneven != "free":
         raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
                          'num_workers=0, or to this loader uneven="free"')
 
@@ -1704,8 +1649,7 @@ def check_config(loader, saved):
     return lanes
 
 
-def check_lanes(loader, rows, num_lanes, lanes):
-    mine = lanes_of_rank(rows, loader.rank, loader.world_size, num_lanes)
+def check_lanes(mine, lanes, num_lanes):
     if missing := [number for number in mine if number not in lanes]:
         raise ValueError(f"this state lacks lanes {missing} of {num_lanes}: it is one rank's; load "
                          "merge_states([...]) of the states of all ranks, taken at one step")
@@ -1713,19 +1657,12 @@ def check_lanes(loader, rows, num_lanes, lanes):
 
 def report_weights(loader, saved):
     """On rank 0, a line for each source of a mixture that has another weight now."""
-    before = {name: source["weight"] for name, source in saved.items()}
-    names = before | loader.weights
-    if loader.rank or len(names) == 1:
-        return
-    for name in names:
-        was, now = before.get(name, 0), loader.weights.get(name, 0)
+    names = saved | loader.weights
+    for name in names if loader.rank == 0 and len(names) > 1 else ():
+        was, now = saved.get(name, {"weight": 0})["weight"], loader.weights.get(name, 0)
+        begins = "" if was else "; it begins at its first document"
         if was != now:
-            print(f"data: source {name}: weight {was} -> {now}"
-                  + ("" if was else "; it begins at its first document"))
-
-
-def name_of(function):
-    return function if function is None else getattr(function, "__name__", type(function).__name__)
+            print(f"data: source {name}: weight {was} -> {now}{begins}")
 
 
 def divisors(n):

@@ -48,12 +48,13 @@ import requests
 # ---------------------------------------------------------------------------------------------------------
 # Shards: which there are, and which are val
 
-SPLIT_IN_NAME = re.compile(r"(train|val|test)(?:ing|id|idation)?(?![a-z])")    # Hugging Face's, mostly
+SPLIT_IN_NAME = re.compile(r"(?:split=)?(train|val|test)(?:ing|id|idation)?(?![a-z])")    # Hugging Face's
 
 
-def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
+def list_shards(data_dir: str | None, split: str, cache: str | None = None) -> list["Shard"]:
     """
-    The shards of a split, by name, from the index: no shard is opened.
+    The shards of a split, by name, from the index: no shard is opened. cache: a folder for whole copies of
+    those that are far away.
 
     Where names say it (train-*, validation-*), that is the split, and test-* is in neither; else the last
     file is val and the others are train.
@@ -61,34 +62,38 @@ def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
     if split not in ("train", "val"):
         raise ValueError(f"split is {split!r}; expected 'train' or 'val'")
     folder = data_dir or default_data_dir()
-    train, val = split_shards(all_shards(folder))
+    shards = all_shards(folder)
+    check_some(shards, folder, "documents in the parquet files")
+    train, val = split_shards(shards)
     if not train:
         raise ValueError(f"{folder}: there is only one parquet file to train on; the last one is val, so "
-                         "there must be two: python dataset.py -n 8 gets more, python -m dev.prepare convert "
-                         "makes them of your own text")
+                         "there must be two: get more with: python dataset.py -n 8, or "
+                         f"{convert_command(folder)}")
+    for shard in shards:
+        shard.cache = cache if "://" in folder else None
     return val if split == "val" else train
 
 
-def all_shards(folder: str) -> list["Shard"]:
+def all_shards(folder: str, index: dict | None = None) -> list["Shard"]:
     """Every shard that holds documents, in the order of their names."""
-    return shards_in(folder, read_index(folder))
-
-
-def shards_in(folder, index):
+    index = index or read_index(folder)
     return [make_shard(folder, name, index, entry) for name, entry in sorted(index["shards"].items())
             if any(entry["rows"])]    # Spark's last part may be empty
 
 
 def split_shards(shards):
     """(train, val)"""
-    val = [shard for shard in shards if split_in_name(shard) == "val"]
-    train = [shard for shard in shards if split_in_name(shard) in ("train", None)]
+    val = [shard for shard in shards if split_in_name(shard.name) == "val"]
+    train = [shard for shard in shards if split_in_name(shard.name) in ("train", None)]
     return (train, val) if val else (train[:-1], train[-1:])
 
 
-def split_in_name(shard):
-    said = SPLIT_IN_NAME.match(os.path.basename(shard.name).lower())
-    return said and said[1]
+def split_in_name(name):
+    """Of the file, or else of the innermost folder that says one."""
+    for part in reversed(name.lower().split("/")):
+        if said := SPLIT_IN_NAME.match(part):
+            return said[1]
+    return None
 
 
 def describe_split(shards):
@@ -97,15 +102,9 @@ def describe_split(shards):
     if not val:
         return "no documents"
     documents, test = sum(sum(shard.rows) for shard in shards), len(shards) - len(train) - len(val)
-    how = "by their names" if split_in_name(val[0]) == "val" else f"the last file, {val[0].name}"
+    how = "by their names" if split_in_name(val[0].name) == "val" else f"the last file, {val[0].name}"
     return (f"{documents:,} documents; {len(train):,} train shards, {len(val):,} val ({how})"
             + (f", {test:,} test (left out)" if test else ""))
-
-
-def list_parquet_files(data_dir: str | None = None) -> list[str]:
-    """Full paths (or URIs) of the shards in a folder, sorted."""
-    folder = data_dir or default_data_dir()
-    return [join_name(folder, name) for name in list_files(folder)[0]]
 
 
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1,
@@ -145,7 +144,7 @@ def files_and_index(folder):
     """What lies in a folder, and what its index.json says; None where it has none."""
     if is_http(folder):
         index = parse_index(patiently(lambda: http_get(folder).content, folder), folder)
-        return {name: File(entry["bytes"], None) for name, entry in index["shards"].items()}, index
+        return {name: File(entry["bytes"]) for name, entry in index["shards"].items()}, index
     files, beside = list_files(folder)
     check_some(files, folder)
     if beside is None:
@@ -157,12 +156,10 @@ def files_and_index(folder):
 def difference(indexed, files):
     """The first shard about which an index and a listing differ, and how; None where they agree."""
     for name in sorted(indexed.keys() | files.keys()):
-        if name not in files:
-            return f"{name} is in the index only"
-        if name not in indexed:
-            return f"{name} is not in the index"
-        if indexed[name]["bytes"] != files[name].size:
-            return f"{name} has {files[name].size:,} bytes, {indexed[name]['bytes']:,} in the index"
+        listed = f"{files[name].size:,} bytes" if name in files else "nothing"
+        said = f"{indexed[name]['bytes']:,} bytes" if name in indexed else "nothing"
+        if listed != said:
+            return f"of {name} the folder has {listed}, the index {said}"
     return None
 
 
@@ -191,7 +188,7 @@ def make_index_of_text(folder, files):
     if index["kind"] == "tokens":
         raise ValueError(f"{folder}: no {INDEX} stands beside these token shards; it comes when all are "
                          "there: let `python -m dev.prepare tokenize` end, or copy that file too")
-    print(f"{folder}: {describe_split(shards_in(folder, index))}", file=sys.stderr, flush=True)
+    print(f"{folder}: {describe_split(all_shards(folder, index))}", file=sys.stderr, flush=True)
     return index
 
 
@@ -219,7 +216,7 @@ def read_entry(folder, item):
         metadata, checksums = patiently(lambda: read_footer(folder, name, file.size), folder)
         schema, extra = metadata.schema.to_arrow_schema(), metadata.metadata or {}
         kind = "tokens" if "tokens" in schema.names and "text" not in schema.names else "text"
-        check_column(join_name(folder, name), schema, kind)
+        check_column(folder, name, schema, kind)
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if sum(rows) != metadata.num_rows or len(checksums or rows) != len(rows):
             raise ValueError("its footer contradicts itself")
@@ -272,6 +269,7 @@ class Shard:
     kind: str                  # 'text' or 'tokens'
     dtype: np.dtype | None     # of the token ids
     fingerprint: str | None    # of the tokenizer that made them
+    cache: str | None = None   # folder for its local copy
 
     @property
     def path(self) -> str:
@@ -283,14 +281,23 @@ class Shard:
             return patiently(lambda: self._read(row_group), self.folder)
 
     def _read(self, row_group):
-        metadata, checksums = read_footer(self.folder, self.name, self.file_size)
-        with open_file(self.folder, self.name, self.file_size) as file:
+        if not self.cache:
+            return self._read_at(self.folder, self.name, row_group)
+        name = copy_to_cache(self)
+        try:
+            return self._read_at(self.cache, name, row_group)
+        except Exception:
+            remove(os.path.join(self.cache, name))    # the next attempt copies it anew
+            raise
+
+    def _read_at(self, folder, name, row_group):
+        metadata, checksums = read_footer(folder, name, self.file_size)
+        with open_file(folder, name, self.file_size) as file:
             # Our checksum of ids says all that the pages' would, which cost two thirds of the speed.
             pages = self.kind == "text" or not checksums
             parquet = pq.ParquetFile(file, metadata=metadata, pre_buffer=False,
                                      page_checksum_verification=pages)
-            table = parquet.read_row_group(row_group, columns=[self.kind], use_threads=False)
-        array = one_array(table.column(0), self.kind)
+            array = one_array(read_column(parquet, row_group, self.kind, self.file_size), self.kind)
         if len(array) != self.rows[row_group]:
             raise ValueError(f"it has {len(array):,} documents, {self.rows[row_group]:,} in the index")
         if checksums and checksum(array) != checksums[row_group]:
@@ -299,7 +306,19 @@ class Shard:
         return array
 
 
+def read_column(parquet, row_group, column, file_size):
+    """In pieces, since a dictionary of one long document makes 10 GB of a file of 290 bytes."""
+    pieces, n_bytes = [], 0
+    for piece in parquet.iter_batches(1024, [row_group], [column], use_threads=False):
+        pieces.append(piece.column(0))
+        n_bytes += pieces[-1].nbytes
+        check_size(n_bytes, "bytes of documents", file_size, 1 << 28)
+    return pa.chunked_array(pieces, parquet.schema_arrow.field(column).type)
+
+
 def make_shard(folder, name, head, entry):
+    with errors_named(folder, name, "footer"):    # a loader keeps 8 bytes a document
+        check_size(sum(entry["rows"]), "documents", entry["bytes"], 1 << 20)
     dtype = head["dtype"] and np.dtype(head["dtype"]).newbyteorder("<")
     return Shard(folder, name, entry["bytes"], entry["text_bytes"], entry["rows"], head["kind"], dtype,
                  head["tokenizer"])
@@ -310,18 +329,13 @@ def open_shard(folder: str, name: str, file: "File") -> Shard:
     return make_shard(folder, name, *read_entry(folder, (name, file)))
 
 
-class Footer(NamedTuple):
-    metadata: pq.FileMetaData
-    checksums: list[int] | None    # of each row group; None in shards that others wrote
-
-
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=64)    # a request saved for each row group that is read from far away
 def read_footer(folder, name, size):
-    """A request saved for each row group that is read from far away."""
+    """(metadata, checksums of the row groups' documents or None in shards that others wrote)"""
     with open_file(folder, name, size) as file:
         metadata = pq.ParquetFile(file).metadata
-    extra = metadata.metadata or {}
-    return Footer(metadata, json.loads(extra[CHECKSUMS]) if CHECKSUMS in extra else None)
+    checksums = (metadata.metadata or {}).get(CHECKSUMS)
+    return metadata, checksums and json.loads(checksums)
 
 
 @contextlib.contextmanager
@@ -332,14 +346,22 @@ def errors_named(folder, name, place):
     except ShardError:
         raise
     except Exception as error:
-        raise ShardError(f"{join_name(folder, name)}, {place}: {one_line(error)}; check it with: "
-                         f"python -m dev.prepare verify --data {shlex.quote(folder)}") from error
+        advice = f"check it with: python -m dev.prepare verify --data {shlex.quote(folder)}"
+        if "crypt" in str(error):
+            advice = "write it again without encryption"
+        raise ShardError(f"{join_name(folder, name)}, {place}: {one_line(error)}; {advice}") from error
 
 
 def is_text(kind: pa.DataType) -> bool:
     if pa.types.is_dictionary(kind):
         kind = kind.value_type
     return kind in (pa.string(), pa.large_string(), pa.string_view())
+
+
+def columns_of_text(schema):
+    """Names of those that convert takes: strings, and bytes, which old Hive and Impala call strings."""
+    return [field.name for field in schema
+            if is_text(field.type) or field.type in (pa.binary(), pa.large_binary(), pa.binary_view())]
 
 
 def one_array(column, kind):
@@ -379,6 +401,50 @@ def checksum(array: pa.Array) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Local copies of shards that are far away
+
+CACHE_BYTES = 200 << 30    # at most, and no more than the disk has
+COPY = re.compile(r"[0-9a-f]{16}-.*\.parquet(\.part)?")    # in a cache: what is ours to delete
+
+
+def copy_to_cache(shard):
+    """The name of its whole copy in the cache, which the first of a node's threads and ranks makes."""
+    os.makedirs(shard.cache, exist_ok=True)
+    key = hashlib.sha256(f"{shard.path} {shard.file_size}".encode()).hexdigest()[:16]
+    name = f"{key}-{os.path.basename(shard.name)}"
+    path = os.path.join(shard.cache, name)
+    with lock_file(path + ".lock"):
+        if size_of(path) != shard.file_size:
+            make_room(shard.cache, shard.file_size)
+            far = open_file(shard.folder, shard.name, shard.file_size)
+            with far, open(path + ".part", "wb") as near:
+                near.truncate(shard.file_size)    # others that make room see what it will take
+                shutil.copyfileobj(far, near, COPY_PIECE)
+                if near.tell() != shard.file_size:
+                    raise OSError(f"{near.tell():,} bytes came of {shard.file_size:,}")
+            os.replace(path + ".part", path)
+        os.utime(path)
+    return name
+
+
+def make_room(cache, n_bytes):
+    """Delete the copies that were not used for the longest time."""
+    copies = []
+    for entry in os.scandir(cache):
+        with contextlib.suppress(FileNotFoundError):    # another process makes room, too
+            if COPY.fullmatch(entry.name):
+                copies.append((entry.stat().st_mtime_ns, entry.stat().st_size, entry.path))
+    used = sum(size for _, size, _ in copies)
+    limit = min(CACHE_BYTES, used + shutil.disk_usage(cache).free)
+    for _, size, path in sorted(copies):
+        if used + n_bytes > limit:
+            remove(path)
+            used -= size
+    if used + n_bytes > limit:
+        raise OSError(f"--cache {cache} has no room for a shard of {n_bytes:,} bytes; name a larger disk")
+
+
+# ---------------------------------------------------------------------------------------------------------
 # Writing shards
 
 def write_shard(path: str, row_groups: Iterable[pa.Array], column: str = "text",
@@ -397,8 +463,7 @@ def write_shard(path: str, row_groups: Iterable[pa.Array], column: str = "text",
         sync(part)
         os.replace(part, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(part)
+        remove(part)
 
 
 def write_whole(path: str, data: bytes) -> None:
@@ -428,7 +493,7 @@ def find_data(data_dir: str | None = None) -> str:
     """The given folder or URI; else downloaded or converted shards; else the built-in corpus."""
     if data_dir:
         return data_dir
-    if list_parquet_files():
+    if list_files(default_data_dir())[0]:
         return default_data_dir()
     version = ".".join(map(str, sys.version_info[:3]))
     folder = os.path.join(get_base_dir(), f"builtin-v{BUILTIN_VERSION}-python-{version}")
@@ -488,11 +553,12 @@ RETRY_SECONDS = 1.0      # the first wait, about; doubled each time
 READ_ATTEMPTS = 5        # at one thing that is far away
 BUSY_SECONDS = 600       # so long a server that says it is busy (429, 503) is waited for
 REQUESTS_AT_ONCE = 32    # of one process
+COPY_PIECE = 32 << 20    # bytes of a request, where a whole shard is copied
 
 
 class File(NamedTuple):
     size: int
-    modified: int | None    # nanoseconds
+    modified: int | None = None    # nanoseconds
 
 
 def get_base_dir() -> str:
@@ -511,39 +577,56 @@ def default_data_dir() -> str:
 
 
 def list_files(folder: str) -> tuple[dict[str, File], File | None]:
-    """{name: File} of the shards in a folder, or if there are none in its subfolder data/; and index.json."""
+    """{name: File} of the shards in a folder, or where it has none, of those below; and its index.json."""
     if is_http(folder):
         raise ValueError(f"{folder}: a web server lists no files; name the index.json beside its shards")
-    list_folder = far_files if "://" in folder else local_files
-    files = list_folder(folder, "")
-    if not files.keys() - {INDEX}:
-        files |= list_folder(folder, "data/")    # the layout of Hugging Face's repositories
+    files = {}
+    for deep in (False, True):    # deep: Hugging Face's data/, Hive's year=2024/
+        found = far_files(folder, deep) if "://" in folder else local_files(folder, deep)
+        files = {name: file for name, file in found if is_shard(name) or name == INDEX}
+        if files.keys() - {INDEX}:
+            break
     for name in files:
         check_name(name, folder)
     index = files.pop(INDEX, None)
     return dict(sorted(files.items())), index
 
 
-def local_files(folder, below):
-    root, files = os.path.join(folder, below), {}
-    for name in os.listdir(root) if os.path.isdir(root) else ():
+def local_files(folder, deep):
+    for path in files_below(folder, deep):
+        name = os.path.relpath(path, folder).replace(os.sep, "/")
         if is_shard(name) or name == INDEX:
-            seen = os.stat(os.path.join(root, name))    # pyarrow's listing leaves out links to nothing
+            seen = os.stat(path)    # pyarrow's listing leaves out links to nothing
             if stat.S_ISREG(seen.st_mode):
-                files[below + name] = File(seen.st_size, seen.st_mtime_ns)
-    return files
+                yield name, File(seen.st_size, seen.st_mtime_ns)
 
 
-def far_files(folder, below):
+def far_files(folder, deep):
     fs, root = remote_filesystem(folder)
-    found = fs.get_file_info(pafs.FileSelector(f"{root}/{below}".rstrip("/"), allow_not_found=True))
-    return {below + info.base_name: File(info.size, info.mtime_ns) for info in found
-            if info.is_file and (is_shard(info.base_name) or info.base_name == INDEX)}
+    for info in fs.get_file_info(pafs.FileSelector(root.rstrip("/"), allow_not_found=True, recursive=deep)):
+        if info.is_file:
+            yield info.path[len(root.rstrip("/")):].lstrip("/"), File(info.size, info.mtime_ns)
+
+
+def files_below(root, deep=True):
+    """Through links to folders too, but into each folder once; one that cannot be read is an error."""
+    def fail(error):
+        if not isinstance(error, FileNotFoundError | NotADirectoryError):
+            raise error
+
+    seen = set()
+    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
+        real = os.path.realpath(folder)
+        if real in seen or not deep:
+            folders.clear()
+        if real not in seen:
+            yield from (os.path.join(folder, name) for name in names)
+        seen.add(real)
 
 
 def is_shard(name):
-    """Others' tools put files beside their shards whose names begin with . or _"""
-    return name.endswith(".parquet") and not os.path.basename(name).startswith((".", "_"))
+    """Others' tools put files beside their shards, and folders, whose names begin with . or _"""
+    return name.endswith(".parquet") and not re.search(r"(^|/)[._]", name)
 
 
 def is_http(folder):
@@ -640,22 +723,28 @@ def http_get(url, headers=None, stream=False):
     return response
 
 
-def patiently(work, folder):
-    """work(); where the folder is far away, again after growing waits, and never too many at once."""
-    if "://" not in folder:
+def patiently(work, place, attempts=None, n_bytes=lambda: 0, wait=lambda seconds, error: time.sleep(seconds)):
+    """
+    work(); where the place is far away, again after growing waits, and never too many at once. n_bytes():
+    how much of it is done: an attempt that brings some is no failure.
+    """
+    if "://" not in place:
         return work()
     began, failures = time.monotonic(), 0
     for attempt in itertools.count():
+        before = n_bytes()
         try:
             with requests_in_flight:
                 return work()
         except Exception as error:
-            if not getattr(error, "busy", False):
+            if n_bytes() > before:
+                began = time.monotonic()
+            elif not getattr(error, "busy", False):
                 failures += 1
-            hopeless = getattr(error, "final", False) or failures == READ_ATTEMPTS
+            hopeless = getattr(error, "final", False) or failures == (attempts or READ_ATTEMPTS)
             if hopeless or time.monotonic() - began > BUSY_SECONDS:
                 raise
-            time.sleep(wait_after(error, attempt))
+            wait(wait_after(error, attempt), error)
 
 
 def wait_after(error, attempt):
@@ -693,7 +782,7 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
     """
     Fetch the named shards into a folder, index it; returns {name: why not} of those that could not be had.
 
-    Any number of downloaders may share the folder. Stopped at any point, the same call goes on from there.
+    Another download into the same folder is waited for. Stopped at any point, the same call goes on.
     """
     check_local(folder)
     os.makedirs(folder, exist_ok=True)
@@ -701,76 +790,64 @@ def download(names: list[str], folder: str, base_url: str = BASE_URL, workers: i
     progress = Progress(len(names), "shards")
 
     def work():
-        while queue and not stop.is_set():
-            with contextlib.suppress(IndexError):
+        with contextlib.suppress(IndexError):    # the queue is empty
+            while not stop.is_set():
                 name = queue.popleft()
                 try:
-                    if not fetch_locked(f"{base_url}/{name}", os.path.join(folder, name), progress, stop):
-                        progress.waits = f"{name}: another download is at it"
-                        queue.append(name)    # look again later
-                        stop.wait(0.2)
+                    fetch(f"{base_url}/{name}", os.path.join(folder, name), progress, stop)
+                    progress.add(done=1)
                 except Exception as error:
-                    failed[name] = one_line(error)
+                    failed[name] = f"{base_url}/{name}: {one_line(error)}"
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
+    def lock_and_work():
+        progress.waits = f"{folder}: another download is at it"
+        with lock_file(os.path.abspath(folder) + ".lock"):
+            threads = [threading.Thread(target=work, daemon=True) for _ in range(workers)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            index_what_is_there(folder)
+
+    all_work = threading.Thread(target=lock_and_work, daemon=True)
     try:
-        for thread in threads:
-            thread.start()
-        while any(thread.is_alive() for thread in threads):
+        all_work.start()
+        while all_work.is_alive():
             time.sleep(0.05)    # not join(): Ctrl-C must come through
             progress.say_what_it_waits_for(IDLE_SECONDS)
     finally:
         stop.set()
         progress.close()
-    index_what_is_there(folder)
     return failed
 
 
 def index_what_is_there(folder):
-    """The index of the folder as it is when this returns, also where several downloads end at once."""
-    while files := list_files(folder)[0]:
-        index = read_json(os.path.join(folder, INDEX))
-        if index and not difference(index["shards"], files):
-            return
+    files, index = list_files(folder)[0], read_json(os.path.join(folder, INDEX))
+    if files and (not index or difference(index["shards"], files)):
         write_index(folder)
-
-
-def fetch_locked(url, path, progress, stop):
-    """Fetch a file unless it is there; False where another download holds its lock."""
-    with lock_file(path + ".lock", wait=False) as mine:
-        if mine and not is_whole(path):
-            fetch(url, path, progress, stop)
-        if mine and os.path.exists(path):
-            progress.add(done=1)
-            with contextlib.suppress(OSError):
-                os.unlink(path + ".lock")    # whoever waits for it looks for the file first
-    return mine
 
 
 def fetch(url, path, progress, stop):
     """Download one file: whole, checked, under its own name, or an error. Waits between its attempts."""
-    part, failures, began = path + ".part", 0, time.monotonic()
-    for attempt in itertools.count():
-        before = size_of(part)
+    part = path + ".part"
+
+    def attempt():
         try:
-            fetch_rest(url, part, progress, stop)
+            if not stop.is_set():
+                fetch_rest(url, part, progress, stop)
             if not stop.is_set():
                 rename_whole(part, path)
-            return
-        except (OSError, ValueError) as error:    # whatever requests raises is an OSError
-            if isinstance(error, Damaged) or getattr(error, "status", 0) == 416:
+        except (Damaged, HttpError) as error:
+            if getattr(error, "status", 416) == 416:    # the part is of another file
                 remove(part, part + ".json")
-            busy, wait = getattr(error, "busy", False), wait_after(error, attempt)
-            if size_of(part) > before:
-                began = time.monotonic()
-            elif not busy:
-                failures += 1
-            hopeless = getattr(error, "final", False) or failures == FETCH_ATTEMPTS
-            if hopeless or time.monotonic() - began > BUSY_SECONDS:
-                raise OSError(f"{url}: gave up: {one_line(error)}") from error
-            progress.waits = f"{os.path.basename(path)}: {one_line(error)}; next attempt in {wait:.0f} s"
-        if stop.wait(wait):
-            return
+            raise
+
+    def wait(seconds, error):
+        progress.waits = f"{os.path.basename(path)}: {one_line(error)}; next attempt in {seconds:.0f} s"
+        stop.wait(seconds)
+
+    if not is_whole(path):
+        patiently(attempt, url, FETCH_ATTEMPTS, lambda: size_of(part), wait)
 
 
 def fetch_rest(url, part, progress, stop):
@@ -869,6 +946,12 @@ def remove(*paths):
 # ---------------------------------------------------------------------------------------------------------
 # What is refused
 
+def check_size(number, what, file_size, always):
+    """A small file that says it is huge is damaged, or made to harm: it would take all memory."""
+    if number > always + 1000 * file_size:
+        raise ValueError(f"its {file_size:,} bytes say that they hold {number:,} {what}")
+
+
 def check_name(name, where):
     """A name in a listing or an index stays below its folder, here and wherever it is copied to."""
     parts = name.replace("\\", "/").split("/")
@@ -877,10 +960,23 @@ def check_name(name, where):
                          "shard_00000.parquet, without .. or an address")
 
 
-def check_some(files, folder):
-    if not files:
-        raise FileNotFoundError(f"no parquet files in {folder}; get some with: python dataset.py -n 8, "
-                                "or make them of your own text: python -m dev.prepare convert FILES")
+def check_some(found, folder, what="parquet files"):
+    if not found:
+        mine = folder if "://" in folder or os.path.exists(folder) else "FILES"
+        raise FileNotFoundError(f"no {what} in {folder}; get some with: python dataset.py -n 8, "
+                                f"or {convert_command(mine)}")
+
+
+MAKE_JSONL = 'make .jsonl of it, for each document a line {"text": "..."}, and convert that'
+
+
+def convert_command(folder, flag=""):
+    return f"make them of your own text: python -m dev.prepare convert {shlex.quote(folder)}{flag}"
+
+
+def text_key_flag(columns):
+    """columns: those that may hold the text"""
+    return f" --text_key {shlex.quote(columns[0]) if len(columns) == 1 else 'COLUMN'}"
 
 
 def parse_index(data, where):
@@ -902,16 +998,17 @@ def parse_index(data, where):
     return index
 
 
-def check_column(path, schema, kind):
+def check_column(folder, name, schema, kind):
+    path, columns = join_name(folder, name), columns_of_text(schema)
     if kind not in schema.names:
-        names = ", ".join(map(repr, schema.names))
-        key = next((field.name for field in schema if is_text(field.type)), "COLUMN")
-        raise ShardError(f"{path}: it has no column `text`, only {names}; make shards of it with: "
-                         f"python -m dev.prepare convert FILES --text_key {shlex.quote(key)}")
+        raise ShardError(f"{path}: it has no column `text`, only {', '.join(map(repr, schema.names))}; "
+                         f"{convert_command(folder, text_key_flag(columns)) if columns else MAKE_JSONL}")
     seen = schema.field(kind).type
-    if not (is_text(seen) if kind == "text" else pa.types.is_binary(seen)):
-        raise ShardError(f"{path}: its column `{kind}` holds {seen}, not "
-                         f"{'strings' if kind == 'text' else 'binary'}")
+    if kind == "text" and not is_text(seen):
+        raise ShardError(f"{path}: its column `text` holds {seen}, not strings; "
+                         f"{convert_command(folder) if 'text' in columns else MAKE_JSONL}")
+    if kind == "tokens" and not pa.types.is_binary(seen):
+        raise ShardError(f"{path}: its column `tokens` holds {seen}, not binary")
 
 
 def check_local(folder):
@@ -1036,27 +1133,24 @@ def make_parser():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name, run, text):
-        sub = commands.add_parser(name, help=text, description=text)
-        sub.set_defaults(run=run)
-        return sub.add_argument
+    command = commands.add_parser("download", help="fetch public shards (the word may be left out)")
+    command.set_defaults(run=run_download)
+    command.add_argument("-n", "--num_files", type=int, required=True, help="train shards, -1: all; and val")
+    command.add_argument("-w", "--num_workers", type=int, default=4, help="downloads at once (default 4)")
+    command.add_argument("--base_url", default=BASE_URL, help="what stands in front of /shard_00000.parquet")
+    command.add_argument("--out", help="folder (default: where train.py looks)")
 
-    add = command("download", run_download, "fetch public shards (the word may be left out)")
-    add("-n", "--num_files", type=int, required=True, help="train shards, -1 for all; val comes too")
-    add("-w", "--num_workers", type=int, default=4, help="downloads at once (default 4)")
-    add("--base_url", default=BASE_URL, help="a mirror: what stands in front of /shard_00000.parquet")
-    add("--out", help="folder (default: where train.py looks)")
-    add = command("index", run_index, "write the index.json of a folder or bucket that has none")
-    add("folder", help="folder or URI of parquet shards")
-    add("--out", help="file (default: index.json in the folder)")
+    command = commands.add_parser("index", help="write the index.json of a folder or bucket that has none")
+    command.set_defaults(run=run_index)
+    command.add_argument("folder", help="folder or URI of parquet shards")
+    command.add_argument("--out", help="file (default: index.json in the folder)")
     return parser
 
 
 def run_download(flags):
-    if flags.num_files == 0 or flags.num_files < -1:
-        raise ValueError(f"-n {flags.num_files}: expected how many train shards, or -1 for all {MAX_SHARD:,}")
-    if flags.num_workers < 1:
-        raise ValueError(f"-w {flags.num_workers}: expected how many downloads at once, at least 1")
+    if flags.num_files == 0 or flags.num_files < -1 or flags.num_workers < 1:
+        raise ValueError(f"-n {flags.num_files} -w {flags.num_workers}: expected how many train shards, or "
+                         f"-1 for all {MAX_SHARD:,}, and how many downloads at once, at least 1")
     folder = flags.out or default_data_dir()
     count = MAX_SHARD if flags.num_files == -1 else min(flags.num_files, MAX_SHARD)
     # Val first: were it the last to come, another shard would be val meanwhile.

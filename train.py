@@ -108,6 +108,7 @@ def parse_flags(argv=None):
     p.add_argument("--data", nargs="+", default=[], metavar="PATH[:WEIGHT]",
                    help="folder or URI of shards; several take weights, shares of tokens (default: what "
                         "dataset.py downloaded, else the built-in corpus)")
+    p.add_argument("--cache", metavar="DIR", help="a folder on this node's disk for copies of far shards")
     p.add_argument("--tokenizer", metavar="DIR", help="default: tokenizer.py's, else one trained on the data")
     p.add_argument("--vocab_size", type=int, metavar="N",
                    help="of the tokenizer that is trained where there is none (cpu 2048, cuda 32768)")
@@ -218,7 +219,7 @@ def train(flags):
         loader = PackedLoader(
             tokenizer, rows_of_rank(flags, T, world), T, "train", data_dir=sources, packing=flags.packing,
             tails=flags.tails, num_lanes=settings["num_lanes"], device=device if cuda else "cpu",
-            shuffle_seed=flags.seed if flags.shuffle else None)
+            shuffle_seed=flags.seed if flags.shuffle else None, cache=flags.cache)
         if state:
             loader.load_state_dict(state)
         return loader

@@ -29,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, cores_of_this_rank, tokens_left, trace
+from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, cores_of_this_rank, trace
 from dataset import column_views, errors_in_one_line, find_data, list_shards
 from dev.prepare import tokenize
 from tokenizer import RustBPETokenizer, find_tokenizer, get_tokenizer
@@ -124,15 +124,21 @@ def tally_rows(loader, n_rows):
     (source,) = loader.sources.values()
     packer = PACKINGS[loader.packing](loader.T, **loader._packer_options())
     encoder, waiting, longest_wait = Encoder(loader.tokenizer, loader.threads), {}, 0
-    chunks = encoder.chunks(source, 0, Ref(), size=packer.chunk_size, ahead=8)
+    chunks, lengths = encoder.chunks(source, 0, Ref(), size=packer.chunk_size, ahead=8), {}
+
+    def pull():
+        chunk = next(chunks)
+        lengths.update(zip(chunk.refs(), np.diff(chunk.bounds), strict=True))
+        return chunk
+
     for _ in range(n_rows):
-        packer.row(lambda: next(chunks))
-        whole = [document.ref for document in packer.held() if document.ref.token == 0]
+        packer.row(pull)
+        whole = [ref for ref in packer.held() if ref.token == 0]
         waiting = {ref: waiting.get(ref, 0) + 1 for ref in whole}
         longest_wait = max(longest_wait, *waiting.values(), 0)
     encoder.close()
     dropped, documents, cut = (packer.counts[key] for key in ("dropped", "documents", "cut"))
-    held = sum(map(tokens_left, packer.held())) / (loader.T + 1)
+    held = sum(lengths[ref._replace(token=0)] - ref.token for ref in packer.held()) / (loader.T + 1)
     return Tally(lost_share(dropped, n_rows * loader.T), cut / documents, longest_wait, held)
 
 

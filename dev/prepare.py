@@ -17,6 +17,8 @@ import hashlib
 import io
 import itertools
 import json
+import logging
+import lzma
 import multiprocessing
 import os
 import re
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import threading
 from codecs import BOM_UTF8
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -38,21 +40,23 @@ import pyarrow.parquet as pq
 
 from dataset import (
     INDEX,
+    MAKE_JSONL,
     PIECE,
     File,
     Progress,
     all_shards,
     check_local,
+    columns_of_text,
     cores,
     default_data_dir,
     errors_in_one_line,
     files_and_index,
+    files_below,
     filesystem_of,
     find_data,
     in_order,
     index_command,
     is_http,
-    is_text,
     join_name,
     list_files,
     list_shards,
@@ -63,6 +67,9 @@ from dataset import (
     read_footer,
     remove,
     sha256_of,
+    size_of,
+    split_in_name,
+    text_key_flag,
     write_index,
     write_shard,
 )
@@ -90,7 +97,7 @@ def convert(inputs: list[str], out: str, text_key: str = "text", skip_bad: bool 
             skip_torn: bool = False, cut_bytes: int | None = None, seed: int = 0, workers: int | None = None,
             shard_bytes: int = SHARD_BYTES, executor: Executor | None = None) -> dict:
     """
-    Make shards of files with one of SUFFIXES; the last shard, about 1 % of the documents, is val.
+    Make shards of files with one of KINDS; the last shard, about 1 % of the documents, is val.
 
     inputs: paths, folders, globs, URIs. Nothing stands under `out` before everything does. ValueError names
     file and line of the first bad document; with `skip_bad` the report counts them and shows the first few,
@@ -161,8 +168,12 @@ def dask_executor(address):
         from distributed import Client
     except ImportError as error:
         raise ValueError("--dask needs Dask's scheduler: pip install distributed") from error
+    logging.getLogger("distributed.client").setLevel(logging.CRITICAL)    # it prints tracebacks of its own
     with Client(address) as client:
-        yield client.get_executor(), sum(client.nthreads().values())
+        try:
+            yield client.get_executor(), sum(client.nthreads().values())
+        except CancelledError as error:
+            raise OSError(f"the scheduler at {address} was lost, with it what was under way") from error
 
 
 def end_with_parent():
@@ -268,7 +279,9 @@ def plan_shards(keys, lengths, shard_bytes):
     """
     n = len(keys)
     if n < 2:
-        raise ValueError(f"{n} documents are too few for a train and a val shard")
+        cut = min(10_000, 1 + int(lengths.sum()) // 16)
+        raise ValueError(f"{n} documents are too few for a train and a val shard"
+                         + (f"; of one long text make many: add --cut_bytes {cut}" if n else ""))
     train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
     ends = np.cumsum(lengths + 1)    # + 1: there may be empty ones only
     shards = max(4, round(int(lengths.sum()) / shard_bytes) - 1)    # four, so that cores share a small corpus
@@ -317,11 +330,14 @@ def gather_row_group(runs, first, last):
 # ---------------------------------------------------------------------------------------------------------
 # The files that convert reads
 
-SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet", ".arrow", ".feather", ".csv", ".tsv", ".txt", ".md")
-BINARY = (".parquet", ".arrow", ".feather")
-CODECS = {".gz": "gzip", ".zst": "zstd"}
-MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"PAR1": ".parquet", b"ARROW1": ".arrow",
-         b"BZh": ".bz2", b"\xfd7zXZ": ".xz", b"PK\x03\x04": ".zip", b"%PDF": ".pdf"}
+TEXT = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".txt", ".md")
+BINARY = {".parquet": ".parquet", ".pq": ".parquet", ".arrow": ".arrow", ".feather": ".arrow"}
+KINDS = (*TEXT, *BINARY)
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "Python's"}    # of text
+ARCHIVES = {".zip": "zipfile", ".tar": "tarfile", ".tgz": "tarfile"}    # Python's modules that unpack them
+MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\x04\x22\x4d\x18": ".lz4",
+         b"\xfd7zXZ": ".xz", b"PAR1": ".parquet", b"PARE": "encrypted", b"ARROW1": ".arrow",
+         b"PK\x03\x04": "zip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 ABOUT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")    # beside Hugging Face's .arrow files
 TORN = "torn: "    # how the problem of a file that was cut begins
 
@@ -333,46 +349,42 @@ def size_in(file):
 def find_inputs(inputs: list[str]) -> tuple[list[tuple[str, str, int]], list[str]]:
     """
     (folder, name, size) of every file that paths, folders, globs and URIs stand for, each once, sorted; and
-    what else lies in these folders: files of other kinds, and hidden ones.
+    in the same form what else lies in these folders: other kinds, other splits, and hidden ones.
     """
     found, others = set(), set()
     for pattern in inputs:
         files, rest = remote_inputs(pattern) if "://" in pattern else local_inputs(pattern)
-        odd = [name for _, name, _ in files if not kind_of(name)]
-        if odd or not files:
-            raise ValueError(
-                f"{pattern}: {f'cannot convert {odd[0]}' if odd else 'no such files'}; expected "
-                f"{', '.join(SUFFIXES)} (text also .gz or .zst): file, folder or quoted glob; of other kinds "
-                'make .jsonl, for each document a line {"text": "..."}')
+        odd = [file for file in files or rest if not kind_of(file[1])]
+        if odd:
+            with open_file(*odd[0]) as stream:
+                raise ValueError(f"{pattern}: cannot convert {odd[0][1]}; "
+                                 f"{what_to_type(*odd[0][:2], seen_kind(stream))}")
+        if not files:
+            raise ValueError(f"{pattern}: no such files; expected {', '.join(KINDS)} (text also "
+                             f"{', '.join(CODECS)}): file, folder or quoted glob")
         found.update(files)
         others.update(rest)
     return sorted(found), sorted(others)
 
 
 def local_inputs(pattern):
-    paths = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
-    files, others = [path for path in paths if os.path.isfile(path)], []
-    for root in filter(os.path.isdir, paths):
-        for path in files_below(root):
-            hidden = "/." in f"/{os.path.relpath(path, root)}"
-            odd = hidden or not kind_of(path) or os.path.basename(path) in ABOUT_DATA
-            (others if odd else files).append(path)
-    return [(*os.path.split(os.path.abspath(file)), os.path.getsize(file)) for file in files], others
+    files, others = [], []
+    for path in [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True):
+        paths = list(files_below(path)) if os.path.isdir(path) else [path]
+        names = [os.path.relpath(file, path).replace(os.sep, "/") for file in paths]    # "." is itself
+        wanted = {".", *wanted_names(names)}
+        for file, name in zip(paths, names, strict=True):
+            kept = files if name in wanted else others
+            kept.append((*os.path.split(os.path.abspath(file)), size_of(file)))
+    return files, others
 
 
-def files_below(root):
-    """Through links to folders too, but into each folder once; one that cannot be read is an error."""
-    def fail(error):
-        raise error
-
-    seen = set()
-    for folder, folders, names in os.walk(root, onerror=fail, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        yield from (os.path.join(folder, name) for name in names)
+def wanted_names(names):
+    """Of those below a folder: files to read, and where names say train, no test-* or validation-*"""
+    wanted = [name for name in names if kind_of(name) and "/." not in f"/{name}"
+              and os.path.basename(name) not in ABOUT_DATA]
+    splits = {name: split_in_name(name) for name in wanted}
+    return [name for name in wanted if splits[name] in ("train", None) or "train" not in splits.values()]
 
 
 def remote_inputs(pattern):
@@ -383,22 +395,51 @@ def remote_inputs(pattern):
     wanted, folder_wanted = address[len(folder) + 1:], address[len(folder) + 1:].rstrip("/") + "/"
     folder += mark + query
     fs, root = filesystem_of(folder)
-    files, others = [], []
-    for info in fs.get_file_info(pafs.FileSelector(root, recursive=True)):
-        name = info.path[len(root):].lstrip("/")
-        inside = folder_wanted == "/" or name.startswith(folder_wanted)
-        if info.is_file and (fnmatch.fnmatchcase(name, wanted) or (inside and kind_of(name))):
-            files.append((folder, name, info.size))
-        elif info.is_file and inside:
-            others.append(join_name(folder, name))
-    return files, others
+    found = [info for info in fs.get_file_info(pafs.FileSelector(root, recursive=True)) if info.is_file]
+    sizes = {info.path[len(root):].lstrip("/"): info.size for info in found}
+    named = fnmatch.filter(sizes, wanted)
+    inside = [name for name in sizes if folder_wanted == "/" or name.startswith(folder_wanted)]
+    taken = {*named, *wanted_names(inside)}
+    files = [(folder, name, sizes[name]) for name in taken]
+    return files, [(folder, name, sizes[name]) for name in inside if name not in taken]
 
 
 def kind_of(name):
-    """The suffix that says how to read a file, compression aside; None where none does."""
+    """What a file is read as: a suffix, compression aside; None where it is not read."""
     stem, suffix = os.path.splitext(name.lower())
+    if suffix in BINARY:
+        return BINARY[suffix]
     kind = os.path.splitext(stem)[1] if suffix in CODECS else suffix
-    return kind if kind in SUFFIXES and not (kind in BINARY and suffix in CODECS) else None
+    return kind if kind in TEXT else None
+
+
+def seen_kind(stream):
+    """What the first bytes of a file say that it is; None where they say nothing."""
+    head = stream.read(PIECE)
+    stream.seek(0)
+    seen = next((seen for magic, seen in MAGIC.items() if head.startswith(magic)), None)
+    return seen or ("binary" if b"\0" in head else None)
+
+
+def what_to_type(folder, name, seen):
+    """About a file that is not read as it is named; seen: its kind by its first bytes."""
+    path = join_name(folder, name)
+    here, suffix = shlex.quote(path), os.path.splitext(name.lower())[1]
+    for archive, module in ARCHIVES.items():
+        if archive in name.lower():
+            files = shlex.quote(path + ".files")
+            return (f"it holds files; type: python -m {module} -e {here} {files} "
+                    f"&& python -m dev.prepare convert {files}")
+    if seen == "UTF-16":
+        utf8 = shlex.quote(os.path.join(folder, f"utf8-{os.path.basename(name)}"))
+        return f"it is UTF-16; type: iconv -f UTF-16 -t UTF-8 {here} > {utf8}"
+    if seen in KINDS or seen in CODECS:
+        return f"by its first bytes it is {seen}; type: mv {here} {shlex.quote(path + seen)}"
+    if seen:
+        return f"by its first bytes it is {seen}, not {suffix}; {MAKE_JSONL}"
+    if suffix in CODECS:
+        return f"by its first bytes it is no {suffix}; type: mv {here} {shlex.quote(path[:-len(suffix)])}"
+    return f"if it is plain text, type: mv {here} {shlex.quote(path + '.txt')} (of other kinds {MAKE_JSONL})"
 
 
 def documents_of(file, text_key, cut_bytes=None):
@@ -407,23 +448,31 @@ def documents_of(file, text_key, cut_bytes=None):
     kind, suffix, where = kind_of(name), os.path.splitext(name.lower())[1], "its beginning"
     try:
         with open_file(folder, name, size) as stream:
-            if odd := other_kind(stream, kind, suffix):
-                yield "the file", None, f"{TORN}by its first bytes it is {odd}, not {suffix}; name it {odd}"
+            seen = seen_kind(stream)
+            other = seen in MAGIC.values() and seen not in (kind, suffix)
+            if other or (suffix in CODECS and not seen):
+                yield "the file", None, f"{TORN}{what_to_type(folder, name, seen)}"
                 return
-            # pyarrow's gzip gives 495 MB/s of JSON lines, Python's 353 (one core; builtin corpus, level 6).
-            plain = pa.CompressedInputStream(stream, CODECS[suffix]) if suffix in CODECS else stream
-            for document in documents_in(kind, plain, text_key, cut_bytes):
+            for document in documents_in(kind, unpacked(stream, suffix), text_key, cut_bytes):
                 where = document[0]
                 yield document
-    except (OSError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
-        lost = f"the rest of its {size / 1e6:,.1f} MB is lost"
-        yield f"behind {where}", None, f"{TORN}{one_line(error)}; {lost}"
+    except (OSError, EOFError, lzma.LZMAError, pa.ArrowException, csv.Error, UnicodeDecodeError) as error:
+        why = not_utf8(error) if isinstance(error, UnicodeDecodeError) else one_line(error)
+        yield (f"behind {where}", None,
+               f"{TORN}{why}; the rest of its {size / 1e6:,.1f} MB is lost; get it whole")
+
+
+def unpacked(stream, suffix):
+    if suffix == ".xz":
+        return lzma.LZMAFile(stream)
+    # pyarrow's gzip gives 495 MB/s of JSON lines, Python's 353 (one core; builtin corpus, level 6).
+    return pa.CompressedInputStream(stream, CODECS[suffix]) if suffix in CODECS else stream
 
 
 def documents_in(kind, stream, text_key, cut_bytes):
     if kind == ".parquet":
         return parquet_documents(stream, text_key)
-    if kind in (".arrow", ".feather"):
+    if kind == ".arrow":
         return arrow_documents(stream, text_key)
     stream = io.BufferedReader(stream, PIECE)
     if kind in (".csv", ".tsv"):
@@ -431,18 +480,9 @@ def documents_in(kind, stream, text_key, cut_bytes):
     return text_documents(stream, cut_bytes) if kind in (".txt", ".md") else json_documents(stream, text_key)
 
 
-def other_kind(stream, kind, suffix):
-    """The suffix of the kind that the first bytes say, where the name says another."""
-    head = stream.read(6)
-    stream.seek(0)
-    seen = next((seen for magic, seen in MAGIC.items() if head.startswith(magic)), None)
-    same = ".arrow" if kind in (".arrow", ".feather") else suffix
-    return None if seen == same else seen
-
-
 def check_skippable(problem, message, skip_bad, skip_torn):
     if problem.startswith(TORN) and not skip_torn:
-        raise ValueError(f"{message}; get it whole, or keep what can be read with --skip_torn")
+        raise ValueError(f"{message}, or keep what can be read with --skip_torn")
     if not problem.startswith(TORN) and not skip_bad:
         raise ValueError(f"{message}; mend it, or leave such documents out with --skip_bad")
 
@@ -491,6 +531,11 @@ def json_documents(stream, text_key):
 def csv_documents(stream, text_key, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
     rows = csv.DictReader(io.TextIOWrapper(stream, "utf-8-sig", newline=""), delimiter=delimiter, strict=True)
+    if text_key not in (rows.fieldnames or ()):
+        advice = f"or a first line that names the columns, with {delimiter!r} between them"
+        seen = str(rows.fieldnames)[:200]
+        yield "line 1", None, f"no column {text_key!r}, only {seen}; add --text_key COLUMN, {advice}"
+        return
     for row in rows:
         yield f"line {rows.line_num}", *text_of(row, text_key)
 
@@ -516,13 +561,15 @@ def arrow_documents(stream, text_key):
 
 
 def column_documents(schema, read, text_key):
-    if text_key not in schema.names or not is_text(schema.field(text_key).type):
+    usable = columns_of_text(schema)
+    if text_key not in usable:
         columns = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
-        yield "the file", None, f"no string column {text_key!r}, only {columns}; name one with --text_key"
+        advice = f"add{text_key_flag(usable)}" if usable else MAKE_JSONL
+        yield "the file", None, f"no string column {text_key!r}, only {columns}; {advice}"
         return
     row = 0
     for batch in read():
-        for text in batch.column(0).cast(pa.large_string()).cast(pa.large_binary()).to_pylist():
+        for text in batch.column(0).cast(pa.large_binary()).to_pylist():
             yield f"row {row}", *((None, f"{text_key!r} is null") if text is None else check_utf8(text))
             row += 1
 
@@ -531,7 +578,7 @@ def line_document(line, text_key):
     try:
         return text_of(json.loads(line.decode()), text_key)
     except UnicodeDecodeError as error:
-        return None, f"not UTF-8 ({error.reason} at byte {error.start})"
+        return None, not_utf8(error)
     except (ValueError, RecursionError) as error:
         return None, f"not JSON ({error})"
 
@@ -557,11 +604,14 @@ def array_documents(data, text_key):
 
 
 def text_of(record, text_key):
-    if not isinstance(record, dict) or text_key not in record:
-        seen = f"keys {', '.join(map(repr, record))}" if isinstance(record, dict) else type(record).__name__
-        return None, f"no key {text_key!r}, only {seen[:200]}; name the key with --text_key"
+    if not isinstance(record, dict):
+        return None, f"no key {text_key!r}, only {type(record).__name__}; {MAKE_JSONL}"
+    if text_key not in record:
+        usable = [key for key, value in record.items() if isinstance(value, str)]
+        advice = f"add{text_key_flag(usable)}" if usable else MAKE_JSONL
+        return None, f"no key {text_key!r}, only keys {', '.join(map(repr, record))[:200]}; {advice}"
     if not isinstance(record[text_key], str):
-        return None, f"{text_key!r} holds {type(record[text_key]).__name__}, not a string"
+        return None, f"{text_key!r} holds {type(record[text_key]).__name__}, not a string; {MAKE_JSONL}"
     try:
         return record[text_key].encode(), None
     except UnicodeEncodeError as error:    # a lone surrogate such as "\ud800"
@@ -573,7 +623,12 @@ def check_utf8(data):
         data.decode()
         return data, None
     except UnicodeDecodeError as error:
-        return None, f"not UTF-8 ({error.reason} at byte {error.start})"
+        return None, not_utf8(error)
+
+
+def not_utf8(error):
+    return (f"not UTF-8 ({error.reason} at byte {error.start}); "
+            "text of another encoding becomes it with: iconv -f LATIN1 -t UTF-8 OLD > NEW")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -611,7 +666,7 @@ def tokenize_shard(shard, out, tokenizer, threads, compression):
         raise ValueError(f"{shard.path} holds tokens already; --data takes a folder of text shards")
     dtype, fingerprint, width = tokenizer.dtype, tokenizer.fingerprint(), tokenizer.dtype.itemsize
     if os.path.exists(path):
-        old = open_shard(out, shard.name, File(os.path.getsize(path), None))
+        old = open_shard(out, shard.name, File(os.path.getsize(path)))
         if (old.size, old.rows, old.dtype, old.fingerprint) != (shard.size, shard.rows, dtype, fingerprint):
             raise ValueError(f"{path} was made of other text or by another tokenizer; "
                              "name a new folder with --out, or remove this one")
@@ -703,8 +758,8 @@ def check_shard(name, folder, files, index, sums):
         for row_group in range(len(shard.rows)):
             array = shard.read(row_group)
             nulls, size = nulls + array.null_count, size + count_bytes(array)
-        ours = read_footer(folder, name, files[name].size).checksums
-        checked_by = "documents' CRC-32" if ours else "pages' CRC-32 where there are"
+        _, checksums = read_footer(folder, name, files[name].size)
+        checked_by = "documents' CRC-32" if checksums else "pages' CRC-32 where there are"
         if name in sums:
             checked_by = "SHA-256 and " + checked_by
             if sha256_of(shard.path) != sums[name]:
@@ -814,7 +869,7 @@ def make_parser():
         sub.set_defaults(run=run)
         return sub.add_argument
 
-    add = command("convert", run_convert, f"make shards of your own files: {' '.join(SUFFIXES)}")
+    add = command("convert", run_convert, f"make shards of your own files: {' '.join(KINDS)}")
     add("inputs", nargs="+", metavar="IN", help="files, folders, globs in quotes, s3:// or gs:// URIs")
     add("--text_key", default="text", help="JSON key or column that holds the text (default text)")
     add("--out", help="folder, new or empty (default: where train.py looks)")
@@ -849,7 +904,8 @@ def run_convert(flags):
     print(f"{made['files']:,} files -> {made['documents']:,} documents, {made['bytes'] / 1e6:,.1f} MB, "
           f"in {made['shards']:,} shards, the last for val, in {out}")
     if made["others"]:
-        print(f"{len(made['others']):,} other files in these folders were left out: {made['others'][0]} ...")
+        print(f"{len(made['others']):,} other files in these folders were left out: "
+              f"{join_name(*made['others'][0][:2])} ...")
     if made["bad"]:
         print("\n  ".join([f"{made['bad']:,} bad documents or ends of files were left out; the first:",
                            *made["shown"]]))
