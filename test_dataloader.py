@@ -4845,6 +4845,19 @@ def test_train_row_length_may_grow_and_resumes_bit_for_bit(train_base, stop):
     assert re.search("rows: hash .*", told)[0] == re.search("rows: hash .*", again)[0]
 
 
+def test_train_killed_around_changes_of_row_length_goes_on_bit_for_bit(train_base):
+    same, out = ["--seq_len", "32@0", "64@5", "128@8", "--steps", 10], train_base / "grown_killed"
+    train_run(train_base, *same, "--out", train_base / "growing")
+    for last in (4, 7, 8):
+        process = train_process(train_base, *same, "--save_every", 1, "--out", out, "--resume", "auto")
+        while max((r.get("step", 0) for r in train.read_log(out / "log.jsonl")), default=0) < last:
+            assert process.poll() is None, process.stdout.read()
+        process.kill()
+        process.communicate()
+    train_run(train_base, *same, "--out", out, "--resume", "auto")
+    assert train_losses(out) == train_losses(train_base / "growing")
+
+
 def test_train_skips_a_batch_on_every_rank_and_when_it_is_replayed(train_base, train_whole):
     """The rows are drawn, and their hash is that of a run that trains on them, on 2 ranks too."""
     out, hashes = train_base / "skipping", {}
@@ -4953,7 +4966,7 @@ def test_train_muon_is_torchs_own_in_float32():
     torch.manual_seed(0)
     ours, theirs = [torch.nn.Linear(64, 32, bias=False) for _ in range(2)]
     theirs.load_state_dict(ours.state_dict())
-    mine = train.Muon(ours.named_parameters(), 0.02)
+    mine = train.Muon(list(ours.named_parameters()), 0.02)
     reference = torch.optim.Muon(theirs.parameters(), 0.02, weight_decay=0.0)
     for _ in range(5):
         gradient = torch.randn(32, 64)
@@ -5060,7 +5073,7 @@ def test_train_runs_that_start_together_have_a_folder_each(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("flags, words", [
     ([["--lr", "0.01"], ["--lr", "0.02"]], "rank 1 differs from rank 0: --lr is 0.02, not 0.01"),
-    ([["--eval_every", "5"], []], "rank 1 differs from rank 0: --eval_every is 900, not 5"),
+    ([["--eval_every", "5"], []], "rank 1 differs from rank 0: --eval_every is 600, not 5"),
 ])
 def test_train_ranks_of_other_flags_are_named(train_base, flags, words):
     first, second = train_by_hand([train_base] * 2, flags)
@@ -5136,6 +5149,12 @@ def test_train_bits_per_byte_are_the_same_for_every_micro_batch(train_base, trai
     share = record["first_share"]
     assert 0 < share < 1
     assert record["val_bpb"] == pytest.approx(share * record["first_bpb"] + (1 - share) * record["later_bpb"])
+
+
+def test_train_warns_of_a_buffer_that_holds_most_documents_of_a_lane(train_base, train_whole):
+    told = train_run(train_base, "--packing", "bestfit", "--steps", 1, "--out", train_base / "buffered")
+    assert f"warning: {train_base / 'a'}: a lane has 40 documents, and bestfit buffers 1,000 of them" in told
+    assert "lower --num_lanes (now 8)" in told and "buffers" not in train_whole[1]
 
 
 def test_train_data_is_the_folder_of_that_very_name(tmp_path, monkeypatch):
