@@ -84,8 +84,9 @@ class Source:
 
     An epoch is one permutation of all row groups, as they lie without a seed; number k of it goes to lane
     k % num_lanes. Where there are fewer row groups than lanes, each counts as several parts of interleaved
-    documents, the fewest that give every lane a document. history: [epoch, n] pairs; from that epoch on, the
-    first n shards are dealt.
+    documents, the fewest that give every lane a document.
+
+    history: [epoch, n] pairs; from that epoch on, the first n shards are dealt. Example: [[1, 3], [4, 5]]
     """
     dealing = "row groups in turn"    # a setting that rows depend on
 
@@ -310,7 +311,7 @@ class Encoder:
         return list(chunks_of(ids, bounds, task))
 
     def _encode_text(self, array, task):
-        # Another document in every row group and epoch, so that in the end each is checked.
+        # Another document in every row group and epoch (two primes), so that in the end each is checked.
         start = -(task.docs[0] + 613 * task.group.group + 7919 * task.group.epoch) % CHECK_EVERY
         check = range(start, len(array), CHECK_EVERY)
         return self.tokenizer.encode(array, check, self.executor, self.threads)
@@ -341,7 +342,10 @@ class Encoder:
             if result is None:
                 with self.lock:
                     self.counts["left_out"] += 1
-            arrays.append(np.asarray(() if result is None else result, self.dtype))
+            array = np.asarray(() if result is None else result)
+            if len(array) and array.dtype.kind not in "iu":
+                raise TypeError(f"transform returned {array.dtype}; expected integers")
+            arrays.append(array.astype(self.dtype))
         return np.concatenate(arrays), np.cumsum([0, *map(len, arrays)])
 
     def close(self):
@@ -370,15 +374,17 @@ def take(array, rows):
 # ---------------------------------------------------------------------------------------------------------
 # Packing: documents to rows of T + 1 tokens. Pure: no files, no threads, no rank, no chance.
 #
-# row(pull)   -> the arrays of the next row: T + 1 tokens, fewer in a finite run's last row, [] behind it.
-#                pull() gives the next Chunk; None: there are no more
+# row(pull)   -> the arrays of the next row: exactly T + 1 tokens (there is no padding), fewer in a finite
+#                run's last row, [] behind it. pull() gives the next Chunk; None: there are no more. Its ids
+#                may be a view of a whole row group: copy what is to stay long
 # held()      -> the Refs of the documents it holds, oldest first, to be iterated: all that it remembers,
 #                beside `rows`
 # restore(ids, ref), once for each of them in their order, makes an empty packer what that one was; ids: all
 #                of the document's, of which ref.token were delivered before
 #
 # options: the settings of the loader, beside T, that its rows depend on: arguments of its constructor
-# usual_buffer_size: where the loader is given none. chunk_size: documents in a Chunk; None: any number
+# usual_buffer_size: where the loader is given none; 1 for a packer without a buffer. chunk_size: documents in
+# a Chunk; None: as documents_per_chunk says, which is part of the rows
 # rows: how many it has given (not counting []), those before it was restored, too
 # counts: tokens "dropped", "documents" pulled, and "cut": documents delivered in pieces that fit a row
 
@@ -440,7 +446,10 @@ class FlatPacker:
 
 
 class Rest:
-    """The Refs of some chunks from one token on: made where somebody wants them, not at every row."""
+    """
+    The Refs of some chunks from one token on, made where somebody wants them: a list at every row would take
+    17 ms of CPU a batch, not 0.4 (short documents, T = 128, 8 lanes).
+    """
 
     def __init__(self, chunks, at):
         self.chunks, self.at = chunks, at
@@ -942,9 +951,10 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     """
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs one token on.
 
-    tokenizer: encode_documents(texts) -> (ids, bounds) as in tokenizer.py, or nanochat's encode(list,
-        prepend=id, num_threads=n), and get_bos_token_id(). Where it has fingerprint() -> str, states are
-        checked by that, else by what it makes of one line; dtype: NumPy's of its ids (default uint32)
+    tokenizer: encode_documents(list of UTF-8 bytes or None) -> (ids, bounds) as in tokenizer.py, or
+        nanochat's encode(list, prepend=id, num_threads=n), and get_bos_token_id(). Where it has
+        fingerprint() -> str, states are checked by that, else by what it makes of some texts; dtype: of its
+        ids (default uint32)
     packing: "flat", "bestfit" or "exactfit"; buffer_size: documents that it chooses from; tails (exactfit):
         "keep", or "drop" what lies beyond a row; tokenizer_batch_size (bestfit): documents of a refill
     data_dir: a folder or URI of shards, or {folder: weight}, the weights being shares of tokens; default:
@@ -957,7 +967,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         (torch's ignore_index); a source that ends leaves its share to the others
     uneven: what the ranks of a finite run do where lanes differ in length, see InStep; "free": each rank
         ends by itself
-    transform(ids, ref, place): see Encoder
+    transform(ids, ref, place): what to deliver in place of a document's ids, see Encoder; integers may carry
+        31 bits more, as in ids + (number << 32)
     threads: that encode; default: the cores of this rank. prefetch: batches made ahead
     cache: a folder on this node's disk for copies of shards that are far away, of CACHE_BYTES at most
 
@@ -992,8 +1003,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         shards = {name: list_shards(name, split, cache) for name in self.weights}
         self.sources = {name: Source(name, shards[name], self.num_lanes, shuffle_seed)
                         for name in sorted(shards)}    # by name: then whose turn it is, too
-        self._position = Position(0, {})    # where to go on
-        self._before = collections.deque(maxlen=64)    # positions of the batches before
+        self._positions = collections.deque([Position(0, {})], maxlen=65)    # the last is where to go on
         self._pipeline, self._in_step = None, self._join_ranks()
         self._finished = self._closed = False
         self._pid, self._lock = os.getpid(), threading.Lock()
@@ -1005,14 +1015,14 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def _start(self):
         """Threads, lanes, packers; in the process that iterates, when it begins to."""
         check_ranks(self)
-        rows, standings = self._position
+        rows, standings = self._positions[-1]
         far = any("://" in name for name in self.sources)    # there, waiting takes the time; here, 4 keep up
         encoder = Encoder(self.face, self.threads, self.transform, 16 if far else min(4, self.threads))
         lanes = {number: self._make_lane(encoder, number, standings.get(number, {}))
                  for number in lanes_of_rank(rows, self.rank, self.world_size, self.num_lanes)}
         self._pipeline = Pipeline(lanes, encoder, rows, self.B, self.T, self.world_size, self.device,
                                   any(self.epochs.values()), self.prefetch)
-        self._position = self._pipeline.position
+        self._positions[-1] = self._pipeline.position
 
     def _make_lane(self, encoder, number, standings):
         n_streams = self.num_lanes // self.world_size * len(self.sources)
@@ -1039,8 +1049,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def _join_ranks(self):
         """The only runs whose ranks talk: finite ones of several ranks that are to end together."""
-        together = self._is_finite() and self.world_size > 1 and self.uneven != "free"
-        return InStep(self, self.uneven) if together else None
+        return InStep(self) if self._is_finite() and self.uneven != "free" else None
 
     # Iterating -------------------------------------------------------------------------------------------
 
@@ -1061,24 +1070,28 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                 raise RuntimeError(CLOSED)
             if self._finished:
                 raise StopIteration
-            if self._in_step is not None:
-                return next(self._in_step)
-            batch = self._next_batch()
-            if self._is_finite() and not batch.more:
-                self._finished = True
-                raise StopIteration
-            return self._deliver(batch)
+            if self._in_step:
+                batch, more = self._in_step.next_batch(self)
+            else:
+                batch = self._next_batch()
+                more = batch.more or not self._is_finite()
+            if more:
+                return self._deliver(batch)
+            self._finished = True
+            if self._in_step:
+                self._in_step.close()
+            raise StopIteration
 
     @property
     def rows(self) -> int:
         """Of the run, by all ranks, before the next batch."""
-        return self._position.rows
+        return self._positions[-1].rows
 
     def _next_batch(self):
         """The batch behind the position, which it does not move; behind the end of a run, empty ones."""
         if self._pipeline is None:
             self._start()
-        return self._pipeline.next_batch(self._position)
+        return self._pipeline.next_batch(self._positions[-1])
 
     def _deliver(self, batch):
         if batch.copied is not None:
@@ -1086,9 +1099,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             stream.wait_event(batch.copied)
             batch.inputs.record_stream(stream)    # both are parts of one allocation
         tensors = batch.inputs, batch.targets
-        if not self._before or self._before[-1] is not self._position:
-            self._before.append(self._position)
-        self._position = batch.position    # last: if what comes before it is interrupted, it is done again
+        self._positions.append(batch.position)    # last: what is interrupted before it is done again
         return tensors
 
     def __enter__(self):
@@ -1100,7 +1111,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def __repr__(self):
         return (f"PackedLoader({' + '.join(self.sources)}, {self.split}, {self.packing}, B={self.B}, "
                 f"T={self.T}, rank {self.rank} of {self.world_size}, {self.num_lanes} lanes, "
-                f"row {self._position.rows:,})")
+                f"row {self.rows:,})")
 
     def close(self) -> None:
         """Stop the threads. In a finite run on several ranks the others get an error."""
@@ -1130,11 +1141,11 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         """
         check_iterated_here(self)
         check_caller_of_state()
-        if not self._position.lanes:
+        if not self._positions[-1].lanes:
             self._start()
-        if batches_ago > len(self._before):
-            raise ValueError(f"batches_ago={batches_ago}: of {len(self._before)} batches the state is known")
-        rows, lanes = [self._position, *reversed(self._before)][batches_ago]
+        if not 0 <= batches_ago < len(self._positions):
+            raise ValueError(f"batches_ago={batches_ago}: expected 0 to {len(self._positions) - 1}")
+        rows, lanes = self._positions[-1 - batches_ago]
         return {"version": VERSION, "rows": rows, "config": config_of(self),
                 "sources": {name: describe(self, source) for name, source in self.sources.items()},
                 "lanes": {str(number): {name: standing.as_json() for name, standing in lane.items()}
@@ -1153,8 +1164,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def _go_to(self, position):
         if self._pipeline is not None and self._pid == os.getpid():
             self._pipeline.close()
-        self._position, self._pipeline = position, None
-        self._before.clear()
+        self._positions, self._pipeline = collections.deque([position], maxlen=65), None
         self._in_step = self._join_ranks() if self._finished else self._in_step
         self._finished = False
 
@@ -1214,33 +1224,30 @@ def cores_of_this_rank():
 
 class InStep:
     """
-    The batches of a finite run on several ranks, so that all ranks end together: one small message a batch.
+    Ends a finite run on all ranks together: one small message a batch. uneven says what to do where lanes
+    differ in length:
 
-    uneven: "pad": go on with rows whose targets are all -100 until the longest lane is done (the mean loss of
-    a batch of such rows is NaN: sum, and divide by the targets of all ranks); "stop" with the shortest;
-    "error": ValueError where lanes differ. RuntimeError on the others where a rank is lost. All ranks make it
-    together.
+    "pad": go on with rows whose targets are all -100 until the longest lane is done (the mean loss of a batch
+    of such rows is NaN: sum, and divide by the targets of all ranks); "stop" with the shortest; "error":
+    ValueError. RuntimeError on the others where a rank is lost. All ranks make it together.
     """
 
-    def __init__(self, loader, uneven="pad"):
+    def __init__(self, loader):
         check_group(loader)
-        self.loader, self.uneven, self.group = loader, uneven, dist.new_group(backend="gloo")
+        self.alone, self.uneven = loader.world_size == 1, loader.uneven
+        self.group = None if self.alone else dist.new_group(backend="gloo")
 
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        batch = self.loader._next_batch()
+    def next_batch(self, loader):
+        """-> the batch, and whether it is part of the run"""
+        batch = loader._next_batch()
         more, lacking = self._over_ranks(torch.tensor([batch.more, not batch.full], dtype=torch.int64))
         if lacking and self.uneven == "error":
-            check_even(self._over_ranks(self._rows_of_lanes()))
-        if not more or (lacking and self.uneven == "stop"):
-            self.loader._finished = True
-            self.close()
-            raise StopIteration
-        return self.loader._deliver(batch)
+            check_even(self._over_ranks(rows_of_lanes(loader)))
+        return batch, more and not (lacking and self.uneven == "stop")
 
     def _over_ranks(self, numbers):
+        if self.alone:
+            return numbers.tolist()
         try:
             dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         except (RuntimeError, ValueError) as error:
@@ -1248,22 +1255,23 @@ class InStep:
                                "soon") from error
         return numbers.tolist()
 
-    def _rows_of_lanes(self):
-        """Of the whole run; what is left of it is packed for this number, and not delivered."""
-        rows = torch.zeros(self.loader.num_lanes, dtype=torch.int64)
-        self.loader._pipeline.close()
-        self.loader._start()
-        for number, lane in self.loader._pipeline.lanes.items():
-            while lane.row():
-                pass
-            rows[number] = sum(stream.packer.rows for stream in lane.streams.values())
-        return rows
-
     def close(self):
         group, self.group = self.group, None
         with contextlib.suppress(RuntimeError, ValueError):    # where all groups were destroyed already
             if group is not None:
                 dist.destroy_process_group(group)
+
+
+def rows_of_lanes(loader):
+    """Of the whole run; what is left of it is packed for this number, and not delivered."""
+    rows = torch.zeros(loader.num_lanes, dtype=torch.int64)
+    loader._pipeline.close()
+    loader._start()
+    for number, lane in loader._pipeline.lanes.items():
+        while lane.row():
+            pass
+        rows[number] = sum(stream.packer.rows for stream in lane.streams.values())
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1441,8 +1449,8 @@ class NanochatSource(Source):
     def _order(self, epoch):
         """-1: no row group, to fill up the turn of a shard's last ones."""
         check_enough_row_groups(self)
-        padded = []
-        for first, behind in itertools.pairwise(self.first_group):
+        padded, n_shards = [], [n for since, n in self.history if since <= epoch][-1]
+        for first, behind in itertools.pairwise(self.first_group[:n_shards + 1]):
             padded += [np.arange(first, behind), np.full((first - behind) % self.num_lanes, -1)]
         numbers = np.concatenate(padded)
         return Order(numbers, np.zeros_like(numbers), 1)
@@ -1537,7 +1545,7 @@ def sources_of(data_dir, epochs):
         raise ValueError(f"data_dir names a source twice: {', '.join(map(str, given))}; name each once, with "
                          "its whole weight")
     for name, weight in weights.items():
-        if not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
             raise ValueError(f"weight {weight!r} of source {name}; a weight is a positive number, a share "
                              "of the tokens")
     epochs = ({source_name(path): n for path, n in epochs.items()} if isinstance(epochs, dict)
@@ -1618,7 +1626,7 @@ def check_caller_of_state():
 
 
 def check_group(loader):
-    if not dist.is_initialized():
+    if loader.world_size > 1 and not (dist.is_available() and dist.is_initialized()):
         raise ValueError(f"a finite run (epochs) keeps {loader.world_size} ranks in step through "
                          "torch.distributed; call torch.distributed.init_process_group() before, or "
                          'pass uneven="free" and let every rank end by itself')

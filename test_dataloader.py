@@ -3652,6 +3652,17 @@ def test_ranks_of_a_finite_run_end_at_the_same_batch(corpus, uneven):
         assert [[list(row) for row in batch] for batch in (want if uneven == "pad" else full)] == got
 
 
+@pytest.mark.parametrize("uneven", ["pad", "stop", "error"])
+def test_a_finite_run_of_one_rank_ends_where_that_of_two_does(corpus, uneven):
+    loader = make(corpus, B=4, num_lanes=4, epochs=1, uneven=uneven)
+    if uneven == "error":
+        with pytest.raises(ValueError, match="lane 3:"):
+            list(loader)
+        return
+    full = [all(real(row) for row in rows_of(batch)) for batch in loader]
+    assert all(full) == (uneven == "stop") and len(full) > 5
+
+
 @pytest.mark.parametrize("leave, after", [("close", 0), ("close", 2), ("del", 2), ("exit", 2)])
 def test_no_rank_hangs_where_another_stops_early(corpus, leave, after):
     (end, rows), _ = on_two_ranks(corpus, leave=leave, after=after)
@@ -3715,7 +3726,7 @@ def test_ctrl_c_anywhere_in_next_loses_no_batch(corpus, first):
     for k in itertools.count():
         loader = make(corpus)
         rows = [] if first else [rows_of(next(loader))]
-        rows_before, left = loader._position[0], k
+        rows_before, left = loader.rows, k
 
         def trace(frame, event, arg, loader=loader, rows_before=rows_before):
             nonlocal left
@@ -3723,7 +3734,7 @@ def test_ctrl_c_anywhere_in_next_loses_no_batch(corpus, first):
                 return None
             frame.f_trace_opcodes = True
             if event == "opcode" and frame.f_code.co_name in ("__next__", "next_batch", "_start", "__init__"):
-                if left == 0 and loader._position[0] == rows_before:
+                if left == 0 and loader.rows == rows_before:
                     left = -1
                     raise KeyboardInterrupt
                 left -= 1
@@ -3920,6 +3931,21 @@ def test_states_of_the_batches_before_hold_no_tokens(corpus, packing):
     assert alive <= 16 < 40 < len(refs), "those that are packed, and the nine that are encoded ahead"
 
 
+def test_a_state_of_a_batch_that_is_not_known_is_an_error(corpus):
+    loader = make(corpus)
+    next(loader), next(loader)
+    assert loader.state_dict(batches_ago=2)["rows"] == 0
+    for n in (-1, 3):
+        with pytest.raises(ValueError, match=f"batches_ago={n}: expected 0 to 2"):
+            loader.state_dict(batches_ago=n)
+
+
+def test_a_transformation_that_returns_no_integers_is_an_error(corpus):
+    loader = make(corpus, transform=lambda ids, ref, place: ids * 0.5)
+    with pytest.raises(RuntimeError, match="row 0: TypeError: transform returned float64; expected integers"):
+        next(loader)
+
+
 def test_states_of_the_batches_before(corpus):
     """For those who fetch one batch ahead and save the state when they have trained on the one before."""
     loader, states = make(corpus, packing="exactfit"), []
@@ -3927,7 +3953,7 @@ def test_states_of_the_batches_before(corpus):
         states.append(loader.state_dict())
         next(loader)
     assert [loader.state_dict(batches_ago) for batches_ago in (5, 4, 3, 2, 1)] == states
-    with pytest.raises(ValueError, match="batches_ago=6: of 5 batches"):
+    with pytest.raises(ValueError, match="batches_ago=6: expected 0 to 5"):
         loader.state_dict(6)
 
 
@@ -4607,7 +4633,7 @@ def test_a_run_that_has_ended_goes_on_when_it_is_given_more_epochs(sources, pack
     assert targets[ord("a")] == 2 * targets[ord("b")] == 2 * sum(range(2, 40))
 
 
-@pytest.mark.parametrize("weight", [0, -1, None, float("nan")])
+@pytest.mark.parametrize("weight", [0, -1, None, True, float("nan")])
 def test_a_bad_weight_is_an_error(sources, weight):
     with pytest.raises(ValueError, match="weight"):
         make({sources["a"]: weight})
