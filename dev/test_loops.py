@@ -286,7 +286,7 @@ def test_fabric(folder):
 def test_fabric_s_own_launcher(folder):
     """Which sets other variables than torchrun does."""
     pytest.importorskip("lightning")
-    check(folder, "Fabric", IMPORTS + "import lightning as L", launched=False, legs=(2,))
+    check(folder, "Fabric", IMPORTS + "import lightning as L", launched=False, legs=(2, 2))
 
 
 def test_accelerate(folder):
@@ -360,6 +360,7 @@ def test_fsdp2_and_dcp(folder):
 RAY = """
 storage = os.getcwd()
 import ray
+ray.init(num_cpus=2, include_dashboard=False)    # of a machine of one core, too
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 """
