@@ -13,9 +13,11 @@ every world size, batch size, thread count and stop point. A state names documen
     state = loader.state_dict()           # load it, and the next batch is the batch that would have come
 
 The trade-off: a resumed run reads and encodes the documents in its packers once more (under a second a lane),
-so that a state is plain JSON of about 20 bytes for each of them.
+so that a state is JSON of 3 or 4 bytes for each of them.
 """
 
+import base64
+import binascii
 import collections
 import contextlib
 import hashlib
@@ -28,6 +30,7 @@ import queue
 import sys
 import threading
 import time
+import zlib
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -689,12 +692,25 @@ class Standing(NamedTuple):
     share: int | None = 0     # rows it gave since the shares of the sources began; None: it has no more
 
     def as_json(self):
-        return {"next": list(self.next), "held": [list(ref) for ref in self.held], "rows": self.rows,
-                "share": self.share}
+        return {"next": list(self.next), "held": packed(self.held), "rows": self.rows, "share": self.share}
 
     @classmethod
     def from_json(cls, saved):
-        return cls(Ref(*saved["next"]), [Ref(*ref) for ref in saved["held"]], saved["rows"], saved["share"])
+        return cls(Ref(*saved["next"]), unpacked(saved["held"]), saved["rows"], saved["share"])
+
+
+def packed(refs):
+    """
+    Refs as a short text: their bytes, first all first bytes, then all second ones, deflated. A thousand take
+    3 to 4 KB in place of 15, and the states of 1,024 ranks are merged without a look at them.
+    """
+    table = np.array([*refs], "<i8").reshape(-1, 4).view(np.uint8).reshape(-1, 32)
+    return base64.b64encode(zlib.compress(table.T.tobytes())).decode()
+
+
+def unpacked(text):
+    table = np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8).reshape(32, -1)
+    return [Ref(*ref) for ref in np.ascontiguousarray(table.T).view("<i8").tolist()]
 
 
 class Stream:
@@ -1253,7 +1269,7 @@ class InStep:
 # config    what must be the same for the rows to be the same
 # sources   weight, epochs and shards of each; other shards are an error, any other difference only means
 #           that the shares of the sources begin anew
-# lanes     by lane and source: the Ref of the next document, the Refs held, rows, share of the rows
+# lanes     by lane and source: the Ref of the next document, the Refs held (packed), rows, share of the rows
 
 VERSION = 3    # rows of a version never change
 
@@ -1279,17 +1295,17 @@ def read_state(loader, state):
     try:
         num_lanes = check_config(loader, state["config"])
         saved, lanes = match_sources(loader, state)
-        lanes = {int(number): {name: Standing.from_json(part) for name, part in lane.items()}
-                 for number, lane in lanes.items()}
         rows, sources = int(state["rows"]), {}
         mine = lanes_of_rank(rows, loader.rank, loader.world_size, num_lanes)
         check_lanes(mine, lanes, num_lanes)
         for name, source in loader.sources.items():
             history = history_of(source, saved[name], lanes, num_lanes) if name in saved else ()
             sources[name] = type(source)(name, source.shards, num_lanes, loader.shuffle_seed, history)
-        standings = {number: {name: lanes[number][name] if name in saved else Standing() for name in sources}
-                     for number in mine}
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        standings = {}
+        for number, lane in [(number, lanes[str(number)]) for number in mine]:
+            standings[number] = {name: Standing.from_json(lane[name]) if name in saved else Standing()
+                                 for name in sources}
+    except (KeyError, TypeError, AttributeError, IndexError, binascii.Error, zlib.error) as error:
         raise ValueError(f"this state is damaged ({type(error).__name__}: {error}); load it as "
                          "state_dict() gave it") from error
     if saved != {name: describe(loader, source) for name, source in sources.items()}:
@@ -1326,9 +1342,8 @@ def history_of(source, saved, lanes, num_lanes):
     if len(lanes) < num_lanes:
         raise ValueError(f"shards of {source.name}: the state knows {n}, here are {len(shards)}, but it is "
                          "one rank's; load merge_states([...]) of the states of all ranks, taken at one step")
-    standings = [lane[source.name] for lane in lanes.values() if source.name in lane]
-    refs = [ref for standing in standings for ref in (standing.next, *standing.held)]
-    return [*history, [max(ref.epoch for ref in refs) + 1, len(shards)]]
+    latest = max(Ref(*lane[source.name]["next"]).epoch for lane in lanes.values() if source.name in lane)
+    return [*history, [latest + 1, len(shards)]]
 
 
 def gather_states(loader, batches_ago: int = 0) -> dict | None:
@@ -1647,7 +1662,7 @@ def check_config(loader, saved):
 
 
 def check_lanes(mine, lanes, num_lanes):
-    if missing := [number for number in mine if number not in lanes]:
+    if missing := [number for number in mine if str(number) not in lanes]:
         raise ValueError(f"this state lacks lanes {missing} of {num_lanes}: it is one rank's; load "
                          "merge_states([...]) of the states of all ranks, taken at one step")
 

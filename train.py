@@ -1,7 +1,7 @@
 r"""
 Train a GPT on packed token batches: one process, one node or many, on CPUs or GPUs.
 
-    python train.py                                      the demo: Python's own library, 2 to 3 minutes
+    python train.py                                      the demo: Python's own library, 3 to 4 minutes
     torchrun --standalone --nproc_per_node=2 train.py    the same rows and the same result, by 2 ranks
     torchrun --standalone --nproc_per_node=8 train.py --data DIR --out runs/d12 --resume auto
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
@@ -35,7 +35,7 @@ import zipfile
 import zlib
 from collections import Counter
 from datetime import datetime, timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 # Threads that wait for each other sleep: on shared cores spinning took 3.2 s a step of the demo, not 0.46 (2
 # threads, 2 cores, load 9). Read when torch is imported.
@@ -69,9 +69,9 @@ FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what i
     ("depth", 2, 12, "layers; the model is 64 * depth wide"),
     ("batch_size", 8, 256, "rows in an optimizer step, over all ranks (of the last --seq_len)"),
     ("micro_batch_size", 16, 32, "most rows in one forward: less memory, the same run"),
-    ("steps", 1800, 4600, "optimizer steps of the whole run"),    # CUDA: about 18 tokens a parameter
-    ("eval_every", 900, 250, "steps between evals"),
-    ("eval_rows", 4096, 512, "val rows of each source in an eval, rounded up to whole batches"),
+    ("steps", 1200, 4600, "optimizer steps of the whole run"),    # CUDA: about 18 tokens a parameter
+    ("eval_every", 600, 250, "steps between evals"),
+    ("eval_rows", 4096, 512, "val rows of each source in an eval, each of one document"),
     ("save_every", 600, 500, "steps between checkpoints"),
     ("log_every", 50, 1, "steps between printed lines"),
 ]
@@ -136,7 +136,8 @@ def parse_flags(argv=None):
 
 
 def best_device():
-    return torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator else "cpu"
 
 
 def check_flags(flags, p):
@@ -199,12 +200,11 @@ def parse_data(specs):
 
 def train(flags):
     """-> exit status"""
-    # Ranks: each makes an equal part of a step's rows, in micro-batches
+    # Ranks: each makes an equal part of a step's rows
     rank, local_rank, world = start_ranks(flags.device)
     refuse_differences(lambda: what_must_be_equal(flags))
     device, cuda = set_up_device(flags, local_rank), flags.device == "cuda"
-    phases = [phase_of(flags, world, T, begin) for T, begin in flags.seq_len]
-    longest = phases[-1]
+    last_T = flags.seq_len[-1][0]
     stop = StopRequest(flags.max_minutes)
     out, checkpoint = from_rank(0, on_some_ranks(rank == 0, lambda: choose_run(flags)))
     saved = load_checkpoint(checkpoint) if checkpoint else None
@@ -215,9 +215,9 @@ def train(flags):
     # Data: the loader deals rows to ranks by itself
     sources = sources_of(flags)
     tokenizer, where = tokenizer_of_run(flags, settings, saved, local_rank)
-    def make_loader(state, phase):
+    def make_loader(state, T):
         loader = PackedLoader(
-            tokenizer, phase.micro, phase.T, "train", data_dir=sources, packing=flags.packing,
+            tokenizer, rows_of_rank(flags, T, world), T, "train", data_dir=sources, packing=flags.packing,
             tails=flags.tails, num_lanes=settings["num_lanes"], device=device if cuda else "cpu",
             shuffle_seed=flags.seed if flags.shuffle else None, cache=flags.cache)
         if state:
@@ -225,9 +225,9 @@ def train(flags):
         return loader
 
     step, rows_hash = (saved["step"], saved["rows_hash"]) if saved else (0, 0)
-    phase = phase_at(phases, max(0, step - 1))
-    loader = make_loader(json.loads(saved["loader"]) if saved else None, phase)
-    val = {path: val_windows(tokenizer, path, longest.T, flags.eval_rows) for path in sources}
+    state = json.loads(saved["loader"]) if saved else None
+    loader = make_loader(state, row_length(flags, max(0, step - 1)))
+    val = {path: val_windows(tokenizer, path, last_T, flags.eval_rows) for path in sources}
 
     # Model and optimizer
     torch.manual_seed(flags.seed)
@@ -236,7 +236,7 @@ def train(flags):
     if flags.init:
         load_weights(model, load_checkpoint(flags.init), flags.init)
     compile_parts(model, flags.compile)
-    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * longest.T)
+    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * last_T)
     if saved:
         restore(saved, checkpoint, model, optimizers)
     net = model
@@ -252,40 +252,45 @@ def train(flags):
     n_parameters = sum(p.numel() for p in model.parameters())
     say(f"model: {n_parameters:,} parameters, depth {flags.depth}; tokenizer: "
         f"{tokenizer.get_vocab_size():,} tokens, {where}")
-    for p in phases:
-        say(f"a step: {p.micro * p.accumulate * world} rows of {p.T} tokens ({world} ranks x {p.accumulate} "
-            f"micro-batches x {p.micro} rows)" + (f" from step {p.begin} on" if len(phases) > 1 else ""))
+    for T, begin in flags.seq_len:
+        rows, at_once = rows_of_rank(flags, T, world), rows_at_once(flags, T)
+        since = f" from step {begin} on" if len(flags.seq_len) > 1 else ""
+        say(f"a step: {world * rows} rows of {T} tokens ({world} ranks x {rows} rows, at most {at_once} in a "
+            f"forward){since}")
     say(f"data: {' '.join(sources)}; run: {out}")
-    mfu_of_one_token = model.flops_per_token(longest.T) / (peak_flops(device) * world)
+    warn_of_large_buffers(loader)
+    mfu_of_one_token = model.flops_per_token(last_T) / (peak_flops(device) * world)
     log = Log(out, flags, mfu_of_one_token, {
         "flags": settings, "python": sys.version.split()[0], "torch": torch.__version__,
         "parameters": n_parameters, "world_size": world, "from_step": step})
     checkpoints = Checkpoints(out, checkpoint)
     first, stopping = step, False
     if step >= flags.steps:    # a finished run, started once more
-        evaluate(step, model, tokenizer, val, longest.micro, stop, log.write)
+        evaluate(step, model, tokenizer, val, flags.micro_batch_size, stop, log.write)
     while step < flags.steps and not stopping:
         began = time.perf_counter()
-        if phase != phase_at(phases, step):    # rows of another length: no token is lost or repeated
-            phase, before = phase_at(phases, step), loader
-            loader = make_loader(before.state_dict(), phase)
-            before.close()
-        first_row, batches = loader.rows, [next(loader) for _ in range(phase.accumulate)]
+        T = row_length(flags, step)
+        if T != loader.T:    # no token is lost or repeated
+            state = loader.state_dict()
+            loader.close()
+            loader = make_loader(state, T)
+        first_row, (inputs, targets) = loader.rows, next(loader)
         waited = time.perf_counter() - began
-        n_tokens, rows_hash = count_and_hash(batches, first_row, rank, world, rows_hash)
+        n_tokens, rows_hash = count_and_hash(inputs, targets, first_row, rank, world, rows_hash)
         if any(a <= step < b for a, b in settings["skip"]):
             log.write({"step": step, "skipped": True, "rows_hash": f"{rows_hash:016x}"})
         else:
             share = set_rates(optimizers, step, flags.steps)
-            loss, norm = train_step(net, model, optimizers, batches, n_tokens, world, device)
+            loss, norm = train_step(net, model, optimizers, inputs, targets, n_tokens, world,
+                                    rows_at_once(flags, T))
             if not math.isfinite(loss + norm) or loss > (flags.spike or math.inf):
-                return report_batch(out, step, loss, norm, loader, phase.accumulate)
+                return report_batch(out, step, loss, norm, loader)
             log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited,
                      stop.seconds_left(), f"{rows_hash:016x}")
         step += 1
         stopping = stop.agreed()
         if not stopping and (step % flags.eval_every == 0 or step == flags.steps):
-            stopping = not evaluate(step, model, tokenizer, val, longest.micro, stop, log.write)
+            stopping = not evaluate(step, model, tokenizer, val, flags.micro_batch_size, stop, log.write)
         if not stopping and step % flags.save_every == 0:
             save()
     if not checkpoints.hold(step):
@@ -299,31 +304,43 @@ def train(flags):
     return 0 if is_saved else 1
 
 
-class Phase(NamedTuple):
-    """How the rows of a step are made, from step `begin` on. The tokens of a step stay the same."""
-    begin: int
-    T: int
-    micro: int         # rows in a micro-batch
-    accumulate: int    # micro-batches a rank makes of a step
+def warn_of_large_buffers(loader):
+    """bestfit takes what fills a row best: where it sees most of a lane's documents, some wait for epochs."""
+    for name, source in loader.sources.items():
+        n, size = int(source.group_sizes.sum()) // loader.num_lanes, loader.buffer_size
+        if loader.packing == "bestfit" and 4 * size > n:
+            say(f"warning: {name}: a lane has {n:,} documents, and bestfit buffers {size:,} of them, so that "
+                "some come several times before others come once; lower --num_lanes (now "
+                f"{loader.num_lanes}), or take --packing exactfit, which has the oldest begin each row")
 
 
-def phase_of(flags, world, T, begin):
-    scale = flags.seq_len[-1][0]
-    micro, accumulate = split_batch(flags.batch_size * scale // T, world, flags.micro_batch_size * scale // T)
-    return Phase(begin, T, micro, accumulate)
+def row_length(flags, step):
+    return [T for T, begin in flags.seq_len if begin <= step][-1]
 
 
-def phase_at(phases, step):
-    return [phase for phase in phases if phase.begin <= step][-1]
+def rows_of_rank(flags, T, world):
+    """In a step. Its tokens stay the same where rows grow."""
+    rows = flags.batch_size * flags.seq_len[-1][0] // T
+    if rows % world:
+        raise ValueError(f"{rows} rows of {T} tokens cannot be shared evenly by {world} ranks; try "
+                         f"--batch_size {-(-flags.batch_size // world) * world}")
+    return rows // world
 
 
-def train_step(net, model, optimizers, batches, n_tokens, world, device):
+def rows_at_once(flags, T):
+    """In one forward. The tokens stay the same, too."""
+    return max(1, flags.micro_batch_size * flags.seq_len[-1][0] // T)
+
+
+def train_step(net, model, optimizers, inputs, targets, n_tokens, world, micro):
     """-> loss: the mean over all ranks' tokens, and the norm of the gradient before it was clipped"""
+    device = model.embedding.weight.device
     nats = torch.zeros((), device=device)
-    for i, (inputs, targets) in enumerate(batches):
-        last = i == len(batches) - 1    # it sums over the ranks; the forward stands inside the context, too
+    parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
+    for i, (some_inputs, some_targets) in enumerate(parts):
+        last = i == len(parts) - 1    # it sums over the ranks; the forward stands inside the context, too
         with contextlib.nullcontext() if last or net is model else net.no_sync():
-            loss = net(inputs.to(device), targets.to(device)).sum()
+            loss = net(some_inputs.to(device), some_targets.to(device)).sum()
             (loss * (world / n_tokens)).backward()    # DDP divides by the world size
         nats += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -333,12 +350,11 @@ def train_step(net, model, optimizers, batches, n_tokens, world, device):
     return (sum_over_ranks(nats) / n_tokens).item(), norm.item()    # waits for the GPU
 
 
-def count_and_hash(batches, first_row, rank, world, rows_hash):
+def count_and_hash(inputs, targets, first_row, rank, world, rows_hash):
     """
     -> the targets of all ranks, and the hash of all rows so far: a sum over their tokens, each times an odd
     number that its place in the run decides, modulo 2**64. So it is the same for any number of ranks.
     """
-    inputs, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     B, T = inputs.shape
     rows = first_row + rank + world * torch.arange(B, device=inputs.device)
     places = rows[:, None] * T + torch.arange(T, device=inputs.device)
@@ -379,16 +395,16 @@ def sum_over_ranks(tensor):
     return tensor
 
 
-def largest_of_ranks(number):
+def largest_of_ranks(number: int) -> int:
     """An int; also where all ranks wait for each other."""
     if not dist.is_initialized():
         return number
-    number = torch.tensor(number)
-    dist.all_reduce(number, dist.ReduceOp.MAX)
-    return number.item()
+    largest = torch.tensor(number)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return int(largest)
 
 
-def from_rank(source, value):
+def from_rank(source, value) -> Any:
     """Rank `source`'s value, on every rank. As bytes of JSON, not as objects: nothing is ever unpickled."""
     if not dist.is_initialized():
         return value
@@ -398,7 +414,7 @@ def from_rank(source, value):
     return json.loads(data.numpy().tobytes())
 
 
-def on_some_ranks(mine, work):
+def on_some_ranks(mine, work) -> Any:
     """-> work() where `mine`, while the others wait, who get None. Where it fails, all leave."""
     result, error = None, ""
     try:
@@ -467,7 +483,7 @@ class StopRequest:
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Data, device, and who makes which part of a step
+# Data and device
 
 def sources_of(flags):
     return parse_data(flags.data) or {find_data(): 1.0}
@@ -488,7 +504,7 @@ def tokenizer_of_run(flags, settings, saved, local_rank):
     """-> tokenizer, where it is from: a checkpoint, else --tokenizer, else found, or trained once a node."""
     path = flags.init
     saved = load_checkpoint(path) if path and not saved else saved
-    find = functools.partial(find_tokenizer, flags.tokenizer, sources_of(flags), settings["vocab_size"])
+    find = functools.partial(find_tokenizer, flags.tokenizer, list(sources_of(flags)), settings["vocab_size"])
     if saved:
         tokenizer, where = RustBPETokenizer.from_dict(saved["tokenizer"]), "kept in the checkpoint"
     else:
@@ -514,16 +530,6 @@ def set_up_device(flags, local_rank):
     return torch.device("cpu") if flags.device == "cpu" else torch.device(flags.device, local_rank)
 
 
-def split_batch(batch_size, world, most):
-    """-> rows in a micro-batch, at most `most`, and how many of them a rank makes.  48, 2, 16 -> 12, 2"""
-    if batch_size % world:
-        raise ValueError(f"--batch_size {batch_size} rows cannot be shared evenly by {world} ranks; "
-                         f"try --batch_size {-(-batch_size // world) * world}")
-    rows = batch_size // world
-    micro = max(n for n in range(1, min(rows, most) + 1) if rows % n == 0)
-    return micro, rows // micro
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Model: RoPE, QK-norm, RMSNorm without parameters, squared ReLU, no biases, untied embedding and head
 
@@ -540,11 +546,6 @@ def rotate(x, cos, sin):    # x: (B, heads, T, head_dim); cos, sin: (T, head_dim
 def rope_tables(T, head_dim, device, dtype):    # (T, head_dim / 2) each
     angles = torch.outer(torch.arange(T), 10_000 ** -(torch.arange(0, head_dim, 2) / head_dim))
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-
-
-@functools.cache
-def compiled_block_mask():
-    return torch.compile(create_block_mask, dynamic=False)
 
 
 def document_boundaries(inputs, bos, most=None):
@@ -565,14 +566,14 @@ def document_boundaries(inputs, bos, most=None):
     return positions, F.pad(begins[:most].int(), (0, max(1, most + 1 - B * T)), value=B * T)
 
 
-def document_mask(inputs, bos, flex):
+def document_mask(inputs, bos, make_block_mask=None):
     """Causal and inside documents: dense, (B, 1, T, T), or flex attention's BlockMask; fixed shapes both."""
     B, T = inputs.shape
     document = (inputs == bos).cumsum(1)
-    if flex:
+    if make_block_mask:
         def visible(b, h, q, k):
             return (q >= k) & (document[b, q] == document[b, k])
-        return compiled_block_mask()(visible, B, None, T, T, device=inputs.device)
+        return make_block_mask(visible, B, None, T, T, device=inputs.device)
     causal = torch.ones(T, T, dtype=torch.bool, device=inputs.device).tril()
     return ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
 
@@ -627,7 +628,7 @@ class GPT(nn.Module):
 
     def __init__(self, depth, vocab_size, bf16=False, bos=None):
         super().__init__()
-        self.bf16, self.bos, self.flex = bf16, bos, False
+        self.bf16, self.bos, self.make_block_mask = bf16, bos, None
         width, padded_vocab = 64 * depth, -(-vocab_size // 64) * 64
         with_values = [i for i in range(depth) if i < 3 or i >= depth - 3]
         self.head_dim = 128 if depth % 2 == 0 and depth >= 8 else 64
@@ -636,8 +637,8 @@ class GPT(nn.Module):
         # with Muon, 768 val rows, seed 1).
         self.value_embeddings = nn.ModuleDict()
         for i in with_values:
-            self.value_embeddings[str(i)] = nn.Embedding(padded_vocab, width)
-            nn.init.uniform_(self.value_embeddings[str(i)].weight, -(3 / width) ** 0.5, (3 / width) ** 0.5)
+            values = self.value_embeddings[str(i)] = nn.Embedding(padded_vocab, width)
+            nn.init.uniform_(values.weight, -(3 / width) ** 0.5, (3 / width) ** 0.5)
         # To each token's embedding, some of the one before: 1.6017 -> 1.5713, together with the longer decay.
         self.previous = nn.Parameter(torch.zeros(width))
         self.blocks = nn.ModuleList(Block(width, self.head_dim) for _ in range(depth))
@@ -645,7 +646,7 @@ class GPT(nn.Module):
 
     def forward(self, inputs, targets=None):
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
-            mask = None if self.bos is None else document_mask(inputs, self.bos, self.flex)
+            mask = None if self.bos is None else document_mask(inputs, self.bos, self.make_block_mask)
             # autocast alone would leave what runs past the blocks in fp32
             x = norm(self.embedding(inputs)).to(torch.bfloat16 if self.bf16 else torch.float32)
             before = F.pad(x, (0, 0, 1, -1))
@@ -672,7 +673,8 @@ def compile_parts(model, choice):
     possible = cuda and any(map(shutil.which, ("cc", "gcc", "clang")))
     if choice == "on" or (choice == "auto" and possible):
         torch._dynamo.config.optimize_ddp = False    # a block is compiled by itself: nothing to split
-        model.flex = cuda
+        if cuda:
+            model.make_block_mask = torch.compile(create_block_mask, dynamic=False)
         for part in (*model.blocks, model.head):
             part.compile(dynamic=False)
 
@@ -699,7 +701,8 @@ def orthogonalize(matrix, steps=5):
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
         square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        polynomial = torch.addmm(square, square, square, beta=-4.7750, alpha=2.0315)
+        x = torch.addmm(x, polynomial, x, beta=3.4445)
     return x.T if matrix.size(0) > matrix.size(1) else x
 
 
@@ -709,12 +712,13 @@ class Muon:
     these out. state_dict() is {name: momentum}, the same for every world size.
     """
 
-    def __init__(self, named, lr):
+    def __init__(self, named: list, lr):
         self.named = sorted(named, key=lambda item: -item[1].numel())    # dealt by size, in even shares
         self.world = dist.get_world_size() if dist.is_initialized() else 1
         self.mine = self.named[dist.get_rank()::self.world] if dist.is_initialized() else self.named
         self.momenta = {name: torch.zeros_like(p) for name, p in self.mine}
-        self.param_groups = [{"params": [p for _, p in self.named], "lr": lr, "momentum": 0.95}]
+        parameters = [p for _, p in self.named]
+        self.param_groups: list[dict[str, Any]] = [{"params": parameters, "lr": lr, "momentum": 0.95}]
 
     @torch.no_grad()
     def step(self):
@@ -755,9 +759,8 @@ def make_optimizers(model, kind, lr, tokens_per_step):
     matrices = list(model.blocks.named_parameters())
     if kind == "adamw":
         groups.append({"params": [p for _, p in matrices], "lr": lr})
-    optimizers = [torch.optim.AdamW(groups, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.0, fused=True)]
-    if kind == "muon":
-        optimizers.append(Muon(matrices, lr))
+    adamw = torch.optim.AdamW(groups, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.0, fused=True)
+    optimizers = [adamw, Muon(matrices, lr)] if kind == "muon" else [adamw]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
@@ -830,8 +833,9 @@ def evaluate(step, model, tokenizer, val, micro, stop, write):
         say(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}; documents' first rows {first_bpb:.4f} "
             f"({share:.0%} of the bytes), the rest {later_bpb:.4f}")
     if is_first_rank():
+        T = next(iter(val.values())).inputs.size(1)
         with torch.compiler.set_stance("force_eager"):    # a shape of its own: nothing to compile for it
-            text = generate(model, tokenizer, windows.inputs.size(1), "def ", 64)
+            text = generate(model, tokenizer, T, "def ", 64)
         say("sample: " + text.replace("\n", "\n        "))
     return True
 
@@ -1079,10 +1083,10 @@ def choose_run(flags):
     return out, newest_checkpoint(out) if auto else None
 
 
-def settle(flags, world, saved, path):
+def settle(flags, world, saved, path) -> dict[str, Any]:
     """The flags, and where they left it open, what the checkpoint or the number of ranks says."""
     open_ones = {"num_lanes": math.lcm(8, world), "vocab_size": 32768 if flags.device == "cuda" else 2048}
-    before = saved["flags"] if saved else open_ones
+    before: Any = saved["flags"] if saved else open_ones
     settings = {**vars(flags), **{name: getattr(flags, name) or before[name] for name in open_ones}}
     for name in SAME_ON_RESUME if saved else ():
         if before[name] != settings[name]:
@@ -1099,26 +1103,26 @@ def settle(flags, world, saved, path):
 # ---------------------------------------------------------------------------------------------------------
 # What is printed and kept
 
-def report_batch(out, step, loss, norm, loader, n_batches):
+def report_batch(out, step, loss, norm, loader):
     """Of a loss that is not finite or above --spike: the documents in it, and what goes on. -> exit status"""
-    state = gather_states(loader, n_batches)
-    if is_first_rank():
+    state = gather_states(loader, batches_ago=1)
+    if state:    # on rank 0
         path = os.path.join(out, f"bad_batch_{step:07d}.json")
         with open(path, "w") as file:
             json.dump(state, file)
         say(f"error: step {step}: loss {loss}, gradient norm {norm}; no checkpoint was touched. Its rows, "
             f"from row {state['rows']} of the run on, hold most of:")
-        for place, n in documents_of_batch(loader, state, n_batches).most_common(8):
+        for place, n in documents_of_batch(loader, state).most_common(8):
             say(f"{n:8,} tokens of {place.path}, row group {place.row_group}, row {place.row}")
         say(f"The loader's state before it: {path}. To go on without it, add: --out {out} --resume auto "
             f"--skip {step}:{step + 1}")
     return 1
 
 
-def documents_of_batch(loader, state, n_batches):
+def documents_of_batch(loader, state):
     """Of all ranks: {Place: tokens}"""
-    n_rows = loader.B * loader.world_size * n_batches
-    same = {**loader.arguments, "rank": 0, "world_size": 1, "B": n_rows, "device": "cpu", "prefetch": 0}
+    whole_batch = {"rank": 0, "world_size": 1, "B": loader.B * loader.world_size}
+    same: dict[str, Any] = {**loader.arguments, **whole_batch, "device": "cpu", "prefetch": 0}
     with PackedLoader(**same) as whole:
         rows, counts = next(trace(whole, state)), Counter()
     for piece in (piece for row in rows for piece in row):
