@@ -36,7 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -44,7 +44,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataset import Shard, column_views, cores, default_data_dir, find_data, in_order, is_text, list_shards
+from dataset import (
+    Shard,
+    column_views,
+    cores,
+    default_data_dir,
+    find_data,
+    in_order,
+    is_text,
+    list_shards,
+    name_other_folder,
+)
 from tokenizer import as_encoder
 
 # ---------------------------------------------------------------------------------------------------------
@@ -815,10 +825,10 @@ class Position(NamedTuple):
 class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
-    copied: torch.cuda.Event | None    # the copy to the device is done; None on a CPU
-    position: Position                 # behind it
-    full: bool    # no row is empty, as those of a lane that has ended are
-    more: bool    # False: this batch and all behind it are empty
+    copied: Any           # CUDA event: the copy to the device is done; None on a CPU
+    position: Position    # behind it
+    full: bool            # no row is empty, as those of a lane that has ended are
+    more: bool            # False: this batch and all behind it are empty
 
 
 class Pipeline:
@@ -987,10 +997,11 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.tokenizer, self.face = tokenizer, as_encoder(tokenizer)
         self.weights, self.epochs = sources_of(data_dir, epochs)
         shards = {name: list_shards(name, split, cache) for name in self.weights}
-        self.sources = {name: Source(name, shards[name], self.num_lanes, shuffle_seed)
-                        for name in sorted(shards)}    # by name: then whose turn it is, too
+        self.sources: dict[str, Source] = {
+            name: Source(name, shards[name], self.num_lanes, shuffle_seed)
+            for name in sorted(shards)}    # by name: then whose turn it is, too
         self._position = Position(0, {})    # where to go on
-        self._before = collections.deque(maxlen=64)    # positions of the batches before
+        self._before: collections.deque[Position] = collections.deque(maxlen=64)    # of the batches before
         self._pipeline, self._in_step = None, self._join_ranks()
         self._finished = self._closed = False
         self._pid, self._lock = os.getpid(), threading.Lock()
@@ -1484,6 +1495,7 @@ def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs) -> Iterator[
 def batches_with_state(resume, *args, **kwargs):
     """One lane a rank, as in nanochat; the state also says epoch, shard and row group, which it prints."""
     _, world_size = ranks_of_this_process()
+    name_other_folder(default_data_dir())
     loader = PackedLoader(*args, data_dir=default_data_dir(), num_lanes=world_size, **kwargs)
     loader.sources = {name: NanochatSource(name, source.shards, world_size)
                       for name, source in loader.sources.items()}

@@ -4119,6 +4119,29 @@ def test_nanochats_generators_do_not_take_the_built_in_corpus(tmp_path, monkeypa
         next(dataloader.tokenizing_distributed_data_loader(ByteTokenizer(), 2, 16, "train", device="cpu"))
 
 
+def test_where_nanochat_would_read_another_folder_a_line_names_both(corpus, tmp_path, monkeypatch, capsys):
+    """Its newest sources take base_data_climbmix where both are there; we take base_data."""
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(dataset, "build_builtin_corpus", lambda folder: shutil.copytree(corpus, folder))
+    taken, other = str(tmp_path / "base_data"), str(tmp_path / "base_data_climbmix")
+    shutil.copytree(corpus, taken)
+
+    def output():
+        next(dataloader.tokenizing_distributed_data_loader(ByteTokenizer(), 2, 16, "train", device="cpu"))
+        make(None, num_lanes=2), make(taken)
+        return capsys.readouterr().out
+
+    assert output() == ""
+    os.mkdir(other)
+    assert output().count(f"data: {taken} is read, not nanochat's {other}; ") == 2, "asked for, it says nothing"
+    shutil.rmtree(taken)
+    make(None)
+    assert f"is read, not nanochat's {other}; " in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("WORLD_SIZE", "2")
+    make(None, num_lanes=2)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_tokenizer_with_nanochats_face_only_gives_the_same_rows(corpus):
     for packing, tails in PACKINGS:
         plain, own = (make(corpus, packing=packing, tails=tails, tokenizer=tokenizer)
