@@ -311,6 +311,15 @@ def test_fabric_s_own_launcher(folder):
     check(folder, "Fabric", IMPORTS + "import lightning as L", launched=False, legs=(2, 2))
 
 
+def test_a_loader_made_before_fabric_s_own_launcher_is_refused(folder):
+    """It would be rank 0 of 1 in every process."""
+    pytest.importorskip("lightning")
+    script = script_of("Fabric", IMPORTS + "import lightning as L", "")
+    exchanged = re.sub(r"(fabric.launch\(\)\n)(loader = .*\n)", r"\2\1", script)
+    assert exchanged != script and not run_leg(folder, 0, exchanged, None)
+    assert "of RANK and WORLD_SIZE only WORLD_SIZE=2 is set; make the loader when" in logs(folder, 0)
+
+
 def test_accelerate(folder):
     pytest.importorskip("accelerate")
     check(folder, "Accelerate", IMPORTS + "from accelerate import Accelerator")
