@@ -688,7 +688,7 @@ def tokens_left(ids, ref):
     return len(ids) - ref.token + 1 if ref.token else len(ids)
 
 
-PACKINGS = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPacker}
+PACKINGS: dict[str, Any] = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPacker}
 
 
 # ---------------------------------------------------------------------------------------------------------
