@@ -268,9 +268,12 @@ class Encoder:
                     self.row_groups.get(*behind[1:3])    # read while the second half is being encoded
                 docs = range(doc, min(doc + per_task, len(rows)))
                 yield Task(ref, docs, shard, row_group, rows[doc:docs.stop], array, per_chunk)
-            other_lanes_too = source.order(ref.epoch).n_parts > 1
-            if not other_lanes_too and (not behind or behind[1:3] != (shard, row_group)):
-                self.row_groups.drop(shard, row_group)
+            if not behind or behind[1:3] != (shard, row_group):
+                self._leave(source, ref, shard, row_group)
+
+    def _leave(self, source, ref, shard, row_group):
+        if source.order(ref.epoch).n_parts == 1:    # else other lanes have parts of it
+            self.row_groups.drop(shard, row_group)
 
     def encode_again(self, source, refs):
         """Read and encode just these documents of a state: {Ref without its token: ids}."""
@@ -284,12 +287,14 @@ class Encoder:
 
     def _tasks_again(self, source, refs):
         refs = sorted({ref._replace(token=0) for ref in refs})
-        for _, group in itertools.groupby(refs, key=lambda ref: ref[:2]):
-            first, *others = group
-            docs = [ref.doc for ref in (first, *others)]
-            shard, row_group, rows = source.find(first)
+        for (epoch, group), same in itertools.groupby(refs, key=lambda ref: ref[:2]):
+            docs = [ref.doc for ref in same]
+            shard, row_group, rows = source.find(Ref(epoch, group))
             array = self.row_groups.get(shard, row_group)
-            yield Task(first, docs, shard, row_group, [int(rows[doc]) for doc in docs], array, len(docs))
+            on_disk = [int(rows[doc]) for doc in docs]
+            yield Task(Ref(epoch, group), docs, shard, row_group, on_disk, array, len(docs))
+            if (epoch, group) != refs[-1][:2]:    # where the lane goes on
+                self._leave(source, Ref(epoch, group), shard, row_group)
 
     def _encode(self, task):
         """The Chunks of a task. An error names shard, row group and row."""

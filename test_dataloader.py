@@ -4367,7 +4367,7 @@ def test_compare_counts_what_the_loader_counts(corpus, packing, tails):
     next(loader)
     stats = loader.stats()
     assert tally.lost == bench.lost_share(stats["tokens_dropped"], 3000) and tally.cut == stats["cut_share"]
-    assert 0 < tally.longest_wait < 100 and tally.held > 0
+    assert 0 < tally.longest_wait < 100
 
 
 def test_compare_and_bench_print_a_line_each(tmp_path, monkeypatch):

@@ -610,14 +610,10 @@ class Head(nn.Module):
         nn.init.zeros_(self.out.weight)    # the first loss is ln(padded_vocab)
 
     def forward(self, x, targets):
+        logits = self.out(norm(x)).float()
         if targets is None:
-            return self.out(norm(x)).float()
-        x, targets = norm(x).flatten(0, 1), targets.flatten()
-        # On a CPU 512 tokens at a time, so that logits stay in its cache: 0.92 of the CPU time of a step.
-        n = len(x) if x.is_cuda else 512
-        nats = [F.cross_entropy(self.out(part).float(), wanted, ignore_index=-100, reduction="none")
-                for part, wanted in zip(x.split(n), targets.split(n), strict=True)]
-        return torch.cat(nats)
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
 
 
 class GPT(nn.Module):

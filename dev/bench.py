@@ -102,12 +102,11 @@ class Tally(NamedTuple):
     lost: float         # share of the tokens that left the buffer
     cut: float          # share of all documents: those that fit a row and yet were cut
     longest_wait: int   # rows that were given while a document stood whole in the buffer
-    held: float         # tokens in the buffer at the end, in rows
 
 
 def compare(tokenizer, data_dir, B, T, seconds=4.0):
     """Lines of a table. One lane, but for the speed: that is from text, by all threads."""
-    yield f"{'packing':<15}{'lost':>8}{'fit but cut':>13}{'longest wait':>14}{'held':>13}{'M tokens/s':>12}"
+    yield f"{'packing':<15}{'lost':>8}{'fit but cut':>13}{'longest wait':>14}{'M tokens/s':>12}"
     for name, packing in all_packings().items():
         loader = PackedLoader(tokenizer, B, T, "train", data_dir=data_dir, num_lanes=1, **packing)
         tally = tally_rows(loader, max(4096, B))
@@ -116,7 +115,7 @@ def compare(tokenizer, data_dir, B, T, seconds=4.0):
         speed = speed_of(tokens, seconds)
         loader.close()
         yield (f"{name:<15}{tally.lost:>8.1%}{tally.cut:>13.2%}{tally.longest_wait:>9,} rows"
-               f"{tally.held:>8,.0f} rows{speed / 1e6:>12.2f}")
+               f"{speed / 1e6:>12.2f}")
 
 
 def tally_rows(loader, n_rows):
@@ -124,22 +123,15 @@ def tally_rows(loader, n_rows):
     (source,) = loader.sources.values()
     packer = PACKINGS[loader.packing](loader.T, **loader._packer_options())
     encoder, waiting, longest_wait = Encoder(loader.tokenizer, loader.threads), {}, 0
-    chunks, lengths = encoder.chunks(source, 0, Ref(), size=packer.chunk_size, ahead=8), {}
-
-    def pull():
-        chunk = next(chunks)
-        lengths.update(zip(chunk.refs(), np.diff(chunk.bounds), strict=True))
-        return chunk
-
+    chunks = encoder.chunks(source, 0, Ref(), size=packer.chunk_size, ahead=8)
     for _ in range(n_rows):
-        packer.row(pull)
+        packer.row(lambda: next(chunks))
         whole = [ref for ref in packer.held() if ref.token == 0]
         waiting = {ref: waiting.get(ref, 0) + 1 for ref in whole}
         longest_wait = max(longest_wait, *waiting.values(), 0)
     encoder.close()
     dropped, documents, cut = (packer.counts[key] for key in ("dropped", "documents", "cut"))
-    held = sum(lengths[ref._replace(token=0)] - ref.token for ref in packer.held()) / (loader.T + 1)
-    return Tally(lost_share(dropped, n_rows * loader.T), cut / documents, longest_wait, held)
+    return Tally(lost_share(dropped, n_rows * loader.T), cut / documents, longest_wait)
 
 
 def speed_of(counts, seconds):
