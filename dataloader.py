@@ -965,8 +965,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         or the least multiple of 8 that world_size divides; a state that is loaded brings its own
     shuffle_seed: None: documents as they lie; an int: another order in every epoch
     epochs: n, or {folder: n}: a finite run. Its last rows are completed with BOS whose targets are -100
-        (torch's ignore_index); a source that ends leaves its share to the others. As an iterator it goes
-        on where a `for` was broken off; only behind its end a new `for` begins it again
+        (torch's ignore_index); a source that ends leaves its share to the others. After a `break` the
+        next `for` goes on, as with any iterator; after the end it begins the run again
     uneven: what the ranks of a finite run do where lanes differ in length, see InStep; "free": each rank
         ends by itself
     transform(ids, ref, place): see Encoder
