@@ -32,11 +32,11 @@ import threading
 import time
 import zlib
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -44,7 +44,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataset import Shard, column_views, cores, default_data_dir, find_data, in_order, is_text, list_shards
+from dataset import (
+    Shard,
+    column_views,
+    cores,
+    default_data_dir,
+    find_data,
+    in_order,
+    is_text,
+    list_shards,
+    name_other_folder,
+)
 from tokenizer import as_encoder
 
 # ---------------------------------------------------------------------------------------------------------
@@ -235,7 +245,7 @@ class Encoder:
         self.bos, self.dtype = self.tokenizer.bos, np.dtype(np.int64) if transform else self.tokenizer.dtype
         self.executor = ThreadPoolExecutor(1 if self.tokenizer.threads_of_its_own else threads, "encode")
         self.row_groups = RowGroups(readers)
-        self.counts, self.lock = collections.Counter(), threading.Lock()
+        self.counts, self.seconds, self.lock = collections.Counter(), 0.0, threading.Lock()
 
     def chunks(self, source, lane, start, epochs=None, size=None, ahead=1):
         """
@@ -307,7 +317,7 @@ class Encoder:
         with self.lock:
             self.counts["tokens"] += len(ids)
             self.counts["nulls"] += array.null_count
-            self.counts["seconds"] += time.perf_counter() - began
+            self.seconds += time.perf_counter() - began
         return list(chunks_of(ids, bounds, task))
 
     def _encode_text(self, array, task):
@@ -692,7 +702,7 @@ def tokens_left(ids, ref):
     return len(ids) - ref.token + 1 if ref.token else len(ids)
 
 
-PACKINGS = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPacker}
+PACKINGS: dict[str, Any] = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPacker}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -701,7 +711,7 @@ PACKINGS = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPa
 class Standing(NamedTuple):
     """Where a lane stands in one source: all that a state says of it. The default is the beginning."""
     next: Ref = Ref()         # of the next document to be pulled
-    held: list | Rest = ()    # the Refs in its packer, oldest first
+    held: Iterable = ()       # the Refs in its packer, oldest first
     rows: int = 0             # it gave in all
     share: int | None = 0     # rows it gave since the shares of the sources began; None: it has no more
 
@@ -829,10 +839,10 @@ class Position(NamedTuple):
 class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
+    copied: Any           # CUDA event: the copy to the device is done; None on a CPU
     position: Position    # behind it
     full: bool            # no row is empty, as those of a lane that has ended are
     more: bool            # False: this batch and all behind it are empty
-    copied: object        # CUDA event: the copy to the device is done; None on a CPU
 
 
 class Pipeline:
@@ -870,7 +880,7 @@ class Pipeline:
             self.wakes.get()
         while not self.ready and self.error is None:
             self.wakes.get()
-        if not self.ready:
+        if self.error is not None and not self.ready:
             raise self.error
         self.waited += time.perf_counter() - began
         return self.ready[0]
@@ -912,7 +922,7 @@ class Pipeline:
         self.position = Position(self.position.rows + B * self.world_size, {**self.position.lanes, **moved})
         n_empty = sum(n == 0 for _, n in short)
         more = n_empty < B or any(map(self._look_ahead, self.lanes))
-        batch = self._to_device(short, self.position, n_empty == 0, more)
+        batch = Batch(*self._to_device(short), self.position, n_empty == 0, more)
         self.packing_seconds += time.perf_counter() - began
         return batch
 
@@ -922,8 +932,8 @@ class Pipeline:
             self.ahead[number] = self.lanes[number].row()
         return self.ahead[number]
 
-    def _to_device(self, short, *about):
-        """New memory for every batch; on CUDA pinned, and copied on a stream of its own."""
+    def _to_device(self, short):
+        """inputs, targets, copied. New memory for every batch; on CUDA pinned, with a stream of its own."""
         B, R = self.rows.shape
         both = torch.empty((2, B, R - 1), dtype=torch.int64, pin_memory=self.stream is not None)
         np.copyto(both[0].numpy(), self.rows[:, :-1])
@@ -931,10 +941,11 @@ class Pipeline:
         for b, n in short:
             both[1, b, max(0, n - 1):] = -100
         if self.stream is None:
-            return Batch(*both.to(self.device), *about, None)
+            inputs, targets = both.to(self.device)
+            return inputs, targets, None
         with torch.cuda.stream(self.stream):
-            both = both.to(self.device, non_blocking=True)
-        return Batch(*both, *about, self.stream.record_event())
+            inputs, targets = both.to(self.device, non_blocking=True)
+        return inputs, targets, self.stream.record_event()
 
     def close(self):
         """Without waiting for what the threads are at; whoever waits for a batch gets an error."""
@@ -964,7 +975,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         or the least multiple of 8 that world_size divides; a state that is loaded brings its own
     shuffle_seed: None: documents as they lie; an int: another order in every epoch
     epochs: n, or {folder: n}: a finite run. Its last rows are completed with BOS whose targets are -100
-        (torch's ignore_index); a source that ends leaves its share to the others
+        (torch's ignore_index); a source that ends leaves its share to the others. After a `break` the
+        next `for` goes on, as with any iterator; after the end it begins the run again
     uneven: what the ranks of a finite run do where lanes differ in length, see InStep; "free": each rank
         ends by itself
     transform(ids, ref, place): what to deliver in place of a document's ids, see Encoder; integers may carry
@@ -985,9 +997,11 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                  tokenizer_batch_size: int = 128, transform: Callable | None = None,
                  cache: str | None = None):
         self.arguments = {key: value for key, value in locals().items() if key != "self"}
-        if (rank is None) != (world_size is None):
+        if rank is None and world_size is None:
+            rank, world_size = ranks_of_this_process()
+        if rank is None or world_size is None:
             raise ValueError(f"rank={rank}, world_size={world_size}; pass both, or neither")
-        self.rank, self.world_size = (rank, world_size) if rank is not None else ranks_of_this_process()
+        self.rank, self.world_size = rank, world_size
         self.B, self.T, self.split = B, T, split
         self.packing, self.tails, self.uneven, self.transform = packing, tails, uneven, transform
         self.shuffle_seed, self.tokenizer_batch_size = shuffle_seed, tokenizer_batch_size
@@ -995,14 +1009,14 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         if buffer_size is None and packing in PACKINGS:
             self.buffer_size = PACKINGS[packing].usual_buffer_size
         self.threads = cores_of_this_rank() if threads is None else threads
-        self.num_lanes = num_lanes
         check_arguments(self)
         self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
         self.tokenizer, self.face = tokenizer, as_encoder(tokenizer)
         self.weights, self.epochs = sources_of(data_dir, epochs)
         shards = {name: list_shards(name, split, cache) for name in self.weights}
-        self.sources = {name: Source(name, shards[name], self.num_lanes, shuffle_seed)
-                        for name in sorted(shards)}    # by name: then whose turn it is, too
+        self.sources: dict[str, Source] = {
+            name: Source(name, shards[name], self.num_lanes, shuffle_seed)
+            for name in sorted(shards)}    # by name: then whose turn it is, too
         self._positions = collections.deque([Position(0, {})], maxlen=65)    # the last is where to go on
         self._pipeline, self._in_step = None, self._join_ranks()
         self._finished = self._closed = False
@@ -1023,6 +1037,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self._pipeline = Pipeline(lanes, encoder, rows, self.B, self.T, self.world_size, self.device,
                                   any(self.epochs.values()), self.prefetch)
         self._positions[-1] = self._pipeline.position
+        return self._pipeline
 
     def _make_lane(self, encoder, number, standings):
         n_streams = self.num_lanes // self.world_size * len(self.sources)
@@ -1089,9 +1104,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def _next_batch(self):
         """The batch behind the position, which it does not move; behind the end of a run, empty ones."""
-        if self._pipeline is None:
-            self._start()
-        return self._pipeline.next_batch(self._positions[-1])
+        pipeline = self._pipeline or self._start()
+        return pipeline.next_batch(self._positions[-1])
 
     def _deliver(self, batch):
         if batch.copied is not None:
@@ -1185,7 +1199,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                 "engine_failures": self.face.engine_failures,
                 "tokens_encoded": encoder.counts["tokens"], "null_documents": encoder.counts["nulls"],
                 "left_out_documents": encoder.counts["left_out"],
-                "reading_s": encoder.row_groups.seconds, "encoding_s": encoder.counts["seconds"],
+                "reading_s": encoder.row_groups.seconds, "encoding_s": encoder.seconds,
                 "packing_s": pipeline.packing_seconds - waited,
                 "sources": {name: count_packed([s for s in streams if s.source is source], self.T)
                             for name, source in self.sources.items()}}
@@ -1370,7 +1384,7 @@ def gather_states(loader, batches_ago: int = 0) -> dict | None:
     padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
     parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather(padded, parts)
-    return parts and merge_states([json.loads(part.numpy().tobytes()) for part in parts])
+    return merge_states([json.loads(part.numpy().tobytes()) for part in parts]) if parts else None
 
 
 def merge_states(states: list) -> dict:
@@ -1402,7 +1416,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-def trace(loader, state: dict | None = None):
+def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
     """
     Yields, for each batch behind a state (default: where the loader stands), B lists of the row's Pieces.
 
@@ -1435,7 +1449,8 @@ def pieces_of_row(row, found):
     for a, b in itertools.pairwise(cuts):
         number, start = int(row[a]) >> 32, int(row[a]) & 0xFFFFFFFF
         if number in found:    # else what completes the last rows of a finite run
-            pieces.append(Piece(*found[number], start, start + b - a))
+            place, ref = found[number]
+            pieces.append(Piece(place, ref, start, start + b - a))
     return pieces
 
 
@@ -1463,7 +1478,7 @@ class NanochatSource(Source):
 
 def tokenizing_distributed_data_loader_with_state(
         tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
-        device="cuda", resume_state_dict: dict | None = None) -> Iterator[tuple]:
+        device: str | torch.device = "cuda", resume_state_dict: dict | None = None) -> Iterator[tuple]:
     """Packs "flat"; yields (inputs, targets, state_dict)."""
     return batches_with_state(resume_state_dict, tokenizer, B, T, split, packing="flat", device=device,
                               threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size)
@@ -1477,7 +1492,8 @@ def tokenizing_distributed_data_loader(*args, **kwargs) -> Iterator[tuple]:
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
-        device="cuda", resume_state_dict: dict | None = None, buffer_size: int = 1000) -> Iterator[tuple]:
+        device: str | torch.device = "cuda", resume_state_dict: dict | None = None,
+        buffer_size: int = 1000) -> Iterator[tuple]:
     """Packs "bestfit", nanochat's rows token for token; yields (inputs, targets, state_dict)."""
     return batches_with_state(resume_state_dict, tokenizer, B, T, split, packing="bestfit", device=device,
                               threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size,
@@ -1493,6 +1509,7 @@ def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs) -> Iterator[
 def batches_with_state(resume, *args, **kwargs):
     """One lane a rank, as in nanochat; the state also says epoch, shard and row group, which it prints."""
     _, world_size = ranks_of_this_process()
+    name_other_folder(default_data_dir())
     loader = PackedLoader(*args, data_dir=default_data_dir(), num_lanes=world_size, **kwargs)
     loader.sources = {name: NanochatSource(name, source.shards, world_size)
                       for name, source in loader.sources.items()}
@@ -1517,19 +1534,20 @@ def check_arguments(loader):
     for name, allowed in choices.items():
         if getattr(loader, name) not in allowed:
             raise ValueError(f"{name}={getattr(loader, name)!r}; choose one of {', '.join(allowed)}")
+    given = loader.arguments | vars(loader)    # which have the defaults of what was left out
     least = {"B": 1, "T": 1, "world_size": 1, "rank": 0, "num_lanes": 1, "buffer_size": 1,
              "tokenizer_batch_size": 1, "threads": 1, "prefetch": 0, "shuffle_seed": 0}
     for name, low in least.items():
-        n = getattr(loader, name)
+        n = given[name]
         may_be_left_out = name in ("shuffle_seed", "num_lanes") and n is None
         if not may_be_left_out and (type(n) is not int or n < low):
             raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
     if not 0 <= loader.rank < loader.world_size:
         raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks count from 0")
-    if loader.num_lanes is not None and loader.num_lanes % loader.world_size:
-        raise ValueError(f"{loader.num_lanes} lanes cannot be shared evenly by {loader.world_size} ranks; "
-                         f"choose num_lanes a multiple of {loader.world_size}, or a world size in "
-                         f"{divisors(loader.num_lanes)}")
+    lanes = given["num_lanes"]
+    if lanes is not None and lanes % loader.world_size:
+        raise ValueError(f"{lanes} lanes cannot be shared evenly by {loader.world_size} ranks; choose "
+                         f"num_lanes a multiple of {loader.world_size}, or a world size in {divisors(lanes)}")
 
 
 def sources_of(data_dir, epochs):

@@ -498,12 +498,14 @@ def find_data(data_dir: str | None = None) -> str:
     if data_dir:
         return data_dir
     if list_files(default_data_dir())[0]:
+        name_other_folder(default_data_dir())
         return default_data_dir()
     version = ".".join(map(str, sys.version_info[:3]))
     folder = os.path.join(get_base_dir(), f"builtin-v{BUILTIN_VERSION}-python-{version}")
     with lock_file(folder + ".lock"):
         if not os.path.isdir(folder):
             build_builtin_corpus(folder)
+    name_other_folder(folder)
     return folder
 
 
@@ -578,6 +580,14 @@ def get_base_dir() -> str:
 def default_data_dir() -> str:
     """Where downloads and conversions go, and where train.py looks first."""
     return os.path.join(get_base_dir(), "base_data")
+
+
+def name_other_folder(folder):
+    """A line where nanochat, in the same place, would read another folder than the one that is read."""
+    other = default_data_dir() + "_climbmix"
+    if os.path.isdir(other) and os.environ.get("RANK", "0") == "0":
+        print(f"data: {folder} is read, not nanochat's {other}; to read that, name it (data_dir, --data), or "
+              "make base_data a link to it", flush=True)
 
 
 def list_files(folder: str) -> tuple[dict[str, File], File | None]:

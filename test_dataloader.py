@@ -3913,6 +3913,23 @@ def test_a_finite_loader_begins_again_with_a_new_iter(corpus):
     assert [rows_of(batch) for batch in loader] == first and len(first) > 10
 
 
+def test_a_finite_loader_that_is_broken_off_goes_on(corpus):
+    """As iterators do: a step's micro-batches by islice() must not be the run's first ones for ever."""
+    want, loader = [rows_of(batch) for batch in make(corpus, epochs=1)], make(corpus, epochs=1)
+    start, got = loader.state_dict(), [rows_of(next(loader))]
+    for batch in loader:
+        got.append(rows_of(batch))
+        if len(got) == 4:
+            break
+    got += map(rows_of, itertools.islice(loader, 2))
+    middle = loader.state_dict()
+    got += map(rows_of, torch.utils.data.DataLoader(loader, batch_size=None))
+    assert got == want and len(want) > 10
+    for state, rows in (middle, want[6:]), (start, want):    # also behind the end
+        loader.load_state_dict(state)
+        assert list(map(rows_of, loader)) == rows
+
+
 @pytest.mark.parametrize("packing", ["flat", "bestfit", "exactfit"])
 def test_states_of_the_batches_before_hold_no_tokens(corpus, packing):
     """64 of them would keep 64 batches of tokens in memory."""
@@ -4143,6 +4160,29 @@ def test_nanochats_generators_do_not_take_the_built_in_corpus(tmp_path, monkeypa
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=f"no parquet files in {tmp_path}/base_data"):
         next(dataloader.tokenizing_distributed_data_loader(ByteTokenizer(), 2, 16, "train", device="cpu"))
+
+
+def test_where_nanochat_would_read_another_folder_a_line_names_both(corpus, tmp_path, monkeypatch, capsys):
+    """Its newest sources take base_data_climbmix where both are there; we take base_data."""
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
+    monkeypatch.setattr(dataset, "build_builtin_corpus", lambda folder: shutil.copytree(corpus, folder))
+    taken, other = str(tmp_path / "base_data"), str(tmp_path / "base_data_climbmix")
+    shutil.copytree(corpus, taken)
+
+    def output():
+        next(dataloader.tokenizing_distributed_data_loader(ByteTokenizer(), 2, 16, "train", device="cpu"))
+        make(None, num_lanes=2), make(taken)
+        return capsys.readouterr().out
+
+    assert output() == ""
+    os.mkdir(other)
+    assert output().count(f"data: {taken} is read, not nanochat's {other}; ") == 2, "none where asked for"
+    shutil.rmtree(taken)
+    make(None)
+    assert f"is read, not nanochat's {other}; " in capsys.readouterr().out
+    monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("WORLD_SIZE", "2")
+    make(None, num_lanes=2)
+    assert capsys.readouterr().out == ""
 
 
 def test_a_tokenizer_with_nanochats_face_only_gives_the_same_rows(corpus):

@@ -187,8 +187,22 @@ from torch.utils.data import DataLoader
 # The loops
 
 def test_snippets_are_ten_lines_at_most():
-    long = {name: code for name, code in snippets().items() if code.count("\n") > 10}
-    assert len(snippets()) == 12 and not long
+    lines = {name: sum(map(bool, code.splitlines())) for name, code in snippets().items()}
+    assert len(lines) == 12 and max(lines.values()) == 10, lines
+
+
+def test_a_save_that_fails_leaves_the_state_before(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    names = {}
+    exec(snippets()[""], names)
+    with PackedLoader(tokenizer, B, T, "train", data_dir="my_shards") as loader:
+        names["save"](loader)
+        before = loader.state_dict()
+        next(loader)
+        monkeypatch.setattr(os, "replace", lambda *paths: None)    # as where it is killed just before
+        names["save"](loader)
+        names["load"](loader)
+        assert loader.state_dict() == before
 
 
 def test_dataloader(folder):
@@ -217,7 +231,7 @@ class Module(L.LightningModule):
         return self.model(*batch)
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
-options = dict(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), logger=False,
+options = dict(accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", 2)), logger=False,
                enable_progress_bar=False, enable_model_summary=False, callbacks=[
                L.pytorch.callbacks.ModelCheckpoint("saved", every_n_train_steps=save_every, save_top_k=-1)])
 """
@@ -231,6 +245,12 @@ def test_lightning(folder):
     """In the second leg, the checkpoint is that of an epoch's middle."""
     pytest.importorskip("lightning")
     check(folder, "Lightning", IMPORTS + LIGHTNING, FIT)
+
+
+def test_lightning_s_own_launcher(folder):
+    """Which sets other variables than torchrun does."""
+    pytest.importorskip("lightning")
+    check(folder, "Lightning", IMPORTS + LIGHTNING, FIT, launched=False, legs=(2, 2))
 
 
 def lightning_module():
@@ -255,17 +275,19 @@ def lightning_module():
         enable_model_summary=False, enable_checkpointing=False)
 
 
-def test_every_validation_of_lightning_begins_at_the_beginning(folder, monkeypatch):
-    """Behind the two batches of its sanity check, too."""
+@pytest.mark.parametrize("limit", [None, 3])
+def test_every_validation_of_lightning_begins_at_the_beginning(folder, limit, monkeypatch):
+    """Behind the two batches of its sanity check, and where it is broken off, too."""
     pytest.importorskip("lightning")
     monkeypatch.chdir(folder)
     names = {"PackedLoader": PackedLoader, "tokenizer": tokenizer, "B": B, "T": T}
     exec(snippets()["Validation"], names)
     module, Trainer = lightning_module()
     with PackedLoader(tokenizer, B, T, "train", data_dir="my_shards") as loader:
-        Trainer(val_check_interval=2, limit_train_batches=4).fit(module, map(tuple, loader), names["Val"]())
+        trainer = Trainer(val_check_interval=2, limit_train_batches=4, limit_val_batches=limit)
+        trainer.fit(module, map(tuple, loader), names["Val"]())
     whole = [(i, batch[0].tolist()) for i, batch in enumerate(names["Val"]())]
-    assert module.validated == whole[:2] + whole + whole and len(whole) > 4
+    assert module.validated == whole[:2] + 2 * whole[:limit] and len(whole) > 4
 
 
 def test_lightning_may_not_save_the_bare_loader(folder, tmp_path):
@@ -284,9 +306,18 @@ def test_fabric(folder):
 
 
 def test_fabric_s_own_launcher(folder):
-    """Which sets other variables than torchrun does."""
+    """As Lightning's."""
     pytest.importorskip("lightning")
-    check(folder, "Fabric", IMPORTS + "import lightning as L", launched=False, legs=(2,))
+    check(folder, "Fabric", IMPORTS + "import lightning as L", launched=False, legs=(2, 2))
+
+
+def test_a_loader_made_before_fabric_s_own_launcher_is_refused(folder):
+    """It would be rank 0 of 1 in every process."""
+    pytest.importorskip("lightning")
+    script = script_of("Fabric", IMPORTS + "import lightning as L", "")
+    exchanged = re.sub(r"(fabric.launch\(\)\n)(loader = .*\n)", r"\2\1", script)
+    assert exchanged != script and not run_leg(folder, 0, exchanged, None)
+    assert "of RANK and WORLD_SIZE only WORLD_SIZE=2 is set; make the loader when" in logs(folder, 0)
 
 
 def test_accelerate(folder):
@@ -360,6 +391,7 @@ def test_fsdp2_and_dcp(folder):
 RAY = """
 storage = os.getcwd()
 import ray
+ray.init(num_cpus=2, include_dashboard=False)    # of a machine of one core, too
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
 """
