@@ -3882,6 +3882,19 @@ def test_one_variable_of_a_launcher_without_the_other_is_an_error(corpus, alone,
             make(corpus, **half)
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_processes_of_srun_and_mpirun_without_ranks_are_an_error(corpus, name, monkeypatch):
+    monkeypatch.setenv(name, "1")
+    assert make(corpus).world_size == 1
+    monkeypatch.setenv(name, "4")
+    with pytest.raises(ValueError, match=f"{name}=4, but no RANK"):
+        make(corpus)
+    assert make(corpus, rank=1, world_size=4).rank == 1
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert make(corpus, num_lanes=4).rank == 2
+
+
 def test_a_group_that_came_into_being_behind_the_loader_is_an_error(corpus, monkeypatch):
     loader, asked = make(corpus, num_lanes=2), make(corpus, rank=0, world_size=1)
     monkeypatch.setattr(dataloader, "ranks_of_this_process", lambda: (1, 2))
