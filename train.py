@@ -1,7 +1,7 @@
 r"""
 Train a GPT on packed token batches: one process, one node or many, on CPUs or GPUs.
 
-    python train.py                                      the demo: Python's own library, 3 to 4 minutes
+    python train.py                                      the demo: Python's own library, 6 minutes
     torchrun --standalone --nproc_per_node=2 train.py    the same rows and the same result, by 2 ranks
     torchrun --standalone --nproc_per_node=8 train.py --data DIR --out runs/d12 --resume auto
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
