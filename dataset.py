@@ -366,14 +366,21 @@ def read_column(parquet, row_group, column, file_size):
     kind, large = parquet.schema_arrow.field(column).type, LARGE[column]
     wanted = kind if kind in (pa.string(), pa.binary()) else large
     pieces, n_bytes = [], 0
-    # In pieces, since a dictionary of one long document makes 10 GB of a file of 290 bytes.
-    for batch in parquet.iter_batches(1024, [row_group], [column], use_threads=False):
+    for batch in parquet.iter_batches(documents_at_once(parquet.metadata.row_group(row_group), column),
+                                      [row_group], [column], use_threads=False):
         pieces.append(batch.column(0).cast(wanted))
         n_bytes += pieces[-1].nbytes
         check_size(n_bytes, "bytes of documents", file_size, 1 << 28)
     if n_bytes >= 2**31:
         pieces = [piece.cast(large) for piece in pieces]
     return pieces[0] if len(pieces) == 1 else pa.concat_arrays(pieces or [pa.array([], wanted)])
+
+
+def documents_at_once(row_group, column):
+    """All where they lie as they are; else in pieces: a dictionary can make 10 GB of a file of 290 bytes."""
+    columns = map(row_group.column, range(row_group.num_columns))
+    (encodings,) = [set(one.encodings) for one in columns if one.path_in_schema == column]
+    return row_group.num_rows or 1 if encodings <= {"PLAIN", "RLE", "BIT_PACKED"} else 1024
 
 
 def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
