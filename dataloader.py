@@ -278,8 +278,8 @@ class Encoder:
 
     def encode_again(self, source, refs):
         """Read and encode just these documents of a state: {Ref without its token: ids}."""
-        found = {}
-        for _, (chunk,) in in_order(self.executor, self._encode, self._tasks_again(source, refs), 8):
+        found, tasks = {}, self._tasks_again(source, refs)
+        for _, (chunk,) in in_order(self.executor, self._encode, tasks, 2 * self.threads):
             found |= {ref: ids for ids, ref in chunk.documents()}
         if lacking := {ref._replace(token=0) for ref in refs} - found.keys():
             raise ValueError(f"{len(lacking)} documents that the state holds have no tokens here, such as "
@@ -555,6 +555,8 @@ def fill_gap(gap, lengths, copies):
             steps.append((length, n, left))
             left |= left >> n * length
             available, n = available - n, 2 * n
+        if left & 1:
+            break
     chosen, still_open = [], (left & -left).bit_length() - 1
     for length, n, before in reversed(steps):
         if not before >> still_open & 1:
@@ -1645,7 +1647,7 @@ def check_caller_of_state():
     if sys._getframe(2).f_globals.get("__name__", "").endswith("utilities.combined_loader"):
         raise RuntimeError("Lightning saves rank 0's state alone, and one batch late; pass it "
                            "map(tuple, loader) with limit_train_batches=..., and save gather_states(loader) "
-                           "in a LightningDataModule's state_dict(), as README.md shows")
+                           "in a LightningDataModule's state_dict(), as dev/loops.md shows")
 
 
 def check_group(loader):

@@ -2013,9 +2013,10 @@ def test_nothing_needs_what_windows_has_not(tmp_path):
         import train, dataset
         from dev import bench, prepare
         shards = dataset.list_shards(sys.argv[1], "train")
-        print(train.peak_memory("cpu"), bench.peak_memory() >= 0, len(shards))
+        train.os.path.exists = lambda path: False
+        print(train.peak_memory("cpu"), len(shards))
     """
-    assert run_command([sys.executable, "-c", code], tmp_path).stdout == "0 True 2\n"
+    assert run_command([sys.executable, "-c", code], tmp_path).stdout == "0 2\n"
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -3983,8 +3984,6 @@ def test_states_of_the_batches_before(corpus):
         states.append(loader.state_dict())
         next(loader)
     assert [loader.state_dict(batches_ago) for batches_ago in (5, 4, 3, 2, 1)] == states
-    with pytest.raises(ValueError, match="batches_ago=6: expected 0 to 5"):
-        loader.state_dict(6)
 
 
 def test_threads_that_share_a_loader_share_its_batches(corpus):
@@ -4055,6 +4054,25 @@ def test_a_row_group_that_lanes_share_is_not_read_for_each_of_them_anew(tmp_path
     data = write_shards(tmp_path, [[numbered([9] * 80)], [["val"]]])
     reads, loader = count_reads(monkeypatch), make(data, num_lanes=8, epochs=2, T=30)
     assert len(list(loader)) > 20 and len(reads) <= 8, "16 where each lane dropped what it had just asked for"
+
+
+def test_a_row_group_of_which_other_lanes_have_parts_is_not_dropped(tmp_path, monkeypatch):
+    data = write_shards(tmp_path, [grouped(numbered([9] * 80), [20] * 3), [["val"]]])
+    reads, loader = count_reads(monkeypatch), make(data, num_lanes=8, epochs=1, T=30)
+    assert len(list(loader)) > 10 and sorted(reads) == [("shard_00000.parquet", i) for i in range(4)]
+
+
+def test_the_first_row_groups_of_a_batchs_lanes_are_read_together(tmp_path, monkeypatch):
+    """One after the other, each lane would wait for a store that is far away."""
+    data = write_shards(tmp_path, [grouped(numbered([9] * 80), [20] * 3), [["val"]]])
+    together, read = threading.Barrier(4), dataset.Shard.read
+
+    def read_with_the_others(shard, row_group):
+        together.wait(10)
+        return read(shard, row_group)
+
+    monkeypatch.setattr(dataset.Shard, "read", read_with_the_others)
+    assert rows_of(next(make(data, B=4, num_lanes=4, threads=4, prefetch=0, epochs=1)))
 
 
 def test_nothing_is_dropped_again_by_loading(corpus):
@@ -4169,6 +4187,21 @@ def test_flat_generator_of_nanochat(corpus, monkeypatch):
     assert [rows_of(batch) for batch in itertools.islice(resumed, 3)] == want[3:]
 
 
+def test_shards_that_are_appended_count_from_the_next_epoch_on_in_nanochats_generators(corpus, monkeypatch):
+    monkeypatch.setattr(dataloader, "default_data_dir", lambda: corpus)
+    generator = functools.partial(dataloader.tokenizing_distributed_data_loader_with_state,
+                                  ByteTokenizer(), 2, 16, "train", device="cpu")
+    want = [rows_of((inputs, targets)) for inputs, targets, _ in itertools.islice(generator(), 12)]
+    *_, (_, _, state) = itertools.islice(generator(), 4)
+    append_shard(corpus, 3, ["appended"] * 5)
+    resumed = list(itertools.islice(generator(resume_state_dict=state), 80))
+    rows = [row for inputs, targets, _ in resumed for row in rows_of((inputs, targets))]
+    n_old = sum(map(len, corpus_texts(corpus))) + 60
+    assert state["rows"] == 8 and [rows_of(batch[:2]) for batch in resumed[:8]] == want[4:]
+    first = next(i for i, row in enumerate(rows) if b"appended" in bytes(t % 256 for t in row))
+    assert (first + 8) * 16 > n_old - 16, "not in the epoch of the state"
+
+
 def test_nanochats_generators_do_not_take_the_built_in_corpus(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
     with pytest.raises(FileNotFoundError, match=f"no parquet files in {tmp_path}/base_data"):
@@ -4274,6 +4307,19 @@ def test_a_state_with_a_transformation_needs_it_again(corpus):
     state = run(corpus, steps=3, transform=fill_in_the_middle)[1]
     with pytest.raises(ValueError, match="transform of the state is 'fill_in_the_middle', of this loader"):
         make(corpus).load_state_dict(state)
+
+
+def test_a_transformation_that_leaves_out_what_the_state_holds_is_an_error(corpus):
+    """It has the name of the one before, by which a state knows it."""
+    def some(ids, ref, place):
+        return ids if everything else None
+
+    everything = True
+    state = run(corpus, steps=3, packing="bestfit", transform=some)[1]
+    everything, loader = False, make(corpus, packing="bestfit", transform=some)
+    loader.load_state_dict(state)
+    with pytest.raises(ValueError, match="5 documents that the state holds have no tokens here, such as"):
+        next(loader)
 
 
 def test_a_transformation_may_leave_documents_out(corpus):

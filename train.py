@@ -1142,18 +1142,20 @@ def read_log(path):
 
 
 def peak_memory(device):
-    """The most bytes so far: of the GPU's memory, else of the process."""
+    """The most bytes so far: of the GPU's memory, else of the process; 0 where the system does not tell."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
+    if os.path.exists("/proc/self/status"):    # Linux's ru_maxrss would begin with the parent's
+        with open("/proc/self/status") as status:
+            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     with contextlib.suppress(ImportError):    # there is none on Windows
         import resource
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else 1024 * most
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # macOS counts bytes
     return 0
 
 
 class Log:
-    """Rank 0's: lines on the screen, and JSON lines in its folder (python -m dev.bench plot draws them)."""
+    """Rank 0's: lines on the screen, and JSON lines in its folder (dev.pictures loss draws them)."""
 
     def __init__(self, folder, flags, mfu_of_one_token, first):
         self.path, self.flags = os.path.join(folder, "log.jsonl"), flags

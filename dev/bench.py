@@ -33,7 +33,7 @@ from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, cores_of_th
 from dataset import column_views, errors_in_one_line, find_data, list_shards
 from dev.prepare import tokenize
 from tokenizer import RustBPETokenizer, find_tokenizer, get_tokenizer
-from train import load_checkpoint, parse_steps, sources_of
+from train import load_checkpoint, parse_steps, peak_memory, sources_of
 
 # ---------------------------------------------------------------------------------------------------------
 # Show: rows of every packing, drawn in the terminal
@@ -243,7 +243,7 @@ def measure(job, setting):
     if job.threads == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     os.environ["NANOLOADER_ENGINE"] = job.engine
-    tokenizer, before = get_tokenizer(setting.tokenizer), peak_memory()
+    tokenizer, before = get_tokenizer(setting.tokenizer), peak_memory("cpu")
     *_, read = OTHERS.get(job.reader, [packed])
     make = functools.partial(read, job, setting, tokenizer)
     batches = make()
@@ -251,23 +251,12 @@ def measure(job, setting):
     tokens = tokens_of(batches)
     fill_seconds = len(job.data) if isinstance(job.data, dict) else 1    # a mixture has a buffer a source
     speed_of(tokens, min(fill_seconds, setting.seconds))
-    memory = (peak_memory() - before) / (1 << 20)
+    memory = (peak_memory("cpu") - before) / (1 << 20)
     yardstick = encoded(job, setting, tokenizer) if job.kind == "text" else tokens_of(memmap(job, setting))
     pairs = [(speed_of(tokens, setting.seconds), speed_of(yardstick, setting.seconds)) for _ in range(3)]
     resume = time_to_resume(batches, make()) if isinstance(batches, PackedLoader) else None
     speed, best = np.median(pairs, axis=0)
     return Measured(speed, speed / best, first, resume, memory)
-
-
-def peak_memory():
-    """Bytes that this process has used at most, 0 where the system does not tell."""
-    if os.path.exists("/proc/self/status"):    # Linux's ru_maxrss would begin with the parent's
-        with open("/proc/self/status") as status:
-            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    with contextlib.suppress(ImportError):    # there is none on Windows
-        import resource
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # macOS counts bytes
-    return 0
 
 
 def time_to_resume(loader, again):
