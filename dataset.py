@@ -377,10 +377,14 @@ def read_column(parquet, row_group, column, file_size):
 
 
 def documents_at_once(row_group, column):
-    """All where they lie as they are; else in pieces: a dictionary can make 10 GB of a file of 290 bytes."""
+    """
+    All where they lie as they are in less than 256 MB; else in pieces: a dictionary or zstd can make 10 GB of
+    a file of 290 bytes.
+    """
     columns = map(row_group.column, range(row_group.num_columns))
-    (encodings,) = [set(one.encodings) for one in columns if one.path_in_schema == column]
-    return row_group.num_rows or 1 if encodings <= {"PLAIN", "RLE", "BIT_PACKED"} else 1024
+    (one,) = [one for one in columns if one.path_in_schema == column]
+    plain = {*one.encodings} <= {"PLAIN", "RLE", "BIT_PACKED"} and one.total_uncompressed_size < 1 << 28
+    return row_group.num_rows or 1 if plain else 1024
 
 
 def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:

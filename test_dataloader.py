@@ -457,13 +457,15 @@ def test_corrupted_shard_never_yields_other_text(tmp_path):
     assert {how for how, _ in split} == {"flip", "cut", "zero"}
 
 
-@pytest.mark.parametrize("store_schema", [False, True])
-def test_small_files_that_say_they_are_huge_are_an_error(tmp_path, store_schema):
-    """A few hundred bytes that are 11.8 GB of one document; an index of 3 billion documents."""
+@pytest.mark.parametrize("store_schema, use_dictionary", [(False, True), (True, True), (False, False)])
+def test_small_files_that_say_they_are_huge_are_an_error(tmp_path, store_schema, use_dictionary):
+    """A few bytes that are 11.8 GB of one document, or 1.2 GB of zstd; an index of 3 billion documents."""
     data = pa.DictionaryArray.from_arrays(pa.array([0] * 118_000, pa.int32()), pa.array(["a" * 10**5]))
+    if not use_dictionary:
+        data = pa.chunked_array([["a" * 10**5] * 600] * 20)
     pq.write_table(pa.table({"text": data}), tmp_path / "a.parquet", compression="zstd",
-                   store_schema=store_schema, write_statistics=False)
-    assert os.path.getsize(tmp_path / "a.parquet") < 1000
+                   store_schema=store_schema, use_dictionary=use_dictionary, write_statistics=False)
+    assert os.path.getsize(tmp_path / "a.parquet") < 200_000
     shutil.copy(tmp_path / "a.parquet", tmp_path / "b.parquet")
     before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
     pa.set_memory_pool(pool)
