@@ -4959,6 +4959,26 @@ def test_train_not_finite_stops_and_names_the_batch(train_base):
     assert not train.list_checkpoints(str(out))
 
 
+def test_train_no_rank_leaves_before_the_batch_is_named(train_base, tmp_path, monkeypatch):
+    """Else torchrun kills rank 0 after 30 s, with what it still writes."""
+    script, left = tmp_path / "slow.py", tmp_path / "left"
+    script.write_text(f"""if True:
+        import atexit, os, sys, time, train
+        name = train.documents_of_batch
+        def name_slowly(*batch):
+            time.sleep(3)
+            print("the other rank has left:", os.path.exists({str(left)!r}), flush=True)
+            return name(*batch)
+        train.documents_of_batch = name_slowly
+        if os.environ["RANK"] == "1":
+            atexit.register(open, {str(left)!r}, "w")
+        sys.exit(train.main())""")
+    monkeypatch.setenv("PYTHONPATH", HERE)
+    monkeypatch.setitem(globals(), "TRAIN_PY", str(script))
+    output = train_process(train_base, "--spike", 0.1, "--out", tmp_path / "out", ranks=2).communicate()[0]
+    assert "the other rank has left: False" in output and "--skip 0:1" in output and left.exists()
+
+
 @pytest.mark.parametrize("stop", [7, 8])
 def test_train_row_length_may_grow_and_resumes_bit_for_bit(train_base, stop):
     """From a checkpoint before the second change, and from one at it. The tokens of a step stay the same."""

@@ -284,7 +284,9 @@ def train(flags):
             loss, norm = train_step(net, model, optimizers, inputs, targets, n_tokens, world,
                                     rows_at_once(flags, T))
             if not math.isfinite(loss + norm) or loss > (flags.spike or math.inf):
-                return report_batch(out, step, loss, norm, loader)
+                report_batch(out, step, loss, norm, loader)
+                checkpoints.hold(step)    # torchrun kills a rank 30 s after another has left
+                return 1
             log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited,
                      stop.seconds_left(), f"{rows_hash:016x}")
         step += 1
@@ -1100,7 +1102,7 @@ def settle(flags, world, saved, path) -> dict[str, Any]:
 # What is printed and kept
 
 def report_batch(out, step, loss, norm, loader):
-    """Of a loss that is not finite or above --spike: the documents in it, and what goes on. -> exit status"""
+    """Of a loss that is not finite or above --spike: the documents in it, and how to go on without it."""
     state = gather_states(loader, batches_ago=1)
     if state:    # on rank 0
         path = os.path.join(out, f"bad_batch_{step:07d}.json")
@@ -1112,7 +1114,6 @@ def report_batch(out, step, loss, norm, loader):
             say(f"{n:8,} tokens of {place.path}, row group {place.row_group}, row {place.row}")
         say(f"The loader's state before it: {path}. To go on without it, add: --out {out} --resume auto "
             f"--skip {step}:{step + 1}")
-    return 1
 
 
 def documents_of_batch(loader, state):
