@@ -5160,6 +5160,16 @@ def test_train_full_disk_is_told_and_leaves_no_rest(tmp_path, monkeypatch, capsy
     assert train.newest_checkpoint(str(tmp_path)) == str(tmp_path / "step_0000001.pt")
 
 
+def test_train_checkpoint_that_the_user_deletes_is_no_error(tmp_path, monkeypatch):
+    errors, checkpoints = [], train.Checkpoints(str(tmp_path), None)
+    monkeypatch.setattr(threading, "excepthook", errors.append)
+    for step in (1, 2, 3, 4):
+        assert train_save(tmp_path, step, checkpoints)
+        if step == 2:
+            os.remove(tmp_path / "step_0000001.pt")
+    assert sorted(os.listdir(tmp_path)) == ["step_0000003.pt", "step_0000004.pt"] and not errors
+
+
 def test_train_goes_on_where_the_log_cannot_be_written_and_says_so_once(tmp_path, capsys):
     os.mkdir(tmp_path / "log.jsonl")    # an OSError, as a full disk is
     log = train.Log(str(tmp_path), None, 0.0, {})

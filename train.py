@@ -958,7 +958,8 @@ class Checkpoints:
             return
         self.kept, self.saved_at = [*(other for other in self.kept if other != path), path], step
         while len(self.kept) > 2:
-            os.remove(self.kept.pop(0))
+            with contextlib.suppress(OSError):    # the user has deleted it, say
+                os.remove(self.kept.pop(0))
 
     def wait(self):
         if self.thread:
