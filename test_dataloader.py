@@ -5082,6 +5082,7 @@ def test_train_checkpoint_holds_nothing_but_numbers_and_text(train_whole):
         assert code.count("torch.load(") == code.count("weights_only=True"), "other loads unpickle"
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_train_doc_mask_is_each_document_by_itself():
     """Logits of a row of three documents equal those of three forwards."""
     torch.manual_seed(0)
@@ -5096,6 +5097,11 @@ def test_train_doc_mask_is_each_document_by_itself():
     alone = torch.cat([model(document[None])[0] for document in documents])
     assert torch.allclose(together, alone, atol=1e-4)
     assert not torch.allclose(without(row)[0], alone, atol=1e-2), "the mask made no difference"
+    model.make_block_mask = train.create_block_mask    # of losses only: a sample is not compiled
+    with torch.no_grad():
+        assert torch.equal(model(row)[0], together)
+        losses = torch.nn.functional.cross_entropy(together[:-1], row[0, 1:], reduction="none")
+        assert torch.allclose(model(row[:, :-1], row[:, 1:]), losses, atol=1e-4)
 
 
 def test_train_muon_takes_the_matrices_of_blocks_only():
@@ -5444,6 +5450,47 @@ def test_train_init_begins_a_run_with_the_weights_of_another(train_base, train_w
 def test_train_device_that_is_not_there_is_one_line(train_base):
     told = train_run(train_base, "--device", "xpu", status=2)
     assert "--device xpu: torch sees none; leave --device out" in told and "Traceback" not in told
+
+
+def test_train_more_ranks_than_gpus_is_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(train, "best_device", lambda: "cuda")
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        assert train.parse_flags(["--device", "cuda"]).dtype == "bfloat16"
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(SystemExit):
+        train.parse_flags(["--device", "cuda"])
+    assert "--device cuda: more ranks than this node has; lower torchrun's" in capsys.readouterr().err
+
+
+def test_train_compiles_by_itself_where_triton_can(tmp_path, monkeypatch, capsys):
+    compiled, weight = [], SimpleNamespace(is_cuda=True)
+    model = SimpleNamespace(embedding=SimpleNamespace(weight=weight), blocks=[],
+                            head=SimpleNamespace(compile=lambda dynamic: compiled.append("head")))
+    monkeypatch.setattr(train.sysconfig, "get_path", lambda *scheme: str(tmp_path))
+    monkeypatch.setattr(train.shutil, "which", lambda name: name == "clang")
+    train.compile_parts(model, "auto")
+    assert not compiled and f"and {tmp_path}/Python.h (python3-dev)" in capsys.readouterr().out
+    (tmp_path / "Python.h").touch()
+    train.compile_parts(model, "auto")
+    assert compiled == ["head"] and not capsys.readouterr().out
+
+
+def test_train_compiles_every_row_length(monkeypatch):
+    """Of each block and batch, with gradients and without; none is run uncompiled without a word."""
+    from torch._dynamo.utils import counters
+    compile_quickly = functools.partialmethod(torch.nn.Module.compile, backend="eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_quickly)
+    model = train.GPT(1, 64)
+    train.compile_parts(model, "on")
+    counters.clear()
+    for T in range(8, 20, 2):
+        inputs = torch.zeros(1, T, dtype=torch.int64)
+        model(inputs, inputs).sum().backward()
+        with torch.no_grad():
+            model(inputs, inputs)
+    assert counters["frames"] == {"total": 24, "ok": 24}
 
 
 def test_train_lines_of_the_gpu_on_a_cpu(train_base, train_whole):

@@ -29,6 +29,7 @@ import shutil
 import signal
 import statistics
 import sys
+import sysconfig
 import threading
 import time
 import zipfile
@@ -80,7 +81,7 @@ CHOICES = [
     ("optimizer", ["muon", "adamw"], "muon: of the blocks' matrices; AdamW for the rest"),
     ("packing", [*reversed(PACKINGS)], "how documents become rows"),
     ("tails", ["keep", "drop"], "exactfit: what lies beyond a row"),
-    ("compile", ["auto", "on", "off"], "auto: on CUDA, where there is a C compiler"),
+    ("compile", ["auto", "on", "off"], "auto: on CUDA, where there are gcc or clang and Python.h"),
     ("dtype", ["float32", "bfloat16"], "of activations (cpu float32, cuda bfloat16); weights are float32"),
 ]
 SAME_ON_RESUME = ("depth", "seq_len", "vocab_size", "optimizer", "packing", "tails", "shuffle", "doc_mask",
@@ -147,6 +148,8 @@ def check_flags(flags, p):
             p.error(f"--{name} {value}: expected a number above 0")
     if flags.device not in ("cpu", best_device()):
         p.error(f"--device {flags.device}: torch sees none; leave --device out to train on {best_device()}")
+    if flags.device != "cpu" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.accelerator.device_count():
+        p.error(f"--device {flags.device}: more ranks than this node has; lower torchrun's --nproc_per_node")
     for name in ("init", "eval"):
         if (path := getattr(flags, name)) and not os.path.isfile(path):
             p.error(f"--{name} {path}: no such file; expected a checkpoint")
@@ -644,7 +647,8 @@ class GPT(nn.Module):
 
     def forward(self, inputs, targets=None):
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
-            mask = None if self.bos is None else document_mask(inputs, self.bos, self.make_block_mask)
+            make_mask = self.make_block_mask if targets is not None else None    # no sample is compiled
+            mask = None if self.bos is None else document_mask(inputs, self.bos, make_mask)
             # autocast alone would leave what runs past the blocks in fp32
             x = norm(self.embedding(inputs)).to(torch.bfloat16 if self.bf16 else torch.float32)
             before = F.pad(x, (0, 0, 1, -1))
@@ -668,9 +672,13 @@ class GPT(nn.Module):
 def compile_parts(model, choice):
     """Block by block, which all share the code of the first; masks are flex attention's then, on CUDA."""
     cuda = model.embedding.weight.is_cuda
-    possible = cuda and any(map(shutil.which, ("cc", "gcc", "clang")))
-    if choice == "on" or (choice == "auto" and possible):
+    headers = sysconfig.get_path("include", "posix_prefix") + "/Python.h"    # Triton compiles C with them
+    possible = any(map(shutil.which, ("gcc", "clang"))) and os.path.exists(headers)
+    if choice == "auto" and cuda and not possible:
+        say(f"warning: not compiled, which is slower: that takes gcc or clang, and {headers} (python3-dev)")
+    if choice == "on" or (choice == "auto" and cuda and possible):
         torch._dynamo.config.optimize_ddp = False    # a block is compiled by itself: nothing to split
+        torch._dynamo.config.recompile_limit = 64    # a graph for each shape; torch stops compiling at 8
         if cuda:
             model.make_block_mask = torch.compile(create_block_mask, dynamic=False)
         for part in (*model.blocks, model.head):
