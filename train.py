@@ -10,10 +10,10 @@ Train a GPT on packed token batches: one process, one node or many, on CPUs or G
     python train.py --eval FILE --data DIR               bits per byte of a checkpoint on other data
     python train.py --init FILE --data DIR               a new run that begins with its weights
 
-Rows, their order and the losses depend on the flags, not on where a run was stopped nor on the number of
-ranks, as long as it divides --num_lanes. The trade-off: ranks agree on a few numbers once a step (0.2 ms, 2
-ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a parameter; 8 with Muon), written
-by a thread from a copy in memory.
+Rows, their order and the losses (up to rounding; on one CPU, bit for bit) depend on the flags, not on where a
+run was stopped nor on the number of ranks, as long as it divides --num_lanes. The trade-off: ranks agree on a
+few numbers once a step (0.2 ms, 2 ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a
+parameter; 8 with Muon), written by a thread from a copy in memory.
 """
 
 import argparse
