@@ -1139,7 +1139,8 @@ def documents_of_batch(loader, state):
 def peak_flops(device):
     """Dense bf16 peak of this GPU by its data sheet; infinite where it is not known."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
-    known = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12, "A100": 312e12}
+    known = {"GB200": 2500e12, "B200": 2250e12, "NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
+             "H200": 989e12, "A100": 312e12}    # the first that is part of the name
     return next((flops for chip, flops in known.items() if chip in name), math.inf)
 
 
