@@ -35,7 +35,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -1483,45 +1483,20 @@ class NanochatSource(Source):
                 yield ref
 
 
-def tokenizing_distributed_data_loader_with_state(
-        tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
-        device: str | torch.device = "cuda", resume_state_dict: dict | None = None) -> Iterator[tuple]:
-    """Packs "flat"; yields (inputs, targets, state_dict)."""
-    return batches_with_state(resume_state_dict, tokenizer, B, T, split, packing="flat", device=device,
-                              threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size)
-
-
-def tokenizing_distributed_data_loader(*args, **kwargs) -> Iterator[tuple]:
-    """The same without the state."""
-    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state(*args, **kwargs):
-        yield inputs, targets
-
-
-def tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
-        device: str | torch.device = "cuda", resume_state_dict: dict | None = None,
-        buffer_size: int = 1000) -> Iterator[tuple]:
-    """Packs "bestfit", nanochat's rows token for token; yields (inputs, targets, state_dict)."""
-    return batches_with_state(resume_state_dict, tokenizer, B, T, split, packing="bestfit", device=device,
-                              threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size,
-                              buffer_size=buffer_size)
-
-
-def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs) -> Iterator[tuple]:
-    """The same without the state."""
-    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(*args, **kwargs):
-        yield inputs, targets
-
-
-def batches_with_state(resume, *args, **kwargs):
+def batches_with_state(packing, tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
+                       tokenizer_batch_size: int = 128, device: str | torch.device = "cuda",
+                       resume_state_dict: dict | None = None, buffer_size: int | None = None
+                       ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict]]:
     """One lane a rank, as in nanochat; the state also says epoch, shard and row group, which it prints."""
     _, world_size = ranks_of_this_process()
     name_other_folder(default_data_dir())
-    loader = PackedLoader(*args, data_dir=default_data_dir(), num_lanes=world_size, **kwargs)
+    loader = PackedLoader(tokenizer, B, T, split, packing=packing, buffer_size=buffer_size,
+                          data_dir=default_data_dir(), num_lanes=world_size, device=device,
+                          threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size)
     loader.sources = {name: NanochatSource(name, source.shards, world_size)
                       for name, source in loader.sources.items()}
-    if resume is not None:
-        loader.load_state_dict(resume)
+    if resume_state_dict is not None:
+        loader.load_state_dict(resume_state_dict)
     (source,) = loader.sources.values()
     for inputs, targets in loader:
         state = loader.state_dict()
@@ -1530,6 +1505,18 @@ def batches_with_state(resume, *args, **kwargs):
         shard, row_group, _ = source.find(ref)
         yield inputs, targets, {**state, "epoch": ref.epoch, "pq_idx": source.shards.index(shard),
                                 "rg_idx": row_group}
+
+
+def batches_without_state(*args, **kwargs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for inputs, targets, _ in batches_with_state(*args, **kwargs):
+        yield inputs, targets
+
+
+# "bestfit" gives nanochat's rows token for token.
+tokenizing_distributed_data_loader_with_state = partial(batches_with_state, "flat")
+tokenizing_distributed_data_loader = partial(batches_without_state, "flat")
+tokenizing_distributed_data_loader_with_state_bos_bestfit = partial(batches_with_state, "bestfit")
+tokenizing_distributed_data_loader_bos_bestfit = partial(batches_without_state, "bestfit")
 
 
 # ---------------------------------------------------------------------------------------------------------
