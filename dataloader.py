@@ -398,16 +398,12 @@ def take(array, rows):
 # rows: how many it has given (not counting []), those before it was restored, too
 # counts: tokens "dropped", "documents" pulled, and "cut": documents delivered in pieces that fit a row
 
-def new_counts():
-    return collections.Counter(documents=0, dropped=0, cut=0)
-
-
 class FlatPacker:
     """All documents behind one another, cut every T tokens; the last token of a row opens the next."""
     options, usual_buffer_size, chunk_size = (), 1, None
 
     def __init__(self, T):
-        self.T, self.rows, self.counts = T, 0, new_counts()
+        self.T, self.rows, self.counts = T, 0, collections.Counter()
         self.chunks = collections.deque()
         self.at = self.n_tokens = 0    # the next token in the first chunk; tokens from there on
 
@@ -499,7 +495,7 @@ class BestFitPacker:
 
     def __init__(self, T, buffer_size, tokenizer_batch_size):
         self.R, self.buffer_size, self.chunk_size = T + 1, buffer_size, tokenizer_batch_size
-        self.rows, self.counts = 0, new_counts()
+        self.rows, self.counts = 0, collections.Counter()
         self.buffer, self.sizes = {}, []    # Ref -> ids; sorted (tokens of the whole document, Ref)
 
     def row(self, pull):
@@ -587,7 +583,7 @@ class ExactFitPacker:
 
     def __init__(self, T, buffer_size, tails):
         self.R, self.buffer_size, self.tails = T + 1, buffer_size, tails
-        self.rows, self.counts = 0, new_counts()
+        self.rows, self.counts = 0, collections.Counter()
         self.buffer = {}                     # Ref -> ids, oldest first
         self.long = collections.deque()      # Refs of those longer than a row, oldest first
         self.copies, self.lengths = {}, []   # length -> Refs of whole others, oldest first; its keys, sorted
