@@ -164,9 +164,6 @@ class Task(NamedTuple):
     array: Future                      # of the whole row group
     per_chunk: int                     # documents
 
-    def only(self, i):
-        return self._replace(docs=self.docs[i:i + 1], rows=self.rows[i:i + 1])
-
 
 class Chunk(NamedTuple):
     """A few documents that have tokens: number i is ids[bounds[i]:bounds[i + 1]]."""
@@ -310,7 +307,7 @@ class Encoder:
             rows = task.rows
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
-                    self._encode(task.only(i))
+                    self._encode(task._replace(docs=task.docs[i:i + 1], rows=rows[i:i + 1]))
             at = f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows)} to {max(rows)}"
             raise RuntimeError(f"{task.shard.path}, row group {task.row_group}, {at}: "
                                f"{type(error).__name__}: {error}") from error
