@@ -1024,6 +1024,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def _start(self):
         """Threads, lanes, packers; in the process that iterates, when it begins to."""
         check_ranks(self)
+        if get_worker_info() is not None:
+            self._worker[0] = os.getpid()
         rows, standings = self._positions[-1]
         far = any("://" in name for name in self.sources)    # there, waiting takes the time; here, 4 keep up
         encoder = Encoder(self.face, self.threads, self.transform, 16 if far else min(4, self.threads))
@@ -1066,8 +1068,6 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         check_worker(self)
         check_callers()
-        if get_worker_info() is not None:
-            self._worker[0] = os.getpid()
         if self._finished:    # the same run again, as with any other iterable
             self._go_to(Position(0, {}))
         return self
@@ -1167,8 +1167,6 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         """
         self.num_lanes, self.sources, position = read_state(self, state)
         self._go_to(position)
-        if get_worker_info() is not None:
-            self._worker[0] = os.getpid()
 
     def _go_to(self, position):
         if self._pipeline is not None and self._pid == os.getpid():
