@@ -1013,7 +1013,9 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             name: Source(name, shards[name], self.num_lanes, shuffle_seed)
             for name in sorted(shards)}    # by name: then whose turn it is, too
         self._positions = collections.deque([Position(0, {})], maxlen=65)    # the last is where to go on
-        self._pipeline, self._in_step = None, self._join_ranks()
+        self._pipeline, self._in_step = None, None
+        if all(self.epochs.values()) and uneven != "free":    # one source without end: a run without end
+            self._in_step = InStep(self)
         self._finished = self._closed = False
         self._pid, self._lock = os.getpid(), threading.Lock()
         # Shared with forks: the process of the DataLoader worker that iterates, or 0
@@ -1055,14 +1057,6 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def _packer_options(self):
         return {name: getattr(self, name) for name in PACKINGS[self.packing].options}
 
-    def _is_finite(self):
-        """Whether every source has an end: with one that has none, the run has none."""
-        return all(self.epochs.values())
-
-    def _join_ranks(self):
-        """The only runs whose ranks talk: finite ones of several ranks that are to end together."""
-        return InStep(self) if self._is_finite() and self.uneven != "free" else None
-
     # Iterating -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -1080,27 +1074,18 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                 raise RuntimeError(CLOSED)
             if self._finished:
                 raise StopIteration
-            if self._in_step:
-                batch, more = self._in_step.next_batch(self)
-            else:
-                batch = self._next_batch()
-                more = batch.more or not self._is_finite()
+            pipeline = self._pipeline or self._start()
+            batch = pipeline.next_batch(self._positions[-1])
+            more = self._in_step.more(self, batch) if self._in_step else batch.more
             if more:
                 return self._deliver(batch)
             self._finished = True
-            if self._in_step:
-                self._in_step.close()
             raise StopIteration
 
     @property
     def rows(self) -> int:
         """Of the run, by all ranks, before the next batch."""
         return self._positions[-1].rows
-
-    def _next_batch(self):
-        """The batch behind the position, which it does not move; behind the end of a run, empty ones."""
-        pipeline = self._pipeline or self._start()
-        return pipeline.next_batch(self._positions[-1])
 
     def _deliver(self, batch):
         if batch.copied is not None:
@@ -1172,7 +1157,6 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         if self._pipeline is not None and self._pid == os.getpid():
             self._pipeline.close()
         self._positions, self._pipeline = collections.deque([position], maxlen=65), None
-        self._in_step = self._join_ranks() if self._finished else self._in_step
         self._finished = False
 
     def stats(self) -> dict:
@@ -1246,22 +1230,20 @@ class InStep:
 
     def __init__(self, loader):
         check_group(loader)
-        self.alone, self.uneven = loader.world_size == 1, loader.uneven
-        self.group = None if self.alone else dist.new_group(backend="gloo")
+        self.uneven = loader.uneven
+        self.group = dist.new_group(backend="gloo") if loader.world_size > 1 else None
 
-    def next_batch(self, loader):
-        """-> the batch, and whether it is part of the run"""
-        batch = loader._next_batch()
+    def more(self, loader, batch):
+        """Whether the batch is part of the run."""
         more, lacking = self._over_ranks(torch.tensor([batch.more, not batch.full], dtype=torch.int64))
         if lacking and self.uneven == "error":
             check_even(self._over_ranks(rows_of_lanes(loader)))
-        return batch, more and not (lacking and self.uneven == "stop")
+        return more and not (lacking and self.uneven == "stop")
 
     def _over_ranks(self, numbers):
-        if self.alone:
-            return numbers.tolist()
         try:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+            if self.group is not None:
+                dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         except (RuntimeError, ValueError) as error:
             raise RuntimeError("this finite run has lost a rank: it ended, or closed its loader, too "
                                "soon") from error
@@ -1599,13 +1581,13 @@ def check_worker(loader):
     info = get_worker_info()
     if info is None:
         return
-    if loader._worker[0] not in (0, os.getpid()) and not loader._is_finite():
+    if loader._worker[0] not in (0, os.getpid()) and not all(loader.epochs.values()):
         raise ValueError("another DataLoader worker has iterated over this loader, and this one would begin "
                          "where it began; go on with one iterator, or use torchdata's StatefulDataLoader")
     if info.num_workers > 1:
         raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
                          "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
-    if loader._is_finite() and loader.world_size > 1 and loader.uneven != "free":
+    if loader._in_step and loader.world_size > 1:
         raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
                          'num_workers=0, or to this loader uneven="free"')
 
