@@ -851,7 +851,7 @@ class Pipeline:
         self.turns, self.to_begin, self.n_to_begin = itertools.cycle(lanes), iter(lanes.values()), 2 * B
         self.may_end = may_end    # some source may: then rows can be short, or empty
         self.ahead = {}           # rows of lanes that were packed for a batch to come
-        self.T, self.world_size, self.device = T, world_size, device
+        self.world_size, self.device = world_size, device
         self.rows = np.empty((B, T + 1), encoder.dtype)
         self.position = Position(rows, {number: lane.standings() for number, lane in lanes.items()})
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -1077,24 +1077,21 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             pipeline = self._pipeline or self._start()
             batch = pipeline.next_batch(self._positions[-1])
             more = self._in_step.more(self, batch) if self._in_step else batch.more
-            if more:
-                return self._deliver(batch)
-            self._finished = True
-            raise StopIteration
+            if not more:
+                self._finished = True
+                raise StopIteration
+            if batch.copied is not None:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(batch.copied)
+                batch.inputs.record_stream(stream)    # both are parts of one allocation
+            tensors = batch.inputs, batch.targets
+            self._positions.append(batch.position)    # last: what is interrupted before it is done again
+            return tensors
 
     @property
     def rows(self) -> int:
         """Of the run, by all ranks, before the next batch."""
         return self._positions[-1].rows
-
-    def _deliver(self, batch):
-        if batch.copied is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(batch.copied)
-            batch.inputs.record_stream(stream)    # both are parts of one allocation
-        tensors = batch.inputs, batch.targets
-        self._positions.append(batch.position)    # last: what is interrupted before it is done again
-        return tensors
 
     def __enter__(self):
         return self
