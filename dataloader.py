@@ -1508,10 +1508,14 @@ def check_arguments(loader):
             raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
     if not 0 <= loader.rank < loader.world_size:
         raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks count from 0")
-    lanes = given["num_lanes"]
-    if lanes is not None and lanes % loader.world_size:
-        raise ValueError(f"{lanes} lanes cannot be shared evenly by {loader.world_size} ranks; choose "
-                         f"num_lanes a multiple of {loader.world_size}, or a world size in {divisors(lanes)}")
+    check_shared(given["num_lanes"] or loader.world_size, loader.world_size)
+
+
+def check_shared(lanes, world_size):
+    if lanes % world_size:
+        divisors = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        raise ValueError(f"{lanes} lanes cannot be shared evenly by {world_size} ranks; choose a world "
+                         f"size in {divisors}, or for a new run num_lanes a multiple of {world_size}")
 
 
 def sources_of(data_dir, epochs):
@@ -1645,9 +1649,7 @@ def check_config(loader, saved):
     if differences:
         raise ValueError(f"{'; '.join(differences)}; resume with the same, or start a new run without the "
                          "state")
-    if lanes % loader.world_size:
-        raise ValueError(f"this state has {lanes} lanes, which {loader.world_size} ranks cannot share "
-                         f"evenly; resume with a world size in {divisors(lanes)}")
+    check_shared(lanes, loader.world_size)
     return lanes
 
 
@@ -1666,6 +1668,3 @@ def report_weights(loader, saved):
         if was != now:
             print(f"data: source {name}: weight {was} -> {now}{begins}")
 
-
-def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
