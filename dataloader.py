@@ -1341,9 +1341,7 @@ def history_of(source, saved, lanes, num_lanes):
             f"{len(shards)} with {ours}; put the same files back (names and sizes), or start anew")
     if len(shards) == n:
         return history
-    if len(lanes) < num_lanes:
-        raise ValueError(f"shards of {source.name}: the state knows {n}, here are {len(shards)}, but it is "
-                         "one rank's; load merge_states([...]) of the states of all ranks, taken at one step")
+    check_lanes(range(num_lanes), lanes, num_lanes, f"{len(shards) - n} shards more in {source.name}: ")
     latest = max(Ref(*lane[source.name]["next"]).epoch for lane in lanes.values() if source.name in lane)
     return [*history, [latest + 1, len(shards)]]
 
@@ -1376,9 +1374,7 @@ def merge_states(states: list) -> dict:
                                  f"{state.get(key)!r} in another; merge states taken at the same step")
     lanes = {number: part for state in states for number, part in state["lanes"].items()}
     num_lanes = first["config"]["num_lanes"]
-    if missing := sorted(set(range(num_lanes)) - set(map(int, lanes))):
-        raise ValueError(f"lanes {missing} of {num_lanes} are in none of the {len(states)} states; "
-                         "merge the states of all ranks")
+    check_lanes(range(num_lanes), lanes, num_lanes)
     return {**first, "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 
@@ -1653,10 +1649,10 @@ def check_config(loader, saved):
     return lanes
 
 
-def check_lanes(mine, lanes, num_lanes):
-    if missing := [number for number in mine if str(number) not in lanes]:
-        raise ValueError(f"this state lacks lanes {missing} of {num_lanes}: it is one rank's; load "
-                         "merge_states([...]) of the states of all ranks, taken at one step")
+def check_lanes(needed, lanes, num_lanes, why=""):
+    if missing := [number for number in needed if str(number) not in lanes]:
+        raise ValueError(f"{why}the state lacks lanes {missing} of {num_lanes}, as one rank's does; merge "
+                         "the states of all ranks, taken at one step: merge_states([...])")
 
 
 def report_weights(loader, saved):
