@@ -203,15 +203,10 @@ class RowGroups:
 
     def get(self, shard, row_group):
         key = shard.path, row_group
-        future = self.kept.pop(key, None)
-        if future is None:
+        if key not in self.kept:
             self._forget()
-            future = self.executor.submit(self._read, shard, row_group)
-        self.kept[key] = future
-        return future
-
-    def drop(self, shard, row_group):
-        self.kept.pop((shard.path, row_group), None)
+        self.kept[key] = self.kept.pop(key, None) or self.executor.submit(self._read, shard, row_group)
+        return self.kept[key]
 
     def _read(self, shard, row_group):
         began = time.perf_counter()
@@ -271,7 +266,7 @@ class Encoder:
 
     def _leave(self, source, ref, shard, row_group):
         if source.order(ref.epoch).n_parts == 1:    # else other lanes have parts of it
-            self.row_groups.drop(shard, row_group)
+            self.row_groups.kept.pop((shard.path, row_group), None)
 
     def encode_again(self, source, refs):
         """Read and encode just these documents of a state: {Ref without its token: ids}."""
@@ -1407,8 +1402,8 @@ def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
         return np.arange(len(ids)) + (number << 32)
 
     state = loader.state_dict() if state is None else state
-    same = {**loader.arguments, "rank": loader.rank, "world_size": loader.world_size, "uneven": "free"}
-    with PackedLoader(**{**same, "device": "cpu"}) as tracer:
+    changed = {"rank": loader.rank, "world_size": loader.world_size, "uneven": "free", "device": "cpu"}
+    with PackedLoader(**loader.arguments | changed) as tracer:
         tracer.transform = places
         tracer.load_state_dict(state)
         for inputs, targets in tracer:
