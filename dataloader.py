@@ -1055,8 +1055,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     # Iterating -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        check_worker(self)
-        check_callers()
+        check_who_iterates(self)
         if self._finished:    # the same run again, as with any other iterable
             self._go_to(Position(0, {}))
         return self
@@ -1125,8 +1124,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
         batches_ago: of an earlier batch, at most 64 back: 1 for those who fetch one batch ahead.
         """
-        check_iterated_here(self)
-        check_caller_of_state()
+        check_who_saves(self)
         if not self._positions[-1].lanes:
             self._start()
         if not 0 <= batches_ago < len(self._positions):
@@ -1556,12 +1554,6 @@ def check_ranks(loader):
                            f"or pass rank={found[0]}, world_size={found[1]}")
 
 
-def check_iterated_here(loader):
-    if loader._worker[0] not in (0, os.getpid()):
-        raise RuntimeError("a DataLoader worker iterates over this loader, and knows its state; "
-                           "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0")
-
-
 def check_enough_row_groups(source):
     most = max(len(shard.rows) for shard in source.shards)
     if most < source.num_lanes:
@@ -1569,33 +1561,29 @@ def check_enough_row_groups(source):
                          f"{source.num_lanes} ranks the last get none; use PackedLoader, which deals parts")
 
 
-def check_worker(loader):
-    info = get_worker_info()
-    if info is None:
-        return
-    if loader._worker[0] not in (0, os.getpid()) and not all(loader.epochs.values()):
-        raise ValueError("another DataLoader worker has iterated over this loader, and this one would begin "
-                         "where it began; go on with one iterator, or use torchdata's StatefulDataLoader")
-    if info.num_workers > 1:
-        raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
-                         "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
-    if loader._in_step and loader.world_size > 1:
-        raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
-                         'num_workers=0, or to this loader uneven="free"')
-
-
-def check_callers():
-    """Of a loader that is iterated: there is no other sign of what Accelerate does with its batches."""
-    frame = sys._getframe(2)
-    while frame is not None:
+def check_who_iterates(loader):
+    frame, info = sys._getframe(2), get_worker_info()
+    while frame is not None:    # there is no other sign of what Accelerate does with a loader's batches
         if frame.f_globals.get("__name__") == "accelerate.data_loader":
             raise RuntimeError("Accelerate gives rank 0's batches of a DataLoader to all ranks, and fetches "
                                "one ahead of the state; iterate over the PackedLoader itself, not prepared, "
                                "or return it from Trainer.get_train_dataloader")
         frame = frame.f_back
+    if info is not None and loader._worker[0] not in (0, os.getpid()) and not all(loader.epochs.values()):
+        raise ValueError("another DataLoader worker has iterated over this loader, and this one would begin "
+                         "where it began; go on with one iterator, or use torchdata's StatefulDataLoader")
+    if info is not None and info.num_workers > 1:
+        raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
+                         "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
+    if info is not None and loader._in_step and loader.world_size > 1:
+        raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
+                         'num_workers=0, or to this loader uneven="free"')
 
 
-def check_caller_of_state():
+def check_who_saves(loader):
+    if loader._worker[0] not in (0, os.getpid()):
+        raise RuntimeError("a DataLoader worker iterates over this loader, and knows its state; "
+                           "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0")
     if sys._getframe(2).f_globals.get("__name__", "").endswith("utilities.combined_loader"):
         raise RuntimeError("Lightning saves rank 0's state alone, and one batch late; pass it "
                            "map(tuple, loader) with limit_train_batches=..., and save gather_states(loader) "
