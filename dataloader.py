@@ -1003,10 +1003,9 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
         self.tokenizer, self.face = tokenizer, as_encoder(tokenizer)
         self.weights, self.epochs = sources_of(data_dir, epochs)
-        shards = {name: list_shards(name, split, cache) for name in self.weights}
-        self.sources: dict[str, Source] = {
-            name: Source(name, shards[name], self.num_lanes, shuffle_seed)
-            for name in sorted(shards)}    # by name: then whose turn it is, too
+        self.sources: dict[str, Source] = {}
+        for name in sorted(self.weights):    # by name: then whose turn it is, too
+            self.sources[name] = Source(name, list_shards(name, split, cache), self.num_lanes, shuffle_seed)
         self._positions = collections.deque([Position(0, {})], maxlen=65)    # the last is where to go on
         self._pipeline, self._in_step = None, None
         if all(self.epochs.values()) and uneven != "free":    # one source without end: a run without end
@@ -1335,7 +1334,7 @@ def history_of(source, saved, lanes, num_lanes):
     if len(shards) == n:
         return history
     check_lanes(range(num_lanes), lanes, num_lanes, f"{len(shards) - n} shards more in {source.name}: ")
-    latest = max(Ref(*lane[source.name]["next"]).epoch for lane in lanes.values() if source.name in lane)
+    latest = max(Ref(*lane[source.name]["next"]).epoch for lane in lanes.values())
     return [*history, [latest + 1, len(shards)]]
 
 
