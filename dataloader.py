@@ -1100,12 +1100,9 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def close(self) -> None:
         """Stop the threads. In a finite run on several ranks the others get an error."""
         self._closed = True
-        if self._pid != os.getpid():    # behind a fork: the threads are those of another process
-            return
-        if self._pipeline is not None:
-            self._pipeline.close()
-        if self._in_step is not None:
-            self._in_step.close()
+        for part in (self._pipeline, self._in_step):
+            if part is not None and self._pid == os.getpid():    # behind a fork it is another process's
+                part.close()
 
     def __del__(self):
         if not getattr(self, "_closed", True):
