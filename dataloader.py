@@ -1635,11 +1635,10 @@ def check_lanes(needed, lanes, num_lanes, why=""):
 
 
 def report_weights(loader, saved):
-    """On rank 0, a line for each source of a mixture that has another weight now."""
-    names = saved | loader.weights
-    for name in names if loader.rank == 0 and len(names) > 1 else ():
+    """On rank 0, a line for each source that has another weight now."""
+    for name in saved | loader.weights:
         was, now = saved.get(name, {"weight": 0})["weight"], loader.weights.get(name, 0)
-        begins = "" if was else "; it begins at its first document"
-        if was != now:
+        if was != now and loader.rank == 0:
+            begins = "" if was else "; it begins at its first document"
             print(f"data: source {name}: weight {was} -> {now}{begins}")
 
