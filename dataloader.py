@@ -1340,9 +1340,10 @@ def gather_states(loader, batches_ago: int = 0) -> dict | None:
     merge_states of all ranks of torch.distributed, on rank 0; None on the others. Called by all together.
     The states travel as bytes of JSON over gloo or whatever takes CPU tensors: nothing is unpickled.
     """
+    state = loader.state_dict(batches_ago)
     if not (dist.is_available() and dist.is_initialized()):
-        return merge_states([loader.state_dict(batches_ago)])
-    data = json.dumps(loader.state_dict(batches_ago)).encode()
+        return merge_states([state])
+    data = json.dumps(state).encode()
     size = torch.tensor(len(data))
     dist.all_reduce(size, dist.ReduceOp.MAX)
     padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
