@@ -1188,12 +1188,14 @@ def ranks_of_this_process():
         there = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
         raise ValueError(f"of RANK and WORLD_SIZE only {there}={os.environ[there]} is set; make the loader "
                          "when torch.distributed is initialised, or pass rank=... and world_size=...")
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):    # srun or mpirun, which set no RANK
-        if "RANK" not in os.environ and int(os.environ.get(name, 1)) > 1:
+        if int(os.environ.get(name, 1)) > 1:
             raise ValueError(f"{name}={os.environ[name]}, but no RANK: each of these processes would get the "
                              "same rows; make the loader when torch.distributed is initialised, or pass "
                              "rank=... and world_size=...")
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return 0, 1
 
 
 def cores_of_this_rank():
