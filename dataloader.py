@@ -1508,13 +1508,10 @@ def check_shared(lanes, world_size):
 
 def sources_of(data_dir, epochs):
     """data_dir and epochs as {source: weight} and {source: epochs}."""
-    if isinstance(data_dir, list | tuple | set):
-        raise ValueError(f"data_dir={data_dir!r}; several folders take weights: "
-                         f"{dict.fromkeys(map(str, data_dir), 1)}")
+    if isinstance(data_dir, list | tuple | set) or data_dir == {}:
+        raise ValueError(f"data_dir={data_dir!r}; expected a folder, or {{folder: weight}} for one or more")
     given = data_dir if isinstance(data_dir, dict) else {find_data(data_dir and os.fspath(data_dir)): 1}
     weights = {source_name(path): weight for path, weight in given.items()}
-    if not weights:
-        raise ValueError("data_dir is an empty dict; name at least one source: {folder: weight}")
     if len(weights) < len(given):
         raise ValueError(f"data_dir names a source twice: {', '.join(map(str, given))}; name each once, with "
                          "its whole weight")
