@@ -249,7 +249,10 @@ class Encoder:
             yield from chunks
 
     def _tasks(self, source, refs, start, size):
-        """One for each chunk of text; one for all of a row group of tokens, which only need to be cut."""
+        """
+        One for each chunk of text; one for all of a row group of tokens, which only need to be cut: one for
+        each of their chunks gave 39 M tokens a CPU second, not 77 (flat, bytes, T = 2048, one lane).
+        """
         groups = ((ref, *source.find(ref)) for ref in refs)
         for (ref, shard, row_group, rows), behind in itertools.pairwise(itertools.chain(groups, [None])):
             per_chunk = size or documents_per_chunk(shard)
