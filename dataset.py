@@ -17,6 +17,7 @@ checksums 39 did.
 import argparse
 import contextlib
 import functools
+import glob
 import hashlib
 import io
 import itertools
@@ -605,6 +606,7 @@ def list_files(folder: str) -> tuple[dict[str, File], File | None]:
     """{name: File} of the shards in a folder, or where it has none, of those below; and its index.json."""
     if is_http(folder):
         raise ValueError(f"{folder}: a web server lists no files; name the index.json beside its shards")
+    check_one_version(folder)
     files = {}
     for deep in (False, True):    # deep: Hugging Face's data/, Hive's year=2024/
         found = far_files(folder, deep) if "://" in folder else local_files(folder, deep)
@@ -977,6 +979,19 @@ def check_name(name, where):
     if {"", ".", ".."} & set(parts) or os.path.splitdrive(name)[0] or not (is_shard(name) or name == INDEX):
         raise ValueError(f"{where}: {name!r} is no name for a shard; expected one such as "
                          "shard_00000.parquet, without .. or an address")
+
+
+def check_one_version(folder):
+    """Tables and Hugging Face's cache keep the files of older versions: not all that lie there count."""
+    def below(pattern):
+        return glob.glob(os.path.join(glob.escape(folder), pattern))
+
+    if below("_delta_log") or below(".hoodie") or below("metadata/*.metadata.json"):
+        raise ValueError(f"{folder} is a table (Delta Lake, Iceberg, Hudi), whose files also hold what was "
+                         f"deleted; {MAKE_JSONL}")
+    if len(versions := below("snapshots/*")) > 1:
+        raise ValueError(f"{folder} holds {len(versions)} versions of a dataset; name one: "
+                         f"{max(versions, key=os.path.getmtime)}")
 
 
 def check_some(found, folder, what="parquet files"):

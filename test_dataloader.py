@@ -1460,6 +1460,8 @@ SHAPES = {    # what lies there: (how it is made, None where --data takes it, el
     "a struct": (in_column(pa.struct([("a", pa.string())]), lambda text: {"a": text}), BY_HAND),
     "a column of nulls": (in_column(pa.null(), lambda text: None), BY_HAND),
     "encrypted": (in_encrypted_parquet, "write it again without encryption"),
+    "Delta Lake": (in_parquet(*TWO, beside=["_delta_log/00000000000000000000.json"]), BY_HAND),
+    "Iceberg": (in_parquet("data/a.parquet", "data/b.parquet", beside=["metadata/1.metadata.json"]), BY_HAND),
     "one parquet file": (in_parquet("a.parquet"), CONVERT),
     "no rows": (lambda folder, texts: in_parquet(*TWO)(folder, []), "no documents in"),
     "an empty folder": (lambda folder, texts: folder, "get some with"),
@@ -1500,6 +1502,7 @@ CONVERTED = {    # the same for what convert is given
     "WebDataset": (in_archive("000000.tar", "tar"), "tarfile -e"),
     "tar.gz": (in_archive("a.tar.gz", "gztar"), "tarfile -e"),
     "zip": (in_archive("a.zip", "zip"), "zipfile -e"),
+    "Delta Lake": (in_parquet(*TWO, beside=["_delta_log/00000000000000000000.json"]), BY_HAND),
     "a folder of tars": (lambda *made: in_archive("t/a.tar", "tar")(*made).parent, "tarfile -e"),
     "parquet named .json": (lambda *made: in_parquet("a.json")(*made) / "a.json", "mv "),
     "gzip named .jsonl": (in_file("a.jsonl", packed("gzip")), "mv "),
@@ -1572,6 +1575,16 @@ def test_what_lies_there_works_or_one_line_names_what_does(
             assert "\n" not in line and len(line) < 700
             line, given = follow(line, given, folder, texts)
     assert line is True or words_in(read_all(dataset.find_data())) == words_in(texts)
+
+
+def test_of_several_versions_in_hugging_faces_cache_the_newest_is_named(tmp_path):
+    for i, version in enumerate(("b1", "a2")):
+        make_shards(tmp_path / "snapshots" / version / "data")
+        os.utime(tmp_path / "snapshots" / version, (i, i))
+    for read in (dataset.list_shards, lambda folder, split: prepare.find_inputs([folder])):
+        with pytest.raises(ValueError, match=r"holds 2 versions of a dataset; name one: .*/snapshots/a2$"):
+            read(str(tmp_path), "train")
+        read(str(tmp_path / "snapshots" / "a2"), "train")
 
 
 # ---------------------------------------------------------------------------------------------------------

@@ -46,6 +46,7 @@ from dataset import (
     Progress,
     all_shards,
     check_local,
+    check_one_version,
     columns_of_text,
     cores,
     default_data_dir,
@@ -377,6 +378,7 @@ def find_inputs(inputs: list[str]) -> tuple[list[Input], list[Input]]:
 def local_inputs(pattern):
     files, others = [], []
     for path in [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True):
+        check_one_version(path)
         paths = list(files_below(path)) if os.path.isdir(path) else [path]
         names = [os.path.relpath(file, path).replace(os.sep, "/") for file in paths]    # "." is itself
         wanted = {".", *wanted_names(names)}
