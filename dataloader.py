@@ -35,7 +35,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,9 +164,6 @@ class Task(NamedTuple):
     array: Future                      # of the whole row group
     per_chunk: int                     # documents
 
-    def only(self, i):
-        return self._replace(docs=self.docs[i:i + 1], rows=self.rows[i:i + 1])
-
 
 class Chunk(NamedTuple):
     """A few documents that have tokens: number i is ids[bounds[i]:bounds[i + 1]]."""
@@ -206,15 +203,10 @@ class RowGroups:
 
     def get(self, shard, row_group):
         key = shard.path, row_group
-        future = self.kept.pop(key, None)
-        if future is None:
+        if key not in self.kept:
             self._forget()
-            future = self.executor.submit(self._read, shard, row_group)
-        self.kept[key] = future
-        return future
-
-    def drop(self, shard, row_group):
-        self.kept.pop((shard.path, row_group), None)
+        self.kept[key] = self.kept.pop(key, None) or self.executor.submit(self._read, shard, row_group)
+        return self.kept[key]
 
     def _read(self, shard, row_group):
         began = time.perf_counter()
@@ -258,8 +250,9 @@ class Encoder:
 
     def _tasks(self, source, refs, start, size):
         """
-        One for all of a row group of tokens, which only need to be cut; of text one for 1, 2, 3 and then
-        always 4 chunks: the first batch comes soon, and threads meet less often in the long run.
+        One for all of a row group of tokens, which only need to be cut (one for each chunk: half as fast); of
+        text one for 1, 2, 3 and then always 4 chunks: the first batch comes soon, and threads meet less
+        often in the long run.
         """
         groups, n_chunks = ((ref, *source.find(ref)) for ref in refs), 1
         for (ref, shard, row_group, rows), behind in itertools.pairwise(itertools.chain(groups, [None])):
@@ -278,7 +271,7 @@ class Encoder:
 
     def _leave(self, source, ref, shard, row_group):
         if source.order(ref.epoch).n_parts == 1:    # else other lanes have parts of it
-            self.row_groups.drop(shard, row_group)
+            self.row_groups.kept.pop((shard.path, row_group), None)
 
     def encode_again(self, source, refs):
         """Read and encode just these documents of a state: {Ref without its token: ids}."""
@@ -314,7 +307,7 @@ class Encoder:
             rows = task.rows
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
-                    self._encode(task.only(i))
+                    self._encode(task._replace(docs=task.docs[i:i + 1], rows=rows[i:i + 1]))
             at = f"row {rows[0]}" if len(rows) == 1 else f"rows {min(rows)} to {max(rows)}"
             raise RuntimeError(f"{task.shard.path}, row group {task.row_group}, {at}: "
                                f"{type(error).__name__}: {error}") from error
@@ -402,16 +395,12 @@ def take(array, rows):
 # rows: how many it has given (not counting []), those before it was restored, too
 # counts: tokens "dropped", "documents" pulled, and "cut": documents delivered in pieces that fit a row
 
-def new_counts():
-    return collections.Counter(documents=0, dropped=0, cut=0)
-
-
 class FlatPacker:
     """All documents behind one another, cut every T tokens; the last token of a row opens the next."""
     options, usual_buffer_size, chunk_size = (), 1, None
 
     def __init__(self, T):
-        self.T, self.rows, self.counts = T, 0, new_counts()
+        self.T, self.rows, self.counts = T, 0, collections.Counter()
         self.chunks = collections.deque()
         self.at = self.n_tokens = 0    # the next token in the first chunk; tokens from there on
 
@@ -503,7 +492,7 @@ class BestFitPacker:
 
     def __init__(self, T, buffer_size, tokenizer_batch_size):
         self.R, self.buffer_size, self.chunk_size = T + 1, buffer_size, tokenizer_batch_size
-        self.rows, self.counts = 0, new_counts()
+        self.rows, self.counts = 0, collections.Counter()
         self.buffer, self.sizes = {}, []    # Ref -> ids; sorted (tokens of the whole document, Ref)
 
     def row(self, pull):
@@ -591,7 +580,7 @@ class ExactFitPacker:
 
     def __init__(self, T, buffer_size, tails):
         self.R, self.buffer_size, self.tails = T + 1, buffer_size, tails
-        self.rows, self.counts = 0, new_counts()
+        self.rows, self.counts = 0, collections.Counter()
         self.buffer = {}                     # Ref -> ids, oldest first
         self.long = collections.deque()      # Refs of those longer than a row, oldest first
         self.copies, self.lengths = {}, []   # length -> Refs of whole others, oldest first; its keys, sorted
@@ -862,7 +851,7 @@ class Pipeline:
         self.turns, self.to_begin, self.n_to_begin = itertools.cycle(lanes), iter(lanes.values()), 2 * B
         self.may_end = may_end    # some source may: then rows can be short, or empty
         self.ahead = {}           # rows of lanes that were packed for a batch to come
-        self.T, self.world_size, self.device = T, world_size, device
+        self.world_size, self.device = world_size, device
         self.rows = np.empty((B, T + 1), encoder.dtype)
         self.position = Position(rows, {number: lane.standings() for number, lane in lanes.items()})
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -1019,12 +1008,13 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
         self.tokenizer, self.face = tokenizer, as_encoder(tokenizer)
         self.weights, self.epochs = sources_of(data_dir, epochs)
-        shards = {name: list_shards(name, split, cache) for name in self.weights}
-        self.sources: dict[str, Source] = {
-            name: Source(name, shards[name], self.num_lanes, shuffle_seed)
-            for name in sorted(shards)}    # by name: then whose turn it is, too
+        self.sources: dict[str, Source] = {}
+        for name in sorted(self.weights):    # by name: then whose turn it is, too
+            self.sources[name] = Source(name, list_shards(name, split, cache), self.num_lanes, shuffle_seed)
         self._positions = collections.deque([Position(0, {})], maxlen=65)    # the last is where to go on
-        self._pipeline, self._in_step = None, self._join_ranks()
+        self._pipeline, self._in_step = None, None
+        if all(self.epochs.values()) and uneven != "free":    # one source without end: a run without end
+            self._in_step = InStep(self)
         self._finished = self._closed = False
         self._pid, self._lock = os.getpid(), threading.Lock()
         # Shared with forks: the process of the DataLoader worker that iterates, or 0
@@ -1035,6 +1025,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def _start(self):
         """Threads, lanes, packers; in the process that iterates, when it begins to."""
         check_ranks(self)
+        if get_worker_info() is not None:
+            self._worker[0] = os.getpid()
         rows, standings = self._positions[-1]
         far = any("://" in name for name in self.sources)    # there, waiting takes the time; here, 4 keep up
         encoder = Encoder(self.face, self.threads, self.transform, 16 if far else min(4, self.threads))
@@ -1065,21 +1057,10 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def _packer_options(self):
         return {name: getattr(self, name) for name in PACKINGS[self.packing].options}
 
-    def _is_finite(self):
-        """Whether every source has an end: with one that has none, the run has none."""
-        return all(self.epochs.values())
-
-    def _join_ranks(self):
-        """The only runs whose ranks talk: finite ones of several ranks that are to end together."""
-        return InStep(self) if self._is_finite() and self.uneven != "free" else None
-
     # Iterating -------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        check_worker(self)
-        check_callers()
-        if get_worker_info() is not None:
-            self._worker[0] = os.getpid()
+        check_who_iterates(self)
         if self._finished:    # the same run again, as with any other iterable
             self._go_to(Position(0, {}))
         return self
@@ -1092,36 +1073,24 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                 raise RuntimeError(CLOSED)
             if self._finished:
                 raise StopIteration
-            if self._in_step:
-                batch, more = self._in_step.next_batch(self)
-            else:
-                batch = self._next_batch()
-                more = batch.more or not self._is_finite()
-            if more:
-                return self._deliver(batch)
-            self._finished = True
-            if self._in_step:
-                self._in_step.close()
-            raise StopIteration
+            pipeline = self._pipeline or self._start()
+            batch = pipeline.next_batch(self._positions[-1])
+            more = self._in_step.more(self, batch) if self._in_step else batch.more
+            if not more:
+                self._finished = True
+                raise StopIteration
+            if batch.copied is not None:
+                stream = torch.cuda.current_stream(self.device)
+                stream.wait_event(batch.copied)
+                batch.inputs.record_stream(stream)    # both are parts of one allocation
+            tensors = batch.inputs, batch.targets
+            self._positions.append(batch.position)    # last: what is interrupted before it is done again
+            return tensors
 
     @property
     def rows(self) -> int:
         """Of the run, by all ranks, before the next batch."""
         return self._positions[-1].rows
-
-    def _next_batch(self):
-        """The batch behind the position, which it does not move; behind the end of a run, empty ones."""
-        pipeline = self._pipeline or self._start()
-        return pipeline.next_batch(self._positions[-1])
-
-    def _deliver(self, batch):
-        if batch.copied is not None:
-            stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(batch.copied)
-            batch.inputs.record_stream(stream)    # both are parts of one allocation
-        tensors = batch.inputs, batch.targets
-        self._positions.append(batch.position)    # last: what is interrupted before it is done again
-        return tensors
 
     def __enter__(self):
         return self
@@ -1137,12 +1106,9 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def close(self) -> None:
         """Stop the threads. In a finite run on several ranks the others get an error."""
         self._closed = True
-        if self._pid != os.getpid():    # behind a fork: the threads are those of another process
-            return
-        if self._pipeline is not None:
-            self._pipeline.close()
-        if self._in_step is not None:
-            self._in_step.close()
+        for part in (self._pipeline, self._in_step):
+            if part is not None and self._pid == os.getpid():    # behind a fork it is another process's
+                part.close()
 
     def __del__(self):
         if not getattr(self, "_closed", True):
@@ -1160,8 +1126,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         documents, never tokens. It holds this rank's lanes; merge_states joins those of all ranks.
         batches_ago: of an earlier batch, at most 64 back: 1 for those who fetch one batch ahead.
         """
-        check_iterated_here(self)
-        check_caller_of_state()
+        check_who_saves(self)
         if not self._positions[-1].lanes:
             self._start()
         if not 0 <= batches_ago < len(self._positions):
@@ -1179,14 +1144,11 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         """
         self.num_lanes, self.sources, position = read_state(self, state)
         self._go_to(position)
-        if get_worker_info() is not None:
-            self._worker[0] = os.getpid()
 
     def _go_to(self, position):
         if self._pipeline is not None and self._pid == os.getpid():
             self._pipeline.close()
         self._positions, self._pipeline = collections.deque([position], maxlen=65), None
-        self._in_step = self._join_ranks() if self._finished else self._in_step
         self._finished = False
 
     def stats(self) -> dict:
@@ -1232,12 +1194,14 @@ def ranks_of_this_process():
         there = "RANK" if "RANK" in os.environ else "WORLD_SIZE"
         raise ValueError(f"of RANK and WORLD_SIZE only {there}={os.environ[there]} is set; make the loader "
                          "when torch.distributed is initialised, or pass rank=... and world_size=...")
+    if "RANK" in os.environ:
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):    # srun or mpirun, which set no RANK
-        if "RANK" not in os.environ and int(os.environ.get(name, 1)) > 1:
+        if int(os.environ.get(name, 1)) > 1:
             raise ValueError(f"{name}={os.environ[name]}, but no RANK: each of these processes would get the "
                              "same rows; make the loader when torch.distributed is initialised, or pass "
                              "rank=... and world_size=...")
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return 0, 1
 
 
 def cores_of_this_rank():
@@ -1260,22 +1224,20 @@ class InStep:
 
     def __init__(self, loader):
         check_group(loader)
-        self.alone, self.uneven = loader.world_size == 1, loader.uneven
-        self.group = None if self.alone else dist.new_group(backend="gloo")
+        self.uneven = loader.uneven
+        self.group = dist.new_group(backend="gloo") if loader.world_size > 1 else None
 
-    def next_batch(self, loader):
-        """-> the batch, and whether it is part of the run"""
-        batch = loader._next_batch()
+    def more(self, loader, batch):
+        """Whether the batch is part of the run."""
         more, lacking = self._over_ranks(torch.tensor([batch.more, not batch.full], dtype=torch.int64))
         if lacking and self.uneven == "error":
             check_even(self._over_ranks(rows_of_lanes(loader)))
-        return batch, more and not (lacking and self.uneven == "stop")
+        return more and not (lacking and self.uneven == "stop")
 
     def _over_ranks(self, numbers):
-        if self.alone:
-            return numbers.tolist()
         try:
-            dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
+            if self.group is not None:
+                dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group)
         except (RuntimeError, ValueError) as error:
             raise RuntimeError("this finite run has lost a rank: it ended, or closed its loader, too "
                                "soon") from error
@@ -1376,10 +1338,8 @@ def history_of(source, saved, lanes, num_lanes):
             f"{len(shards)} with {ours}; put the same files back (names and sizes), or start anew")
     if len(shards) == n:
         return history
-    if len(lanes) < num_lanes:
-        raise ValueError(f"shards of {source.name}: the state knows {n}, here are {len(shards)}, but it is "
-                         "one rank's; load merge_states([...]) of the states of all ranks, taken at one step")
-    latest = max(Ref(*lane[source.name]["next"]).epoch for lane in lanes.values() if source.name in lane)
+    check_lanes(range(num_lanes), lanes, num_lanes, f"{len(shards) - n} shards more in {source.name}: ")
+    latest = max(Ref(*lane[source.name]["next"]).epoch for lane in lanes.values())
     return [*history, [latest + 1, len(shards)]]
 
 
@@ -1388,9 +1348,10 @@ def gather_states(loader, batches_ago: int = 0) -> dict | None:
     merge_states of all ranks of torch.distributed, on rank 0; None on the others. Called by all together.
     The states travel as bytes of JSON over gloo or whatever takes CPU tensors: nothing is unpickled.
     """
+    state = loader.state_dict(batches_ago)
     if not (dist.is_available() and dist.is_initialized()):
-        return merge_states([loader.state_dict(batches_ago)])
-    data = json.dumps(loader.state_dict(batches_ago)).encode()
+        return merge_states([state])
+    data = json.dumps(state).encode()
     size = torch.tensor(len(data))
     dist.all_reduce(size, dist.ReduceOp.MAX)
     padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8)
@@ -1411,9 +1372,7 @@ def merge_states(states: list) -> dict:
                                  f"{state.get(key)!r} in another; merge states taken at the same step")
     lanes = {number: part for state in states for number, part in state["lanes"].items()}
     num_lanes = first["config"]["num_lanes"]
-    if missing := sorted(set(range(num_lanes)) - set(map(int, lanes))):
-        raise ValueError(f"lanes {missing} of {num_lanes} are in none of the {len(states)} states; "
-                         "merge the states of all ranks")
+    check_lanes(range(num_lanes), lanes, num_lanes)
     return {**first, "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 
@@ -1446,8 +1405,8 @@ def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
         return np.arange(len(ids)) + (number << 32)
 
     state = loader.state_dict() if state is None else state
-    same = {**loader.arguments, "rank": loader.rank, "world_size": loader.world_size, "uneven": "free"}
-    with PackedLoader(**{**same, "device": "cpu"}) as tracer:
+    changed = {"rank": loader.rank, "world_size": loader.world_size, "uneven": "free", "device": "cpu"}
+    with PackedLoader(**loader.arguments | changed) as tracer:
         tracer.transform = places
         tracer.load_state_dict(state)
         for inputs, targets in tracer:
@@ -1488,45 +1447,20 @@ class NanochatSource(Source):
                 yield ref
 
 
-def tokenizing_distributed_data_loader_with_state(
-        tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
-        device: str | torch.device = "cuda", resume_state_dict: dict | None = None) -> Iterator[tuple]:
-    """Packs "flat"; yields (inputs, targets, state_dict)."""
-    return batches_with_state(resume_state_dict, tokenizer, B, T, split, packing="flat", device=device,
-                              threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size)
-
-
-def tokenizing_distributed_data_loader(*args, **kwargs) -> Iterator[tuple]:
-    """The same without the state."""
-    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state(*args, **kwargs):
-        yield inputs, targets
-
-
-def tokenizing_distributed_data_loader_with_state_bos_bestfit(
-        tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
-        device: str | torch.device = "cuda", resume_state_dict: dict | None = None,
-        buffer_size: int = 1000) -> Iterator[tuple]:
-    """Packs "bestfit", nanochat's rows token for token; yields (inputs, targets, state_dict)."""
-    return batches_with_state(resume_state_dict, tokenizer, B, T, split, packing="bestfit", device=device,
-                              threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size,
-                              buffer_size=buffer_size)
-
-
-def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs) -> Iterator[tuple]:
-    """The same without the state."""
-    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(*args, **kwargs):
-        yield inputs, targets
-
-
-def batches_with_state(resume, *args, **kwargs):
+def batches_with_state(packing, tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
+                       tokenizer_batch_size: int = 128, device: str | torch.device = "cuda",
+                       resume_state_dict: dict | None = None, buffer_size: int | None = None
+                       ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict]]:
     """One lane a rank, as in nanochat; the state also says epoch, shard and row group, which it prints."""
     _, world_size = ranks_of_this_process()
     name_other_folder(default_data_dir())
-    loader = PackedLoader(*args, data_dir=default_data_dir(), num_lanes=world_size, **kwargs)
+    loader = PackedLoader(tokenizer, B, T, split, packing=packing, buffer_size=buffer_size,
+                          data_dir=default_data_dir(), num_lanes=world_size, device=device,
+                          threads=tokenizer_threads, tokenizer_batch_size=tokenizer_batch_size)
     loader.sources = {name: NanochatSource(name, source.shards, world_size)
                       for name, source in loader.sources.items()}
-    if resume is not None:
-        loader.load_state_dict(resume)
+    if resume_state_dict is not None:
+        loader.load_state_dict(resume_state_dict)
     (source,) = loader.sources.values()
     for inputs, targets in loader:
         state = loader.state_dict()
@@ -1535,6 +1469,18 @@ def batches_with_state(resume, *args, **kwargs):
         shard, row_group, _ = source.find(ref)
         yield inputs, targets, {**state, "epoch": ref.epoch, "pq_idx": source.shards.index(shard),
                                 "rg_idx": row_group}
+
+
+def batches_without_state(*args, **kwargs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for inputs, targets, _ in batches_with_state(*args, **kwargs):
+        yield inputs, targets
+
+
+# "bestfit" gives nanochat's rows token for token.
+tokenizing_distributed_data_loader_with_state = partial(batches_with_state, "flat")
+tokenizing_distributed_data_loader = partial(batches_without_state, "flat")
+tokenizing_distributed_data_loader_with_state_bos_bestfit = partial(batches_with_state, "bestfit")
+tokenizing_distributed_data_loader_bos_bestfit = partial(batches_without_state, "bestfit")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -1556,21 +1502,22 @@ def check_arguments(loader):
             raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
     if not 0 <= loader.rank < loader.world_size:
         raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks count from 0")
-    lanes = given["num_lanes"]
-    if lanes is not None and lanes % loader.world_size:
-        raise ValueError(f"{lanes} lanes cannot be shared evenly by {loader.world_size} ranks; choose "
-                         f"num_lanes a multiple of {loader.world_size}, or a world size in {divisors(lanes)}")
+    check_shared(given["num_lanes"] or loader.world_size, loader.world_size)
+
+
+def check_shared(lanes, world_size):
+    if lanes % world_size:
+        divisors = [n for n in range(1, lanes + 1) if lanes % n == 0]
+        raise ValueError(f"{lanes} lanes cannot be shared evenly by {world_size} ranks; choose a world "
+                         f"size in {divisors}, or for a new run num_lanes a multiple of {world_size}")
 
 
 def sources_of(data_dir, epochs):
     """data_dir and epochs as {source: weight} and {source: epochs}."""
-    if isinstance(data_dir, list | tuple | set):
-        raise ValueError(f"data_dir={data_dir!r}; several folders take weights: "
-                         f"{dict.fromkeys(map(str, data_dir), 1)}")
+    if isinstance(data_dir, list | tuple | set) or data_dir == {}:
+        raise ValueError(f"data_dir={data_dir!r}; expected a folder, or {{folder: weight}} for one or more")
     given = data_dir if isinstance(data_dir, dict) else {find_data(data_dir and os.fspath(data_dir)): 1}
     weights = {source_name(path): weight for path, weight in given.items()}
-    if not weights:
-        raise ValueError("data_dir is an empty dict; name at least one source: {folder: weight}")
     if len(weights) < len(given):
         raise ValueError(f"data_dir names a source twice: {', '.join(map(str, given))}; name each once, with "
                          "its whole weight")
@@ -1609,12 +1556,6 @@ def check_ranks(loader):
                            f"or pass rank={found[0]}, world_size={found[1]}")
 
 
-def check_iterated_here(loader):
-    if loader._worker[0] not in (0, os.getpid()):
-        raise RuntimeError("a DataLoader worker iterates over this loader, and knows its state; "
-                           "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0")
-
-
 def check_enough_row_groups(source):
     most = max(len(shard.rows) for shard in source.shards)
     if most < source.num_lanes:
@@ -1622,33 +1563,29 @@ def check_enough_row_groups(source):
                          f"{source.num_lanes} ranks the last get none; use PackedLoader, which deals parts")
 
 
-def check_worker(loader):
-    info = get_worker_info()
-    if info is None:
-        return
-    if loader._worker[0] not in (0, os.getpid()) and not loader._is_finite():
-        raise ValueError("another DataLoader worker has iterated over this loader, and this one would begin "
-                         "where it began; go on with one iterator, or use torchdata's StatefulDataLoader")
-    if info.num_workers > 1:
-        raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
-                         "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
-    if loader._is_finite() and loader.world_size > 1 and loader.uneven != "free":
-        raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
-                         'num_workers=0, or to this loader uneven="free"')
-
-
-def check_callers():
-    """Of a loader that is iterated: there is no other sign of what Accelerate does with its batches."""
-    frame = sys._getframe(2)
-    while frame is not None:
+def check_who_iterates(loader):
+    frame, info = sys._getframe(2), get_worker_info()
+    while frame is not None:    # there is no other sign of what Accelerate does with a loader's batches
         if frame.f_globals.get("__name__") == "accelerate.data_loader":
             raise RuntimeError("Accelerate gives rank 0's batches of a DataLoader to all ranks, and fetches "
                                "one ahead of the state; iterate over the PackedLoader itself, not prepared, "
                                "or return it from Trainer.get_train_dataloader")
         frame = frame.f_back
+    if info is not None and loader._worker[0] not in (0, os.getpid()) and not all(loader.epochs.values()):
+        raise ValueError("another DataLoader worker has iterated over this loader, and this one would begin "
+                         "where it began; go on with one iterator, or use torchdata's StatefulDataLoader")
+    if info is not None and info.num_workers > 1:
+        raise ValueError(f"PackedLoader has threads of its own; {info.num_workers} DataLoader workers "
+                         "would each deliver the same rows: pass num_workers=0 (fastest) or 1")
+    if info is not None and loader._in_step and loader.world_size > 1:
+        raise ValueError("the ranks of a finite run talk, which a DataLoader worker cannot: pass "
+                         'num_workers=0, or to this loader uneven="free"')
 
 
-def check_caller_of_state():
+def check_who_saves(loader):
+    if loader._worker[0] not in (0, os.getpid()):
+        raise RuntimeError("a DataLoader worker iterates over this loader, and knows its state; "
+                           "use torchdata's StatefulDataLoader and its state_dict, or num_workers=0")
     if sys._getframe(2).f_globals.get("__name__", "").endswith("utilities.combined_loader"):
         raise RuntimeError("Lightning saves rank 0's state alone, and one batch late; pass it "
                            "map(tuple, loader) with limit_train_batches=..., and save gather_states(loader) "
@@ -1693,27 +1630,21 @@ def check_config(loader, saved):
     if differences:
         raise ValueError(f"{'; '.join(differences)}; resume with the same, or start a new run without the "
                          "state")
-    if lanes % loader.world_size:
-        raise ValueError(f"this state has {lanes} lanes, which {loader.world_size} ranks cannot share "
-                         f"evenly; resume with a world size in {divisors(lanes)}")
+    check_shared(lanes, loader.world_size)
     return lanes
 
 
-def check_lanes(mine, lanes, num_lanes):
-    if missing := [number for number in mine if str(number) not in lanes]:
-        raise ValueError(f"this state lacks lanes {missing} of {num_lanes}: it is one rank's; load "
-                         "merge_states([...]) of the states of all ranks, taken at one step")
+def check_lanes(needed, lanes, num_lanes, why=""):
+    if missing := [number for number in needed if str(number) not in lanes]:
+        raise ValueError(f"{why}the state lacks lanes {missing} of {num_lanes}, as one rank's does; merge "
+                         "the states of all ranks, taken at one step: merge_states([...])")
 
 
 def report_weights(loader, saved):
-    """On rank 0, a line for each source of a mixture that has another weight now."""
-    names = saved | loader.weights
-    for name in names if loader.rank == 0 and len(names) > 1 else ():
+    """On rank 0, a line for each source that has another weight now."""
+    for name in saved | loader.weights:
         was, now = saved.get(name, {"weight": 0})["weight"], loader.weights.get(name, 0)
-        begins = "" if was else "; it begins at its first document"
-        if was != now:
+        if was != now and loader.rank == 0:
+            begins = "" if was else "; it begins at its first document"
             print(f"data: source {name}: weight {was} -> {now}{begins}")
 
-
-def divisors(n):
-    return [d for d in range(1, n + 1) if n % d == 0]
