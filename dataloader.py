@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache, partial
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -715,7 +716,8 @@ class Standing(NamedTuple):
 
     @classmethod
     def from_json(cls, saved):
-        return cls(Ref(*saved["next"]), unpacked(saved["held"]), saved["rows"], saved["share"])
+        share = None if saved["share"] is None else index(saved["share"])    # an error for what is no int
+        return cls(Ref(*map(index, saved["next"])), unpacked(saved["held"]), index(saved["rows"]), share)
 
 
 def packed(refs):
@@ -1024,6 +1026,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def _start(self):
         """Threads, lanes, packers; in the process that iterates, when it begins to."""
+        if self._closed:
+            raise RuntimeError(CLOSED)
         check_ranks(self)
         if get_worker_info() is not None:
             self._worker[0] = os.getpid()
@@ -1294,7 +1298,7 @@ def read_state(loader, state):
     try:
         num_lanes = check_config(loader, state["config"])
         saved, lanes = match_sources(loader, state)
-        rows, sources = int(state["rows"]), {}
+        rows, sources = index(state["rows"]), {}
         mine = lanes_of_rank(rows, loader.rank, loader.world_size, num_lanes)
         check_lanes(mine, lanes, num_lanes)
         for name, source in loader.sources.items():
@@ -1364,16 +1368,16 @@ def merge_states(states: list) -> dict:
     """The states of all ranks, taken at one step, as one that every allowed world size loads."""
     if not states:
         raise ValueError("no states to merge; pass those of all ranks, taken at one step")
-    first = states[0]
-    for state in states[1:]:
-        for key in ("version", "rows", "config", "sources"):
-            if state.get(key) != first[key]:
-                raise ValueError(f"states of different steps or runs: {key} is {first[key]!r} in one and "
-                                 f"{state.get(key)!r} in another; merge states taken at the same step")
+    for state in states:
+        check_version(state)
+        for key in ("rows", "config", "sources"):
+            if state[key] != states[0][key]:
+                raise ValueError(f"states of different steps or runs: {key} is {states[0][key]!r} in one and "
+                                 f"{state[key]!r} in another; merge states taken at the same step")
     lanes = {number: part for state in states for number, part in state["lanes"].items()}
-    num_lanes = first["config"]["num_lanes"]
+    num_lanes = states[0]["config"]["num_lanes"]
     check_lanes(range(num_lanes), lanes, num_lanes)
-    return {**first, "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
+    return {**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))}
 
 
 # ---------------------------------------------------------------------------------------------------------

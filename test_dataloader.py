@@ -3522,16 +3522,32 @@ def test_row_length_may_change_at_a_state(corpus, packing, tails):
         assert len(targets) > 500
 
 
+@pytest.mark.parametrize("state", [None, {}, {"version": 1}])
+def test_what_is_no_state_is_not_merged(corpus, state):
+    good = run(corpus, steps=3)[1]
+    for states in ([state], [good, state], [state, good]):
+        with pytest.raises(ValueError, match=r"a state is a dict|this state has version"):
+            merge_states(states)
+
+
+def test_a_closed_loader_without_a_position_starts_no_thread_for_its_state(corpus):
+    loader = make(corpus)
+    loader.close()
+    with pytest.raises(RuntimeError, match="this PackedLoader was closed"):
+        loader.state_dict()
+    assert "pack" not in {thread.name for thread in threading.enumerate()}
+
+
 @pytest.mark.parametrize("path", ["sources/FOLDER/shards", "lanes/0/FOLDER/held", "lanes/0/FOLDER/next",
-                                  "lanes/0/FOLDER", "rows"])
-@pytest.mark.parametrize("damage", ["left out", "null"])
+                                  "lanes/0/FOLDER", "lanes/0/FOLDER/rows", "rows"])
+@pytest.mark.parametrize("damage", ["left out", "null", "a word"])
 def test_a_damaged_state_is_refused(corpus, path, damage):
     state = part = run(corpus, steps=3)[1]
     *path, last = [corpus if key == "FOLDER" else key for key in path.split("/")]
     for key in path:
         part = part[key]
-    if damage == "null":
-        part[last] = None
+    if damage != "left out":
+        part[last] = None if damage == "null" else "word"
     else:
         del part[last]
     with pytest.raises(ValueError, match=r"this state (is damaged|lacks)"):
