@@ -1,7 +1,7 @@
 r"""
 Train a GPT on packed token batches: one process, one node or many, on CPUs or GPUs.
 
-    python train.py                                      the demo: Python's own library, 6 minutes
+    python train.py                                      the demo: Python's own library, 4 minutes
     torchrun --standalone --nproc_per_node=2 train.py    the same rows and the same result, by 2 ranks
     torchrun --standalone --nproc_per_node=8 train.py --data DIR --out runs/d12 --resume auto
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
@@ -68,11 +68,11 @@ from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
 FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what it is
     ("depth", 2, 12, "layers; the model is 64 * depth wide"),
-    ("batch_size", 8, 256, "rows in an optimizer step, over all ranks (of the last --seq_len)"),
+    ("batch_size", 4, 256, "rows in an optimizer step, over all ranks (of the last --seq_len)"),
     ("micro_batch_size", 16, 32, "most rows in one forward: less memory, the same run"),
     ("steps", 1200, 4600, "optimizer steps of the whole run"),    # CUDA: about 18 tokens a parameter
     ("eval_every", 600, 250, "steps between evals"),
-    ("eval_rows", 4096, 512, "val rows of each source in an eval, each of one document"),
+    ("eval_rows", 2048, 512, "val rows of each source in an eval, each of one document"),
     ("save_every", 600, 500, "steps between checkpoints"),
     ("log_every", 50, 1, "steps between printed lines"),
 ]
