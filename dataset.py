@@ -989,7 +989,7 @@ def check_one_version(folder):
     if below("_delta_log") or below(".hoodie") or below("metadata/*.metadata.json"):
         raise ValueError(f"{folder} is a table (Delta Lake, Iceberg, Hudi), whose files also hold what was "
                          f"deleted; {MAKE_JSONL}")
-    if len(versions := below("snapshots/*")) > 1:
+    if below("refs") and len(versions := below("snapshots/*")) > 1:
         raise ValueError(f"{folder} holds {len(versions)} versions of a dataset; name one: "
                          f"{max(versions, key=os.path.getmtime)}")
 

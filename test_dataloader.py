@@ -1582,6 +1582,8 @@ def test_of_several_versions_in_hugging_faces_cache_the_newest_is_named(tmp_path
     for i, version in enumerate(("b1", "a2")):
         make_shards(tmp_path / "snapshots" / version / "data")
         os.utime(tmp_path / "snapshots" / version, (i, i))
+    assert dataset.list_shards(str(tmp_path), "train"), "a folder of that name is no cache yet"
+    (tmp_path / "refs").mkdir()
     for read in (dataset.list_shards, lambda folder, split: prepare.find_inputs([folder])):
         with pytest.raises(ValueError, match=r"holds 2 versions of a dataset; name one: .*/snapshots/a2$"):
             read(str(tmp_path), "train")
@@ -3532,11 +3534,11 @@ def test_what_is_no_state_is_not_merged(corpus, state):
 
 
 def test_a_closed_loader_without_a_position_starts_no_thread_for_its_state(corpus):
-    loader = make(corpus)
+    before, loader = set(threading.enumerate()), make(corpus)
     loader.close()
     with pytest.raises(RuntimeError, match="this PackedLoader was closed"):
         loader.state_dict()
-    assert "pack" not in {thread.name for thread in threading.enumerate()}
+    assert not set(threading.enumerate()) - before
 
 
 @pytest.mark.parametrize("path", ["sources/FOLDER/shards", "lanes/0/FOLDER/held", "lanes/0/FOLDER/next",
