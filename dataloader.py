@@ -850,11 +850,11 @@ class Pipeline:
 
     def __init__(self, lanes, encoder, rows, B, T, world_size, device, may_end, prefetch):
         self.lanes, self.encoder, self.most_ready = lanes, encoder, prefetch + 1
+        self.B, self.R = B, T + 1
         self.turns, self.to_begin, self.n_to_begin = itertools.cycle(lanes), iter(lanes.values()), 2 * B
         self.may_end = may_end    # some source may: then rows can be short, or empty
         self.ahead = {}           # rows of lanes that were packed for a batch to come
         self.world_size, self.device = world_size, device
-        self.rows = np.empty((B, T + 1), encoder.dtype)
         self.position = Position(rows, {number: lane.standings() for number, lane in lanes.items()})
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.began, self.waited, self.packing_seconds = time.perf_counter(), 0.0, 0.0
@@ -902,7 +902,7 @@ class Pipeline:
         return False
 
     def _pack_batch(self):
-        began, (B, R) = time.perf_counter(), self.rows.shape
+        began, B, R = time.perf_counter(), self.B, self.R
         for lane in itertools.islice(self.to_begin, self.n_to_begin):    # those of the next batch, too
             for stream in lane.streams.values():
                 stream.begin()
@@ -912,14 +912,15 @@ class Pipeline:
             row = self.ahead.pop(number, None) or self.lanes[number].row()
             pieces += row
             if self.may_end and (n := sum(map(len, row))) < R:
-                pieces.append(np.full(R - n, self.encoder.bos, self.rows.dtype))
+                pieces.append(np.full(R - n, self.encoder.bos, self.encoder.dtype))
                 short.append((b, n))
-        np.concatenate(pieces, out=self.rows.reshape(-1))
+        # np.concatenate would let other threads run at every piece, and wait for its turn again.
+        rows = np.frombuffer(b"".join(pieces), self.encoder.dtype).reshape(B, R)
         moved = {number: self.lanes[number].standings() for number in set(numbers)}
         self.position = Position(self.position.rows + B * self.world_size, {**self.position.lanes, **moved})
         n_empty = sum(n == 0 for _, n in short)
         more = n_empty < B or any(map(self._look_ahead, self.lanes))
-        batch = Batch(*self._to_device(short), self.position, n_empty == 0, more)
+        batch = Batch(*self._to_device(rows, short), self.position, n_empty == 0, more)
         self.packing_seconds += time.perf_counter() - began
         return batch
 
@@ -929,20 +930,17 @@ class Pipeline:
             self.ahead[number] = self.lanes[number].row()
         return self.ahead[number]
 
-    def _to_device(self, short):
+    def _to_device(self, rows, short):
         """inputs, targets, copied. New memory for every batch; on CUDA pinned, with a stream of its own."""
-        B, R = self.rows.shape
-        both = torch.empty((2, B, R - 1), dtype=torch.int64, pin_memory=self.stream is not None)
-        np.copyto(both[0].numpy(), self.rows[:, :-1])
-        np.copyto(both[1].numpy(), self.rows[:, 1:])
+        inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         for b, n in short:
-            both[1, b, max(0, n - 1):] = -100
+            targets[b, max(0, n - 1):] = -100
+        both = torch.from_numpy(inputs), torch.from_numpy(targets)
         if self.stream is None:
-            inputs, targets = both.to(self.device)
-            return inputs, targets, None
+            return *(part.to(self.device) for part in both), None
         with torch.cuda.stream(self.stream):
-            inputs, targets = both.to(self.device, non_blocking=True)
-        return inputs, targets, self.stream.record_event()
+            both = [part.pin_memory().to(self.device, non_blocking=True) for part in both]
+        return *both, self.stream.record_event()
 
     def close(self):
         """Without waiting for what the threads are at; whoever waits for a batch gets an error."""
@@ -1043,9 +1041,9 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def _make_lane(self, encoder, number, standings):
         n_streams = self.num_lanes // self.world_size * len(self.sources)
-        # 2 tasks a thread, over all streams: work for the others while one is at a document of 5 MB. A
-        # consumer of 12 ms a batch waited 9 % of its time with 2 chunks, 0.3 % with 8 (464 MB of sources, 2
-        # cores).
+        # 2 tasks of 4 chunks a thread, over all streams: work for the others while one is at a document of
+        # 5 MB. A consumer of 12 ms a batch waited 9 % of its time with 2 chunks a thread, 0.3 % with 8, and
+        # no less with 32 (464 MB of sources, 2 cores).
         text_ahead = 1 + 2 * self.threads // n_streams
         streams, shares = {}, {}
         for name, source in self.sources.items():
@@ -1083,11 +1081,12 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
             if not more:
                 self._finished = True
                 raise StopIteration
+            tensors = batch.inputs, batch.targets
             if batch.copied is not None:
                 stream = torch.cuda.current_stream(self.device)
                 stream.wait_event(batch.copied)
-                batch.inputs.record_stream(stream)    # both are parts of one allocation
-            tensors = batch.inputs, batch.targets
+                for tensor in tensors:
+                    tensor.record_stream(stream)
             self._positions.append(batch.position)    # last: what is interrupted before it is done again
             return tensors
 

@@ -2411,23 +2411,44 @@ class Panic(BaseException):
     """As pyo3's PanicException, which is no Exception either."""
 
 
-@needs_gigatoken
-def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(monkeypatch):
-    tok, call = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), GigatokenEngine.call
-    assert tok.engine_failures == 0
-    model = tok._engine[0].model
+class FragileModel:
+    """A gigatoken that only one thread may call at a time, that panics of poison, and never recovers."""
 
-    def fail(self, data):
+    def __init__(self, model, source):
+        self.model, self.source = model, source
+        self.lock, self.may_go_on = threading.Lock(), threading.Event()
+
+    def encode_batch_padded(self, data, *args, **kwargs):
+        assert self.lock.acquire(blocking=False), "two threads called one model, or one that had panicked"
         if b"poison" in data:
             raise Panic("index out of bounds")
-        return call(self, data)
+        if b"slow" in data:
+            assert self.may_go_on.wait(60)
+        ids = self.model.encode_batch_padded(self.source(data), *args, **kwargs)
+        self.lock.release()
+        return ids
 
-    monkeypatch.setattr(GigatokenEngine, "call", fail)
+
+@pytest.fixture
+def fragile(monkeypatch):
+    """A tokenizer of FragileModels, and the list of those that it made."""
+    tok, made, make = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), [], GigatokenEngine.make_model
+    module = pytest.importorskip("gigatoken")
+    source = module.BytesSource
+    monkeypatch.setattr(module, "BytesSource", bytes)
+    monkeypatch.setattr(GigatokenEngine, "make_model",
+                        lambda self: made.append(FragileModel(make(self), source)) or made[-1])
+    return tok, made
+
+
+@needs_gigatoken
+def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(fragile, monkeypatch):
+    tok, made = fragile
+    assert tok.engine_failures == 0 and len(made) == 1
     texts = ["a b", "poison 12", "c \u0664", "", tokenizer_module.BETWEEN.decode(), "poison \u0664"]
     ids, bounds = tok.encode_documents(texts, check=range(6))
     assert ids.tolist() == [i for text in texts for i in plain_ids(tok, text)] and len(bounds) == 7
     assert tok.engine_failures == 3 and "Panic: index out of bounds" in tok._engine[0].failures
-    assert tok._engine[0].model is not model, "what panicked was used again"
 
     def interrupt(self, data):
         raise KeyboardInterrupt
@@ -2438,20 +2459,28 @@ def test_what_the_engine_fails_on_is_tiktoken_s_and_counted(monkeypatch):
 
 
 @needs_gigatoken
-def test_threads_share_one_model_and_a_fork_makes_its_own(monkeypatch):
-    """In a fork, its locks may be held by a thread that is not there."""
-    tok, made = RustBPETokenizer(small_tokenizer().enc, "<|bos|>"), []
-    make = GigatokenEngine.make_model
-    monkeypatch.setattr(GigatokenEngine, "make_model", lambda self: (made.append(1), make(self)))
-    assert tok.engine.startswith("gigatoken") and len(made) == 1
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_no_two_threads_use_one_model_and_a_fork_none_that_is_in_use(fragile):
+    """The others would wait for it; and in a fork it stays locked for ever."""
+    tok, made = fragile
     texts = [text[i:i + 500] for text in standard_library()[:20] for i in range(0, 5000, 500)] * 5
     want = [plain_ids(tok, text) for text in texts]
+    assert [one_document(tok, text) for text in texts[:9]] == want[:9] and len(made) == 1
     with ThreadPoolExecutor(4) as executor:
         assert list(executor.map(lambda text: one_document(tok, text), texts)) == want
-    assert len(made) == 1
-    monkeypatch.setattr(os, "getpid", lambda: -1)
-    assert one_document(tok, texts[0]) == want[0] and one_document(tok, texts[1]) == want[1]
-    assert len(made) == 2
+        assert len(made) <= 4
+        slow = executor.submit(one_document, tok, "slow")
+        while not any(model.lock.locked() for model in made):
+            time.sleep(0.01)
+        child = os.fork()
+        if child == 0:
+            os._exit([one_document(tok, text) for text in texts[:5]] != want[:5] or tok.engine_failures > 0)
+        assert os.waitpid(child, 0)[1] == 0
+        for model in made:
+            model.may_go_on.set()
+        assert slow.result() == plain_ids(tok, "slow")
+    assert tok.engine_failures == 0, tok._engine[0].failures
 
 
 @needs_gigatoken
@@ -2461,7 +2490,7 @@ def test_words_are_forgotten(monkeypatch):
     assert tok.engine.startswith("gigatoken")
     make = GigatokenEngine.make_model
     monkeypatch.setattr(tokenizer_module, "FORGET_AFTER", 10_000)
-    monkeypatch.setattr(GigatokenEngine, "make_model", lambda self: (made.append(1), make(self)))
+    monkeypatch.setattr(GigatokenEngine, "make_model", lambda self: made.append(1) or make(self))
     for _ in range(10):
         assert one_document(tok, "a b c " * 1000) == plain_ids(tok, "a b c " * 1000)
     assert 4 <= len(made) <= 6

@@ -4,8 +4,8 @@ where it is installed, by gigatoken, which gives the same ids about ten times as
 
     python tokenizer.py --vocab_size 32768      # train on the data at hand, save, print bytes per token
 
-The trade-off: each thread has a copy of tiktoken's, since a shared one is fast in one thread only; it costs
-8 MB and 0.01 s. Of gigatoken's, all threads use one, and the words that it remembers (22 MB and more).
+The trade-off: each thread that encodes has a copy of the engine, since a shared one is fast in one thread
+only. A copy costs 8 MB and 0.01 s (tiktoken), or 22 MB, its memory of words and 0.05 s (gigatoken).
 """
 
 import argparse
@@ -145,8 +145,8 @@ SCHEMES = {
 BETWEEN = b"\x02\x1cpiece\x1c\x03"
 
 # gigatoken remembers all words for ever: 170 MB after 464 MB of source code, 2 GB after 270 MB of random
-# letters. After so many bytes of text it is made anew, which takes 0.05 s.
-FORGET_AFTER = 1 << 29
+# letters. After so many bytes of text a model is made anew, which takes 0.05 s.
+FORGET_AFTER = 1 << 28
 
 
 class GigatokenEngine:
@@ -159,7 +159,8 @@ class GigatokenEngine:
     def __init__(self, enc: tiktoken.Encoding, bos: int):
         import gigatoken
 
-        self.gigatoken, self.enc, self.bos, self.pid = gigatoken, enc, bos, None
+        self.gigatoken, self.enc, self.bos = gigatoken, enc, bos
+        self.idle = []    # models that no thread encodes with, and how many bytes of text each has seen
         self.exact, self.failures = TiktokenEngine(enc, bos), []
         self.dtype = np.min_scalar_type(enc.n_vocab)    # BETWEEN has this id
         self.ranks_file = format_ranks(enc._mergeable_ranks)
@@ -173,14 +174,12 @@ class GigatokenEngine:
         self.odd = odd_characters(r"\p{N}|\p{Cn}" if self.scheme == "qwen2" else r"\p{Cn}")
 
     def make_model(self):
-        self.n_bytes = 0    # meanwhile the other threads go on with the old one
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "ranks.tiktoken")
             with open(path, "wb") as file:
                 file.write(self.ranks_file)
-            self.model = self.gigatoken.Tokenizer.from_tiktoken(
+            return self.gigatoken.Tokenizer.from_tiktoken(
                 path, pretokenizer=self.scheme, special_tokens={BETWEEN.decode(): self.enc.n_vocab})
-        self.pid = os.getpid()
 
     def encode(self, pieces: Sequence) -> tuple[np.ndarray, np.ndarray]:
         data = BETWEEN.join([b"", *pieces])
@@ -226,7 +225,6 @@ class GigatokenEngine:
         except (KeyboardInterrupt, SystemExit, MemoryError):
             raise
         except BaseException as error:    # a panic in Rust is no Exception
-            self.pid = None    # not to be used again
             return self.encode_without(pieces, f"{type(error).__name__}: {error}")
         ids = ids.astype(self.dtype)
         if self.pairs is not None:
@@ -245,13 +243,21 @@ class GigatokenEngine:
         return self.exact.encode(pieces)
 
     def call(self, data):
-        if self.pid != os.getpid() or self.n_bytes >= FORGET_AFTER:    # a fork may find it locked
-            self.make_model()
-        self.n_bytes += len(data)
+        """
+        By a model that no other thread uses meanwhile: they would wait for each other. So one that is idle is
+        not locked in a fork either; and one that has failed does not come back.
+        """
+        try:
+            model, n_bytes = self.idle.pop()
+        except IndexError:
+            model, n_bytes = self.make_model(), 0
         # Only its calls for batches let other threads run; "padded" to one row, the ids come as they are; for
         # a list in place of a BytesSource it would import awkward, which takes 0.6 s.
         source = self.gigatoken.BytesSource(data)
-        return self.model.encode_batch_padded(source, 0, parallel=False)[0][0]
+        ids = model.encode_batch_padded(source, 0, parallel=False)[0][0]
+        if n_bytes + len(data) < FORGET_AFTER:
+            self.idle.append((model, n_bytes + len(data)))
+        return ids
 
 
 @functools.cache
@@ -698,7 +704,7 @@ class AnyTokenizer:
         texts = array.cast(pa.large_binary()).to_pylist()
         if not self.threads_of_its_own:
             ids, bounds = self.tokenizer.encode_documents(texts)
-            return np.asarray(ids), np.asarray(bounds, np.int64)
+            return np.ascontiguousarray(ids, self.dtype), np.asarray(bounds, np.int64)
         strings = [str(text, "utf-8") for text in texts if text is not None]
         lists = self.tokenizer.encode(strings, prepend=self.tokenizer.get_bos_token_id(), num_threads=threads)
         ids, bounds = join([np.asarray(ids, self.dtype) for ids in lists], self.dtype)
