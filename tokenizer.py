@@ -391,7 +391,7 @@ def hash_pattern(enc: tiktoken.Encoding) -> str:
 # The tokenizer
 
 DOCUMENTS_PER_TASK = 16    # of encode(list)
-BYTES_PER_TASK = 1 << 20    # of encode_documents: several threads encode a chunk with more, where they may
+BYTES_PER_TASK = 1 << 22    # of encode_documents: several threads encode a chunk with more, where they may
 
 
 class RustBPETokenizer:

@@ -123,7 +123,7 @@ def tally_rows(loader, n_rows):
     (source,) = loader.sources.values()
     packer = PACKINGS[loader.packing](loader.T, **loader._packer_options())
     encoder, waiting, longest_wait = Encoder(loader.tokenizer, loader.threads), {}, 0
-    chunks = encoder.chunks(source, 0, Ref(), size=packer.chunk_size, ahead=8)
+    chunks = encoder.chunks(source, 0, Ref(), size=packer.chunk_size)
     for _ in range(n_rows):
         packer.row(lambda: next(chunks))
         whole = [ref for ref in packer.held() if ref.token == 0]
@@ -249,8 +249,9 @@ def measure(job, setting):
     batches = make()
     first, _ = timed(lambda: next(batches))
     tokens = tokens_of(batches)
-    fill_seconds = len(job.data) if isinstance(job.data, dict) else 1    # a mixture has a buffer a source
-    speed_of(tokens, min(fill_seconds, setting.seconds))
+    n_buffers = 8 * (len(job.data) if isinstance(job.data, dict) else 1)    # one a lane and source
+    for _ in range(64 * n_buffers // setting.B):    # they grow with their first 64 rows
+        next(tokens)
     memory = (peak_memory("cpu") - before) / (1 << 20)
     yardstick = encoded(job, setting, tokenizer) if job.kind == "text" else tokens_of(memmap(job, setting))
     pairs = [(speed_of(tokens, setting.seconds), speed_of(yardstick, setting.seconds)) for _ in range(3)]
@@ -280,7 +281,7 @@ def packed(job, setting, tokenizer):
 def encoded(job, setting, tokenizer):
     """The ceiling: tokens by the encoding threads alone."""
     source = Source("all", list_shards(setting.text, "train"), num_lanes=1)
-    chunks = Encoder(tokenizer, job.threads).chunks(source, 0, Ref(), ahead=8 * job.threads)
+    chunks = Encoder(tokenizer, job.threads).chunks(source, 0, Ref())
     return (len(chunk.ids) for chunk in chunks)
 
 
