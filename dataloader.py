@@ -257,16 +257,17 @@ class Encoder:
     def _tasks(self, source, refs, start, size, largest):
         """
         One for all of a row group of tokens, which only need to be cut (one for each chunk: half as fast); of
-        text three for 1 chunk each, three for 2, and so on up to `largest`: the first batch comes soon, and
-        in the long run threads wait less often for the interpreter (flat with gigatoken, 2 cores: 27 M
-        tokens a second, where tasks of 4 chunks give 22).
+        text three for CHUNK_BYTES each, three for twice as much, and so on up to `largest` times: the first
+        batch comes soon, and in the long run threads wait less often for the interpreter (flat with
+        gigatoken, 2 cores: 27 M tokens a second, where 4 times are the most 22).
         """
         groups, n_tasks = ((ref, *source.find(ref)) for ref in refs), 0
         for (ref, shard, row_group, rows), behind in itertools.pairwise(itertools.chain(groups, [None])):
-            per_chunk = size or documents_per_chunk(shard)
+            usual = documents_per_chunk(shard)
+            per_chunk = size or usual
             doc = start.doc if ref[:2] == start[:2] else 0
             while doc < len(rows):
-                n_chunks = min(largest, 1 + n_tasks // 3)
+                n_chunks = max(1, min(largest, 1 + n_tasks // 3) * usual // per_chunk)
                 per_task = n_chunks * per_chunk if shard.kind == "text" else len(rows)
                 array = self.row_groups.get(shard, row_group)
                 if behind and 2 * (doc + per_task) >= len(rows):

@@ -80,7 +80,6 @@ from dataloader import (
 )
 from dev import bench, pictures, prepare
 from tokenizer import (
-    BYTES_PER_TASK,
     HARD,
     LONGEST_PIECE,
     NEXT_CUT,
@@ -2513,10 +2512,11 @@ def test_pair_digits_as_its_docstring_says(dtype):
         assert paired(*few) == few
 
 
-def test_a_huge_document_is_shared_by_the_threads_of_an_executor():
+def test_a_huge_document_is_shared_by_the_threads_of_an_executor(monkeypatch):
     """Also where all of them do the same: nobody waits for one that has not begun."""
+    monkeypatch.setattr(tokenizer_module, "BYTES_PER_TASK", 1 << 20)
     tok = small_tokenizer()
-    huge = "\n".join(standard_library())[:6 * BYTES_PER_TASK]
+    huge = "\n".join(standard_library())[:6 << 20]
     texts = ["a", huge, None, "b c", " " * (3 * LONGEST_PIECE)]
     want, want_bounds = tok.encode_documents(texts)
     threads, encode = set(), type(tok._engine[0]).encode

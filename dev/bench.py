@@ -22,6 +22,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
@@ -243,21 +244,44 @@ def measure(job, setting):
     if job.threads == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     os.environ["NANOLOADER_ENGINE"] = job.engine
-    tokenizer, before = get_tokenizer(setting.tokenizer), peak_memory("cpu")
-    *_, read = OTHERS.get(job.reader, [packed])
-    make = functools.partial(read, job, setting, tokenizer)
-    batches = make()
-    first, _ = timed(lambda: next(batches))
-    tokens = tokens_of(batches)
-    n_buffers = 8 * (len(job.data) if isinstance(job.data, dict) else 1)    # one a lane and source
-    for _ in range(64 * n_buffers // setting.B):    # they grow with their first 64 rows
-        next(tokens)
-    memory = (peak_memory("cpu") - before) / (1 << 20)
-    yardstick = encoded(job, setting, tokenizer) if job.kind == "text" else tokens_of(memmap(job, setting))
-    pairs = [(speed_of(tokens, setting.seconds), speed_of(yardstick, setting.seconds)) for _ in range(3)]
-    resume = time_to_resume(batches, make()) if isinstance(batches, PackedLoader) else None
+    (tokenizer, ours), (another, theirs) = gated(setting.tokenizer), gated(setting.tokenizer)
+    try:
+        ours.set()
+        before = peak_memory("cpu")
+        *_, read = OTHERS.get(job.reader, [packed])
+        make = functools.partial(read, job, setting, tokenizer)
+        batches = make()
+        first, _ = timed(lambda: next(batches))
+        tokens = tokens_of(batches)
+        n_buffers = 8 * (len(job.data) if isinstance(job.data, dict) else 1)    # one a lane and source
+        for _ in range(64 * n_buffers // setting.B):    # they grow with their first 64 rows
+            next(tokens)
+        memory = (peak_memory("cpu") - before) / (1 << 20)
+        ours.clear()
+        yardstick = encoded(job, setting, another) if job.kind == "text" else tokens_of(memmap(job, setting))
+        turns = (tokens, ours), (yardstick, theirs)
+        pairs = [[speed_in_turn(*turn, setting.seconds) for turn in turns] for _ in range(3)]
+        ours.set()
+        resume = time_to_resume(batches, make()) if isinstance(batches, PackedLoader) else None
+    finally:
+        ours.set(), theirs.set()    # a thread that waits would never end
     speed, best = np.median(pairs, axis=0)
     return Measured(speed, speed / best, first, resume, memory)
+
+
+def gated(folder):
+    """A tokenizer, and the event while which it encodes: what works ahead must not use another's turn."""
+    tokenizer, may_encode = get_tokenizer(folder), threading.Event()
+    encode = tokenizer.encode_documents
+    tokenizer.encode_documents = lambda *args: may_encode.wait() and encode(*args)
+    return tokenizer, may_encode
+
+
+def speed_in_turn(counts, may_encode, seconds):
+    may_encode.set()
+    speed = speed_of(counts, seconds)
+    may_encode.clear()
+    return speed
 
 
 def time_to_resume(loader, again):
