@@ -98,6 +98,8 @@ from tokenizer import (
 
 BOS = 256
 HERE = os.path.dirname(os.path.abspath(__file__))
+# What a shell runs in the background is deaf to Ctrl-C, and so would be the programs that are stopped here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # ---------------------------------------------------------------------------------------------------------
