@@ -244,8 +244,7 @@ def measure(job, setting):
     if job.threads == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     os.environ["NANOLOADER_ENGINE"] = job.engine
-    (tokenizer, ours), (another, theirs) = gated(setting.tokenizer), gated(setting.tokenizer)
-    try:
+    with gated(setting.tokenizer) as (tokenizer, ours), gated(setting.tokenizer) as (another, theirs):
         ours.set()
         before = peak_memory("cpu")
         *_, read = OTHERS.get(job.reader, [packed])
@@ -263,18 +262,20 @@ def measure(job, setting):
         pairs = [[speed_in_turn(*turn, setting.seconds) for turn in turns] for _ in range(3)]
         ours.set()
         resume = time_to_resume(batches, make()) if isinstance(batches, PackedLoader) else None
-    finally:
-        ours.set(), theirs.set()    # a thread that waits would never end
     speed, best = np.median(pairs, axis=0)
     return Measured(speed, speed / best, first, resume, memory)
 
 
+@contextlib.contextmanager
 def gated(folder):
     """A tokenizer, and the event while which it encodes: what works ahead must not use another's turn."""
     tokenizer, may_encode = get_tokenizer(folder), threading.Event()
     encode = tokenizer.encode_documents
     tokenizer.encode_documents = lambda *args: may_encode.wait() and encode(*args)
-    return tokenizer, may_encode
+    try:
+        yield tokenizer, may_encode
+    finally:
+        may_encode.set()    # a thread that waits would never end
 
 
 def speed_in_turn(counts, may_encode, seconds):
