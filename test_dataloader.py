@@ -3437,6 +3437,28 @@ def test_tokens_are_not_read_far_ahead_however_many_threads(tmp_path, monkeypatc
     assert 1 <= len(reads) <= 5, "of 40"
 
 
+def test_tasks_grow_but_the_first_and_those_of_many_streams_are_small(tmp_path, monkeypatch):
+    """16 chunks at most; of a packer whose chunks have another size, so many that they hold no more."""
+    monkeypatch.setattr(dataloader, "documents_per_chunk", lambda shard: 4)
+    loader = make(write_shards(tmp_path, [[numbered([9] * 4000)], [["val"]]]), num_lanes=1)
+
+    def documents_of_tasks(**options):
+        encoder, tasks = dataloader.Encoder(loader.tokenizer, 1), []
+        encode = encoder._encode
+        encoder._encode = lambda task: tasks.append(len(task.docs)) or encode(task)
+        chunks = list(encoder.chunks(*loader.sources.values(), 0, Ref(), 1, **options))
+        encoder.close()
+        assert {len(chunk.docs) for chunk in chunks[:-1]} == {options.get("size", 4)}
+        assert sum(tasks) == sum(len(chunk.docs) for chunk in chunks) == 4000
+        return tasks[:-1]
+
+    tasks = documents_of_tasks()
+    assert tasks == [4 * min(16, 1 + i // 3) for i in range(len(tasks))] and max(tasks) == 64
+    assert max(documents_of_tasks(n_streams=32)) == 16 and max(documents_of_tasks(n_streams=1024)) == 4
+    tasks = documents_of_tasks(size=10)
+    assert min(tasks) == 10 and max(tasks) == 60 and tasks == sorted(tasks)
+
+
 def count_reads(monkeypatch, loader):
     """(shard, row group) of every read of this loader from now on; others may still be reading ahead."""
     shards = [shard for source in loader.sources.values() for shard in source.shards]
