@@ -1310,6 +1310,8 @@ def read_state(loader, state):
         for number, lane in [(number, lanes[str(number)]) for number in mine]:
             standings[number] = {name: Standing.from_json(lane[name]) if name in saved else Standing()
                                  for name in sources}
+            for name, standing in standings[number].items():
+                check_place(sources[name], standing.next)
     except (KeyError, TypeError, AttributeError, IndexError, binascii.Error, zlib.error) as error:
         raise ValueError(f"this state is damaged ({type(error).__name__}: {error}); load it as "
                          "state_dict() gave it") from error
@@ -1644,6 +1646,13 @@ def check_lanes(needed, lanes, num_lanes, why=""):
     if missing := [number for number in needed if str(number) not in lanes]:
         raise ValueError(f"{why}the state lacks lanes {missing} of {num_lanes}, as one rank's does; merge "
                          "the states of all ranks, taken at one step: merge_states([...])")
+
+
+def check_place(source, ref):
+    n_groups = len(source.order(ref.epoch).numbers) if ref.epoch > 0 else 0
+    if not (0 <= ref.group < n_groups and 0 <= ref.doc <= len(source.find(ref)[2])):
+        raise ValueError(f"the state goes on at {ref}, and {source.name} has no such document ({n_groups} "
+                         "row groups an epoch, or parts of them); epochs count from 1, the rest from 0")
 
 
 def report_weights(loader, saved):

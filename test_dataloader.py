@@ -3631,6 +3631,16 @@ def test_a_damaged_state_is_refused(corpus, path, damage):
         make(corpus).load_state_dict(state)
 
 
+@pytest.mark.parametrize("place", [[0, 0, 0, 0], [1, -1, 0, 0], [1, 10**6, 0, 0], [2, 0, -1, 0],
+                                   [1, 0, 10**6, 0]], ids=str)
+def test_a_state_that_goes_on_where_no_document_is_is_refused(corpus, place):
+    """States may be written by hand, to begin somewhere: a slip would begin elsewhere."""
+    state = make(corpus).state_dict()
+    state["lanes"]["0"][corpus]["next"] = place
+    with pytest.raises(ValueError, match=r"goes on at Ref\(.*no such document"):
+        make(corpus).load_state_dict(state)
+
+
 @pytest.mark.parametrize("state, words", [
     ({}, "version None"), ({"epoch": 1}, "version None"), (None, "a state is a dict"),
     ({"version": dataloader.VERSION, "rows": 0}, r"lacks \['config', 'lanes', 'sources'\]")])
