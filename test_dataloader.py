@@ -5050,7 +5050,8 @@ def test_train_error_of_one_rank_is_told_once(train_base, train_whole):
 def test_train_rate_is_that_of_the_flag_also_when_resumed(train_base, train_whole):
     out = train_base / "slow"
     train_first_half(train_whole[0], out)
-    train_run(train_base, "--steps", 12, "--lr", "1e-30", "--out", out, "--resume", "auto")
+    told = train_run(train_base, "--steps", 12, "--lr", "1e-30", "--out", out, "--resume", "auto")
+    assert re.search(r"changed since \S+/step_0000010.pt: steps 20 -> 12, .*lr 0.01 -> 1e-30", told)
     before, after = (train.load_checkpoint(out / f"step_00000{step}.pt")["model"] for step in (10, 12))
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert all("blocks" not in name for name in moved) and {"embedding.weight", "head.out.weight"} < moved

@@ -1105,6 +1105,9 @@ def settle(flags, world, saved, path) -> dict[str, Any]:
                              f"{same}, or start anew: --resume none and another --out")
     if saved:
         settings["skip"] = sorted({*map(tuple, before["skip"]), *map(tuple, flags.skip)})
+        changed = [f"{name} {before[name]} -> {now}" for name, now in settings.items()
+                   if now != before.get(name, now) and name not in ("out", "resume", "skip", "max_minutes")]
+        say(f"changed since {path}: {', '.join(changed) or 'nothing'}")
     return settings
 
 
