@@ -1044,6 +1044,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                  for number in lanes_of_rank(rows, self.rank, self.world_size, self.num_lanes)}
         self._pipeline = Pipeline(lanes, encoder, rows, self.B, self.T, self.world_size, self.device,
                                   any(self.epochs.values()), self.prefetch)
+        if self._closed:    # meanwhile, by another thread
+            self._pipeline.close()
         self._positions[-1] = self._pipeline.position
         return self._pipeline
 
