@@ -200,7 +200,7 @@ class RowGroups:
     def __init__(self, threads, limit=1 << 29):
         self.limit, self.kept = limit, {}    # (path, row group): Future, the least recently used first
         self.executor = ThreadPoolExecutor(threads, "read")
-        self.seconds = 0.0
+        self.seconds, self.closed = 0.0, False
 
     def get(self, shard, row_group):
         key = shard.path, row_group
@@ -211,9 +211,17 @@ class RowGroups:
 
     def _read(self, shard, row_group):
         began = time.perf_counter()
-        array = shard.read(row_group)
+        array = shard.read(row_group, self._wait)
         self.seconds += time.perf_counter() - began    # a lost update of two threads is a lost microsecond
         return array
+
+    def _wait(self, seconds, error):
+        """Not longer than the loader lives: at exit Python waits for its threads."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self.closed:
+                raise error
+            time.sleep(0.05)
 
     def _forget(self):
         sizes = {key: f.result().nbytes for key, f in self.kept.items() if f.done() and not f.exception()}
@@ -305,6 +313,8 @@ class Encoder:
 
     def _encode(self, task):
         """The Chunks of a task. An error names shard, row group and row."""
+        if self.row_groups.closed:
+            raise RuntimeError(CLOSED)
         array = take(task.array.result(), task.rows)
         began = time.perf_counter()
         try:
@@ -832,7 +842,7 @@ def whole_numbers(weights):
 # ---------------------------------------------------------------------------------------------------------
 # Batches: rows from the lanes in turn, by a thread that works ahead, onto the device
 
-CLOSED = "this PackedLoader was closed; make a new one and load the state into it"
+CLOSED = "this PackedLoader was closed, or the program ends; make a new one and load the state into it"
 
 
 class Position(NamedTuple):
@@ -900,7 +910,9 @@ class Pipeline:
                     self.wakes.put(None)
         except BaseException as error:    # tiktoken's panics are no Exceptions
             self.error = self.error or error
-            self.wakes.put(None)
+        finally:
+            self.close()
+            self.encoder.close()
 
     def _is_asked(self):
         """Waits for a request; False where the loader is closed, or the program ends without closing it."""
@@ -951,11 +963,14 @@ class Pipeline:
         return *both, self.stream.record_event()
 
     def close(self):
-        """Without waiting for what the threads are at; whoever waits for a batch gets an error."""
+        """
+        Have the threads end; whoever waits for a batch gets an error. Waits for nothing and takes no lock:
+        the garbage collector may call it in any thread, also in one that is inside of executor.submit.
+        """
         self.error = self.error or RuntimeError(CLOSED)
         self.requests.put(False)
         self.wakes.put(None)
-        self.encoder.close()
+        self.encoder.row_groups.closed = True    # what its threads begin from now on is an error
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -988,7 +1003,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     cache: a folder on this node's disk for copies of shards that are far away, of CACHE_BYTES at most
 
     ValueError: an argument or a state that does not fit; ShardError, RuntimeError: a shard or document that
-    cannot be read or encoded, by name. A yielded batch is never written again.
+    cannot be read or encoded, by name. A yielded batch is never written again. Its threads end with it; where
+    `transform` or the tokenizer refers to it, close it, or use `with`.
     """
 
     def __init__(self, tokenizer, B: int, T: int, split: str, *, packing: str = "exactfit",
@@ -1019,7 +1035,7 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self.sources: dict[str, Source] = {}
         for name in sorted(self.weights):    # by name: then whose turn it is, too
             self.sources[name] = Source(name, list_shards(name, split, cache), self.num_lanes, shuffle_seed)
-        self._positions = collections.deque([Position(0, {})], maxlen=65)    # the last is where to go on
+        self._positions = collections.deque([self._beginning()], maxlen=65)    # the last: where to go on
         self._pipeline, self._in_step = None, None
         if all(self.epochs.values()) and uneven != "free":    # one source without end: a run without end
             self._in_step = InStep(self)
@@ -1029,6 +1045,10 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         self._worker = np.frombuffer(mmap.mmap(-1, 8), np.int64)
 
     # Going on from a position ----------------------------------------------------------------------------
+
+    def _beginning(self):
+        mine = lanes_of_rank(0, self.rank, self.world_size, self.num_lanes)
+        return Position(0, {number: dict.fromkeys(self.sources, Standing()) for number in mine})
 
     def _start(self):
         """Threads, lanes, packers; in the process that iterates, when it begins to."""
@@ -1040,20 +1060,19 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         rows, standings = self._positions[-1]
         far = any("://" in name for name in self.sources)    # there, waiting takes the time; here, 4 keep up
         encoder = Encoder(self.face, self.threads, self.transform, 16 if far else min(4, self.threads))
-        lanes = {number: self._make_lane(encoder, number, standings.get(number, {}))
+        lanes = {number: self._make_lane(encoder, number, standings[number])
                  for number in lanes_of_rank(rows, self.rank, self.world_size, self.num_lanes)}
         self._pipeline = Pipeline(lanes, encoder, rows, self.B, self.T, self.world_size, self.device,
                                   any(self.epochs.values()), self.prefetch)
         if self._closed:    # meanwhile, by another thread
             self._pipeline.close()
-        self._positions[-1] = self._pipeline.position
         return self._pipeline
 
     def _make_lane(self, encoder, number, standings):
         n_streams = self.num_lanes // self.world_size * len(self.sources)
         streams, shares = {}, {}
         for name, source in self.sources.items():
-            standing = standings.get(name, Standing())
+            standing = standings[name]
             packer = PACKINGS[self.packing](self.T, **self._packer_options())
             chunks = encoder.chunks(source, number, standing.next, self.epochs[name], packer.chunk_size,
                                     n_streams)
@@ -1069,13 +1088,11 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         check_who_iterates(self)
         if self._finished:    # the same run again, as with any other iterable
-            self._go_to(Position(0, {}))
+            self._go_to(self._beginning())
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._pid != os.getpid():    # behind a fork, threads and locks are those of another process
-            self._pid, self._lock, self._pipeline = os.getpid(), threading.Lock(), None
-        with self._lock:
+        with self._lock_of_this_process():
             if self._closed:
                 raise RuntimeError(CLOSED)
             if self._finished:
@@ -1094,6 +1111,11 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
                     tensor.record_stream(stream)
             self._positions.append(batch.position)    # last: what is interrupted before it is done again
             return tensors
+
+    def _lock_of_this_process(self):
+        if self._pid != os.getpid():    # behind a fork, threads and locks are those of another process
+            self._pid, self._lock, self._pipeline = os.getpid(), threading.Lock(), None
+        return self._lock
 
     @property
     def rows(self) -> int:
@@ -1135,8 +1157,6 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         batches_ago: of an earlier batch, at most 64 back: 1 for those who fetch one batch ahead.
         """
         check_who_saves(self)
-        if not self._positions[-1].lanes:
-            self._start()
         if not 0 <= batches_ago < len(self._positions):
             raise ValueError(f"batches_ago={batches_ago}: expected 0 to {len(self._positions) - 1}")
         rows, lanes = self._positions[-1 - batches_ago]
@@ -1150,14 +1170,16 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
         Go on where a state ends; also on a loader that was iterated, and at another T, B or world size.
         ValueError, and nothing changed, where it does not fit.
         """
-        self.num_lanes, self.sources, position = read_state(self, state)
-        self._go_to(position)
+        with self._lock_of_this_process():
+            num_lanes, sources, position = read_state(self, state)
+            self._go_to(position, num_lanes=num_lanes, sources=sources)
 
-    def _go_to(self, position):
-        if self._pipeline is not None and self._pid == os.getpid():
-            self._pipeline.close()
-        self._positions, self._pipeline = collections.deque([position], maxlen=65), None
-        self._finished = False
+    def _go_to(self, position, **of_its_run):
+        """In one step: a Ctrl-C finds the old run or the new one."""
+        old, positions = self._pipeline, collections.deque([position], maxlen=65)
+        vars(self).update(of_its_run, _positions=positions, _pipeline=None, _finished=False)
+        if old is not None:
+            old.close()
 
     def stats(self) -> dict:
         """
@@ -1183,7 +1205,8 @@ class PackedLoader(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def count_packed(streams, T):
-    counts = sum((stream.packer.counts for stream in streams), collections.Counter())
+    counts = {name: sum(stream.packer.counts[name] for stream in streams)    # iterated, one may be growing
+              for name in ("documents", "dropped", "cut")}
     rows = sum(stream.packer.rows - stream.rows_before for stream in streams)
     return {"rows": rows, "documents": counts["documents"], "tokens_delivered": rows * T,
             "tokens_dropped": counts["dropped"], "cut_share": counts["cut"] / max(1, counts["documents"])}

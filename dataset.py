@@ -34,7 +34,7 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -283,10 +283,13 @@ class Shard:
     def path(self) -> str:
         return join_name(self.folder, self.name)
 
-    def read(self, row_group: int) -> pa.Array:
-        """All documents of a row group: strings, or binary with raw token ids; ShardError if damaged."""
+    def read(self, row_group: int, wait: Callable | None = None) -> pa.Array:
+        """
+        All documents of a row group: strings, or binary with raw token ids; ShardError if damaged.
+        wait(seconds, error): between attempts, where it is far away.
+        """
         with errors_named(self.folder, self.name, f"row group {row_group}"):
-            return patiently(lambda: self._read(row_group), self.folder)
+            return patiently(lambda: self._read(row_group), self.folder, wait=wait or sleep)
 
     def _read(self, row_group):
         if not self.cache:
@@ -750,7 +753,11 @@ def http_get(url, headers=None, stream=False):
     return response
 
 
-def patiently(work, place, n_bytes=lambda: 0, wait=lambda seconds, error: time.sleep(seconds)):
+def sleep(seconds, error):
+    time.sleep(seconds)
+
+
+def patiently(work, place, n_bytes=lambda: 0, wait=sleep):
     """
     work(); where the place is far away, again after growing waits, and never too many at once. n_bytes():
     how much of it is done: an attempt that brings some is no failure.
@@ -1056,17 +1063,21 @@ def check_local(folder):
 @contextlib.contextmanager
 def lock_file(path, wait=True):
     """Hold a lock file; yields whether we do. The system frees it when its holder dies."""
+    try:
+        import fcntl
+    except ImportError:    # Windows: no lock; the renames are atomic all the same
+        yield True
+        return
     with open(path, "a") as file:
         try:
-            import fcntl
-
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except ImportError:    # Windows: no lock; the renames are atomic all the same
-            pass
         except BlockingIOError:
             yield False
             return
-        yield True
+        try:
+            yield True
+        finally:    # to close it is not enough: a child that was forked meanwhile has it open, too
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def in_order(executor, function, items, ahead):

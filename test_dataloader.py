@@ -545,6 +545,21 @@ def test_without_a_place_to_keep_it_the_index_is_made_each_time(tmp_path, monkey
         assert ended.returncode == status and message in ended.stdout + ended.stderr
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_does_not_keep_a_lock_file(tmp_path):
+    """A DataLoader worker that was forked while a shard was copied would keep all others waiting."""
+    with dataset.lock_file(f"{tmp_path}/lock"):
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+    with dataset.lock_file(f"{tmp_path}/lock", wait=False) as ours:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert ours
+
+
 def test_one_process_of_a_node_reads_the_footers(tmp_path):
     """Four start at once: one says what it found, and every one knows."""
     make_shards(tmp_path / "data")
@@ -3488,10 +3503,10 @@ def count_reads(monkeypatch, loader):
     shards = [shard for source in loader.sources.values() for shard in source.shards]
     reads, read = [], dataset.Shard.read
 
-    def counted(shard, row_group):
+    def counted(shard, row_group, *wait):
         if shard in shards:
             reads.append((shard.name, row_group))
-        return read(shard, row_group)
+        return read(shard, row_group, *wait)
     monkeypatch.setattr(dataset.Shard, "read", counted)
     return reads
 
@@ -3631,12 +3646,15 @@ def test_what_is_no_state_is_not_merged(corpus, state):
             merge_states(states)
 
 
-def test_a_closed_loader_without_a_position_starts_no_thread_for_its_state(corpus):
+def test_no_thread_is_started_for_the_state_of_a_beginning(corpus):
+    """Also of a loader that was closed before its first batch."""
     before, loader = set(threading.enumerate()), make(corpus)
+    state = loader.state_dict()
     loader.close()
-    with pytest.raises(RuntimeError, match="this PackedLoader was closed"):
-        loader.state_dict()
-    assert not set(threading.enumerate()) - before
+    assert loader.state_dict() == state and not set(threading.enumerate()) - before
+    want, again = make(corpus), make(corpus)
+    again.load_state_dict(json.loads(json.dumps(state)))
+    assert [rows_of(next(again)) for _ in range(3)] == [rows_of(next(want)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("path", ["sources/FOLDER/shards", "lanes/0/FOLDER/held", "lanes/0/FOLDER/next",
@@ -3972,6 +3990,150 @@ def test_close_ends_a_next_that_is_still_starting_threads(corpus, monkeypatch):
     assert ended, "it gives a batch, or waits for ever"
 
 
+def test_a_loader_that_the_garbage_collector_finds_in_its_own_submit_ends(corpus):
+    """... and no lock of the executors stays held: the next loader works."""
+    program = f"""
+import sys; sys.path.insert(0, {HERE!r})
+from test_dataloader import *
+from concurrent.futures import Future
+loader, node, armed, init = make({corpus!r}, prefetch=8), SimpleNamespace(), [], Future.__init__
+def collecting(self):
+    init(self)
+    if armed and threading.current_thread().name == "pack":
+        armed.clear()
+        gc.collect()
+        print("collected", flush=True)
+made.clear()
+next(loader)
+node.me, node.loader, pipeline, Future.__init__ = node, loader, loader._pipeline, collecting
+gc.disable()
+armed.append(True)
+del loader, node
+while armed:
+    pipeline.ready.clear()
+    pipeline.requests.put(True)
+    time.sleep(0.01)
+next(make({corpus!r}))
+print("fine")
+"""
+    assert run_program(program) == "collected\nfine\n"
+
+
+def test_a_loader_of_another_thread_ends_with_the_main_thread(corpus):
+    program = f"""
+import sys; sys.path.insert(0, {HERE!r})
+from test_dataloader import *
+def train():
+    loader = make({corpus!r})
+    made.clear()
+    try:
+        while next(loader):
+            began.set()
+            time.sleep(0.01)
+    except RuntimeError as error:
+        print(error, flush=True)
+began = threading.Event()
+threading.Thread(target=train).start()
+began.wait()
+"""
+    assert "or the program ends" in run_program(program)
+
+
+def run_program(program):
+    return subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+                          timeout=120).stdout
+
+
+def test_a_loader_that_is_closed_does_not_try_again_for_minutes(tmp_path, monkeypatch):
+    """At exit Python waits for the threads that read."""
+    monkeypatch.setattr(dataset, "RETRY_SECONDS", 100)
+    make_shards(tmp_path)
+    with UnrulyServer(served(tmp_path)) as server:
+        before, loader = set(threading.enumerate()), make(f"{server.url}/index.json")
+        server.forever = 503
+        asked = len(server.requests)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(next, loader)
+            while len(server.requests) == asked:
+                time.sleep(0.01)
+            readers = [t for t in set(threading.enumerate()) - before if t.name.startswith("read")]
+            loader.close()
+            with pytest.raises(RuntimeError, match="was closed"):
+                waiting.result(60)
+        for thread in readers:
+            thread.join(20)
+        assert readers and not any(thread.is_alive() for thread in readers)
+
+
+def test_loading_while_another_thread_gets_a_batch(corpus, monkeypatch):
+    """It waits for that batch, and the next one is of what was loaded."""
+    loader, want, next_batch = make(corpus), make(corpus), dataloader.Pipeline.next_batch
+    state, inside, go_on = loader.state_dict(), threading.Event(), threading.Event()
+    next(loader), next(loader)
+
+    def slow(pipeline, position):
+        batch = next_batch(pipeline, position)
+        inside.set()
+        go_on.wait()
+        return batch
+
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(dataloader.Pipeline, "next_batch", slow)
+        third = pool.submit(next, loader)
+        inside.wait()
+        loaded = pool.submit(loader.load_state_dict, state)
+        time.sleep(0.1)
+        go_on.set()
+        assert rows_of(third.result()) and loaded.result() is None
+    assert rows_of(next(loader)) == rows_of(next(want))
+
+
+def test_ctrl_c_anywhere_in_loading_leaves_the_old_run_or_the_new_one(corpus):
+    state = make(corpus, num_lanes=4).state_dict()
+    sys._getframe().f_trace_opcodes = True
+    seen = set()
+    for k in itertools.count():
+        loader, left = make(corpus, num_lanes=None), k
+        next(loader)
+
+        def trace(frame, event, arg):
+            nonlocal left
+            if frame.f_code.co_name != "_go_to":
+                return trace if frame.f_code.co_name == "load_state_dict" else None
+            frame.f_trace_opcodes = True
+            left -= event == "opcode"
+            if left < 0:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            loader.load_state_dict(state)
+            break
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            now = loader.state_dict()
+            assert len(now["lanes"]) == now["config"]["num_lanes"] and next(loader)
+            seen.add(now["config"]["num_lanes"])
+        finally:
+            sys.settrace(None)
+            loader.close()
+    assert seen == {4, 8}
+
+
+def test_stats_while_a_packer_begins_to_count_something(corpus):
+    class Growing(collections.Counter):
+        def items(self):
+            for i, item in enumerate(super().items()):
+                self[i] = 1
+                yield item
+
+    loader = make(corpus)
+    next(loader)
+    loader._pipeline.lanes[0].streams[corpus].packer.counts = Growing(documents=3, cut=1)
+    assert loader.stats()["documents"] == 3
+
+
 def test_a_loader_is_not_pickled(corpus):
     with pytest.raises(TypeError, match="num_workers=0"):
         make(corpus).__getstate__()
@@ -4237,9 +4399,9 @@ def test_the_first_row_groups_of_a_batchs_lanes_are_read_together(tmp_path, monk
     data = write_shards(tmp_path, [grouped(numbered([9] * 80), [20] * 3), [["val"]]])
     together, read = threading.Barrier(4), dataset.Shard.read
 
-    def read_with_the_others(shard, row_group):
+    def read_with_the_others(shard, *row_group):
         together.wait(60)
-        return read(shard, row_group)
+        return read(shard, *row_group)
 
     monkeypatch.setattr(dataset.Shard, "read", read_with_the_others)
     assert rows_of(next(make(data, B=4, num_lanes=4, threads=4, prefetch=0, epochs=1)))
@@ -4438,7 +4600,7 @@ def test_null_slots_of_a_token_shard_that_hold_bytes_are_null(tmp_path):
     loader = make(tokenized_copy(text, tmp_path / "tokens"), B=1, T=8, packing="flat", epochs=1)
     for source in loader.sources.values():
         for shard in source.shards:
-            shard.read = lambda row_group: array
+            shard.read = lambda row_group, wait: array
     rows = [real(row) for batch in loader for row in rows_of(batch)]
     assert rows == [[BOS, 97, 98, BOS, 99]]
 

@@ -680,7 +680,7 @@ class AnyTokenizer:
     What the loader calls: encode(Arrow array of texts) -> (ids, bounds), as encode_documents returns them.
 
     bos, dtype: of its ids. fingerprint: its own, or else a hash of what it makes of some texts.
-    threads_of_its_own: one thread at a time is to call it.
+    threads_of_its_own: one thread of a loader at a time calls it.
     """
 
     def __init__(self, tokenizer):
