@@ -2659,12 +2659,13 @@ def test_every_face_is_called_alike():
 
 @pytest.mark.parametrize("container", [list, np.array])
 def test_ids_that_do_not_fit_the_dtype_that_a_tokenizer_names_are_an_error(container):
-    """Else they wrap: 70000 would be 4464."""
-    tok = Documents(100)
-    encoder = as_encoder(tok)
-    tok.encode_documents = lambda texts: (container([2000, 70000]), [0, 2])
-    with pytest.raises((ValueError, OverflowError), match=r"70000.* uint16"):
-        encoder.encode(pa.array(["b"]))
+    """By either face; else they wrap: 70000 would be 4464."""
+    for tok, too_large in (Documents(100), 70000), (Lists(100), 1 << 32 | 7):
+        encoder, ids = as_encoder(tok), container([2000, too_large])
+        tok.encode_documents = lambda texts, ids=ids: (ids, [0, 2])
+        tok.encode = lambda texts, prepend, num_threads, ids=ids: [ids]
+        with pytest.raises(ValueError, match=rf"ids, 2000 to {too_large}, are not all uint"):
+            encoder.encode(pa.array(["b"]))
 
 
 def test_tokenizers_without_a_fingerprint_are_known_by_what_they_make_of_many_texts():

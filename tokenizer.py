@@ -703,16 +703,20 @@ class AnyTokenizer:
             return self.tokenizer.encode_documents(array, check, executor)
         texts = array.cast(pa.large_binary()).to_pylist()
         if not self.threads_of_its_own:
-            given, bounds = self.tokenizer.encode_documents(texts)
-            ids = np.array(given, self.dtype)
-            if not np.array_equal(ids, given):
-                raise ValueError(f"its ids, {np.min(given)} to {np.max(given)}, are not all {self.dtype}, "
-                                 "as its `dtype` says (default uint32)")
-            return ids, np.asarray(bounds, np.int64)
+            ids, bounds = self.tokenizer.encode_documents(texts)
+            return self._as_dtype(ids), np.asarray(bounds, np.int64)
         strings = [str(text, "utf-8") for text in texts if text is not None]
         lists = self.tokenizer.encode(strings, prepend=self.tokenizer.get_bos_token_id(), num_threads=threads)
-        ids, bounds = join([np.asarray(ids, self.dtype) for ids in lists], self.dtype)
+        ids, bounds = join([self._as_dtype(ids) for ids in lists], self.dtype)
         return ids, with_nulls(bounds, [text is not None for text in texts])
+
+    def _as_dtype(self, given):
+        given = np.asarray(given)
+        ids = given.astype(self.dtype)
+        if not np.array_equal(ids, given):    # they would wrap
+            raise ValueError(f"its ids, {given.min()} to {given.max()}, are not all {self.dtype}, as its "
+                             "`dtype` says (default uint32)")
+        return ids
 
     def _prove(self):
         """That it has one of the faces, and puts BOS in front."""
