@@ -1,19 +1,16 @@
-r"""
+"""
 Train a GPT on packed token batches: one process, one node or many, on CPUs or GPUs.
 
-    python train.py                                      the demo: Python's own library, 4 minutes
+    python train.py                                      the demo: Python's own library, 3 minutes
     torchrun --standalone --nproc_per_node=2 train.py    the same rows and the same result, by 2 ranks
-    torchrun --standalone --nproc_per_node=8 train.py --data DIR --out runs/d12 --resume auto
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 \
-        train.py --data DIR --out /shared/d12 --resume auto
+    python train.py --resume auto                        resume the newest run; its checkpoint has the flags
     python train.py --sample "def "                      text from the newest checkpoint
     python train.py --eval FILE --data DIR               bits per byte of a checkpoint on other data
     python train.py --init FILE --data DIR               a new run that begins with its weights
 
 Rows, their order and the losses (up to rounding; on one CPU, bit for bit) depend on the flags, not on where a
-run was stopped nor on the number of ranks, as long as it divides --num_lanes. The trade-off: ranks agree on a
-few numbers once a step (0.2 ms, 2 ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a
-parameter; 8 with Muon), written by a thread from a copy in memory.
+run was stopped nor on the number of ranks. The trade-off: ranks agree on a few numbers once a step (0.2 ms, 2
+ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a parameter; 8 with Muon).
 """
 
 import argparse
@@ -27,19 +24,16 @@ import os
 import re
 import shutil
 import signal
-import statistics
 import sys
 import sysconfig
 import threading
 import time
-import zipfile
 import zlib
-from collections import Counter
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-# Threads that wait for each other sleep: on shared cores spinning took 3.2 s a step of the demo, not 0.46 (2
-# threads, 2 cores, load 9). Read when torch is imported.
+# Waiting threads sleep: on shared cores, spinning took 3.2 s a step of the demo instead of 0.46 (2 threads, 2
+# cores, load 9). torch reads this when it is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
@@ -47,20 +41,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
-from dataloader import (
-    PACKINGS,
-    Encoder,
-    PackedLoader,
-    Ref,
-    Source,
-    cores_of_this_rank,
-    gather_states,
-    trace,
-)
-from dataset import ShardError, find_data, list_shards, parquets_iter_batched, write_whole
+import dataloader
+import dataset
+from dataloader import Encoder, PackedLoader, Ref, Source, gather_states, ranks_of_this_process
+from dataset import complete_or_absent, find_data, list_shards, printable, write_whole
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
 # ---------------------------------------------------------------------------------------------------------
@@ -68,124 +55,85 @@ from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
 FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what it is
     ("depth", 2, 12, "layers; the model is 64 * depth wide"),
-    # 4 on a CPU: as many tokens in steps of 8 rows ended at 1.347 bits per byte, not 1.245 (seeds 1 to 3).
-    ("batch_size", 4, 256, "rows in an optimizer step, over all ranks (of the last --seq_len)"),
+    ("seq_len", 256, 2048, "tokens in a row"),
+    ("batch_size", 4, 256, "rows in an optimizer step, over all ranks"),
     ("micro_batch_size", 16, 32, "most rows in one forward: less memory, the same run"),
     ("steps", 1200, 4600, "optimizer steps of the whole run"),    # CUDA: about 18 tokens a parameter
     ("eval_every", 600, 250, "steps between evals"),
-    ("eval_rows", 2048, 512, "val rows of each source in an eval, each of one document"),
+    ("eval_rows", 2048, 512, "val rows of each source in an eval, each from one document"),
     ("save_every", 600, 500, "steps between checkpoints"),
     ("log_every", 50, 1, "steps between printed lines"),
+    ("vocab_size", 2048, 32768, "tokens of the tokenizer that is trained if there is none"),
 ]
-LR = {"muon": (0.012, 0.02), "adamw": (0.0025, 0.0025)}
+# Steps of 8 rows want 0.012 (1.091 -> 1.086 bits per byte), the demo's steps of 4 rows less (1.102 -> 1.100).
+LR = {"muon": (0.009, 0.02), "adamw": (0.0025, 0.0025)}
 CHOICES = [
-    ("optimizer", ["muon", "adamw"], "muon: of the blocks' matrices; AdamW for the rest"),
-    ("packing", [*reversed(PACKINGS)], "how documents become rows"),
-    ("tails", ["keep", "drop"], "exactfit: what lies beyond a row"),
-    ("compile", ["auto", "on", "off"], "auto: on CUDA, where there are gcc or clang and Python.h"),
+    ("optimizer", ["muon", "adamw"], "muon: for the blocks' matrices; AdamW for the rest"),
+    ("packing", ["exactfit", "bestfit", "flat"], "how documents become rows"),
+    ("compile", ["auto", "on", "off"], "auto: on CUDA, if there are gcc or clang and Python.h"),
     ("dtype", ["float32", "bfloat16"], "of activations (cpu float32, cuda bfloat16); weights are float32"),
 ]
-SAME_ON_RESUME = ("depth", "seq_len", "vocab_size", "optimizer", "packing", "tails", "shuffle", "doc_mask",
-                  "num_lanes")
+OF_MODEL = ["depth", "vocab_size", "tokenizer"]    # a run with --init FILE has these from FILE
+# A resumed run keeps these:
+OF_RUN = [*OF_MODEL, "optimizer", "packing", "shuffle", "seed", "doc_mask", "num_lanes", "init"]
+NOT_SAVED = ["given", "device", "out", "resume", "sample", "eval"]
+USABLE_WITH = {"sample": ["out", "resume", "device", "dtype"],
+               "eval": ["data", "eval_rows", "seq_len", "micro_batch_size", "device", "dtype"]}
 
 
 def parse_flags(argv=None):
-    """Parsed twice: the device decides what the defaults of the others are."""
-    raw = argparse.RawDescriptionHelpFormatter
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    p.error = lambda message: leave(f"{p.format_usage()}{p.prog}: error: {message}", status=2)
-    p.add_argument("--device", default=best_device(), help="cpu, cuda, or what torch.accelerator names (mps)")
+    """Adds `given`: the names of the flags that were typed. The device decides the defaults of the others."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    p = dataset.Parser(description=__doc__, formatter_class=as_written, allow_abbrev=False)
+    best = torch.accelerator.current_accelerator(check_available=True)
+    p.add_argument("--device", default=best.type if best else "cpu", help="cpu, cuda, or another of torch's")
     for name, cpu, cuda, text in FLAGS:
         p.add_argument(f"--{name}", type=type(cpu), metavar="N", help=f"{text} (cpu {cpu}, cuda {cuda})")
     for name, choices, text in CHOICES:
         p.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
-    p.add_argument("--lr", type=float, metavar="N",
-                   help="peak rate of the blocks' matrices (muon 0.012, on CUDA 0.02; adamw 0.0025)")
-    p.add_argument("--seq_len", nargs="+", type=parse_row_length, metavar="T[@STEP]",
-                   help="tokens in a row (cpu 256, cuda 2048); 512@0 1024@2000: longer rows, and fewer, from "
-                        "step 2000 on")
-    p.add_argument("--skip", nargs="+", type=parse_steps, default=[], metavar="A:B",
-                   help="do not train on the batches of steps A to B-1")
-    p.add_argument("--spike", type=float, metavar="LOSS", help="stop at a loss above it, and name the batch")
-    p.add_argument("--data", nargs="+", default=[], metavar="PATH[:WEIGHT]",
-                   help="folder or URI of shards; several take weights, shares of tokens (default: what "
-                        "dataset.py downloaded, else the built-in corpus)")
-    p.add_argument("--cache", metavar="DIR", help="a folder on this node's disk for copies of far shards")
-    p.add_argument("--tokenizer", metavar="DIR", help="default: tokenizer.py's, else one trained on the data")
-    p.add_argument("--vocab_size", type=int, metavar="N",
-                   help="of the tokenizer that is trained where there is none (cpu 2048, cuda 32768)")
+    p.add_argument("--lr", type=float, help="peak rate of the matrices (muon 0.009, cuda 0.02; adamw 0.0025)")
+    p.add_argument("--data", nargs="+", default=[], metavar="PATH[:WEIGHT]", help="folder or URI of shards, "
+                   "WEIGHT: share of the rows (default: dataset.py's download, else a built-in corpus)")
+    p.add_argument("--tokenizer", metavar="DIR", help="default: the one trained on the data, now if need be")
     p.add_argument("--shuffle", action="store_true", help="shuffle documents, by --seed")
-    p.add_argument("--num_lanes", type=int, metavar="N",
-                   help="world sizes that divide it give the same run (default: 8, or the smallest multiple "
-                        "of 8 that the world size divides)")
+    p.add_argument("--num_lanes", type=int, metavar="N", help="world sizes that divide it give the same run "
+                   "(default: the smallest multiple of 8 that the world size divides; fewer for tiny data)")
     p.add_argument("--doc_mask", action="store_true", help="attention stays inside documents")
     p.add_argument("--seed", type=int, default=1, help="of the first weights and of --shuffle")
     p.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/DATE-TIME)")
-    p.add_argument("--resume", default="none", metavar="auto|none|FILE",
-                   help="auto: the newest whole checkpoint in --out, or of the newest run")
-    p.add_argument("--init", metavar="FILE", help="begin with the weights and the tokenizer of a checkpoint")
-    p.add_argument("--max_minutes", type=float, metavar="N", help="then save and leave")
+    p.add_argument("--resume", default="none", metavar="auto|none|FILE", help="auto: from the newest "
+                   "checkpoint in --out, or of the newest run; it brings the flags that are not given")
+    p.add_argument("--init", metavar="FILE", help="a new run with the weights and tokenizer of a checkpoint")
     p.add_argument("--sample", metavar="PROMPT", help="only generate, from the newest checkpoint")
     p.add_argument("--eval", metavar="FILE", help="only evaluate this checkpoint, on --data or its own")
-
     cuda = p.parse_args(argv).device == "cuda"
-    p.set_defaults(dtype="bfloat16" if cuda else "float32", seq_len=[[2048 if cuda else 256, 0]],
+    p.set_defaults(dtype="bfloat16" if cuda else "float32",
                    **{name: on_cuda if cuda else on_cpu for name, on_cpu, on_cuda, _ in FLAGS})
     flags = p.parse_args(argv)
-    check_flags(flags, p)
-    flags.lr = flags.lr or LR[flags.optimizer][cuda]
+    flags.lr = LR[flags.optimizer][cuda] if flags.lr is None else flags.lr
+    nothing = argparse.Namespace(**dict.fromkeys(vars(flags)))    # has all names: argparse adds no default
+    flags.given = [name for name, value in vars(p.parse_args(argv, nothing)).items() if value is not None]
+    check_flags(flags)
     return flags
 
 
-def best_device():
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator else "cpu"
+def check_flags(flags):
+    for mode, usable in USABLE_WITH.items():
+        unusable = [f"--{name}" for name in flags.given if name not in (mode, *usable)]
+        if mode in flags.given and unusable:
+            raise ValueError(f"--{mode} cannot use {' '.join(unusable)}; it takes --{' --'.join(usable)}")
+    for name in ["lr", "num_lanes", *(name for name, default, *_ in FLAGS if default)]:
+        if name in flags.given and not 0 < getattr(flags, name) < math.inf:
+            raise ValueError(f"--{name} {getattr(flags, name)}: expected a number above 0")
+    local_rank, n_devices = dataloader.env_int("LOCAL_RANK", least=0) or 0, torch.accelerator.device_count()
+    if flags.device != "cpu" and local_rank >= n_devices:
+        raise ValueError(f"--device {flags.device}: torch sees {n_devices} here, too few for local rank "
+                         f"{local_rank}; leave --device out, or lower torchrun's --nproc_per_node")
 
 
-def check_flags(flags, p):
-    """One line and status 2 for what cannot be."""
-    for name, value in vars(flags).items():
-        if name != "seed" and type(value) in (int, float) and not value > 0:
-            p.error(f"--{name} {value}: expected a number above 0")
-    if flags.device not in ("cpu", best_device()):
-        p.error(f"--device {flags.device}: torch sees none; leave --device out to train on {best_device()}")
-    if flags.device != "cpu" and int(os.environ.get("LOCAL_RANK", 0)) >= torch.accelerator.device_count():
-        p.error(f"--device {flags.device}: more ranks than this node has; lower torchrun's --nproc_per_node")
-    for name in ("init", "eval"):
-        if (path := getattr(flags, name)) and not os.path.isfile(path):
-            p.error(f"--{name} {path}: no such file; expected a checkpoint")
-    if flags.resume not in ("auto", "none") and not os.path.isfile(flags.resume):
-        p.error(f"--resume {flags.resume}: no such file; expected auto, none or a checkpoint")
-    try:
-        parse_data(flags.data)
-    except ValueError as error:
-        p.error(str(error))
-    lengths, begins = zip(*flags.seq_len, strict=True)
-    tokens = flags.batch_size * lengths[-1]
-    if begins[0] != 0 or sorted(set(begins)) != list(begins) or any(tokens % T for T in lengths):
-        p.error("--seq_len: expected T@STEP with ascending steps from 0 on, each T dividing the tokens of a "
-                f"step ({flags.batch_size} rows of {lengths[-1]}), as in 512@0 1024@2000")
-
-
-def parse_row_length(text):
-    """"512@2000" -> [512, 2000], "512" -> [512, 0]"""
-    found = re.fullmatch(r"([1-9]\d*)(?:@(\d+))?", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text}: expected T, or T@STEP, as in 512@0 1024@2000")
-    return [int(found[1]), int(found[2] or 0)]
-
-
-def parse_steps(text):
-    """"3:5" -> [3, 5]"""
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if not found or int(found[1]) >= int(found[2]):
-        raise argparse.ArgumentTypeError(f"{text}: expected A:B, two steps, the first one below the second")
-    return [int(found[1]), int(found[2])]
-
-
-def parse_data(specs):
-    """["a"] -> {"a": 1.0};  ["a:0.7", "s3://b/c:0.3"] -> {"a": 0.7, "s3://b/c": 0.3};  [] -> {}"""
-    sources = {}
+def sources_of(flags):
+    """{path: weight}. --data a -> {"a": 1.0};  --data a:0.7 s3://b/c:0.3 -> {"a": 0.7, "s3://b/c": 0.3}"""
+    sources, specs = {}, flags.data or [find_data()]
     for spec in specs:
         path, _, weight = spec.rpartition(":")
         with contextlib.suppress(ValueError):
@@ -202,149 +150,149 @@ def parse_data(specs):
 # ---------------------------------------------------------------------------------------------------------
 # The run, from top to bottom
 
-def train(flags):
-    """-> exit status"""
+def train(flags, at_exit):
+    """at_exit: an ExitStack, which ends what the run has started. -> exit status"""
     # Ranks: each makes an equal part of a step's rows
-    rank, local_rank, world = start_ranks(flags.device)
-    refuse_differences(lambda: what_must_be_equal(flags))
-    device, cuda = set_up_device(flags, local_rank), flags.device == "cuda"
-    last_T = flags.seq_len[-1][0]
-    stop = StopRequest(flags.max_minutes)
-    out, checkpoint = from_rank(0, on_some_ranks(rank == 0, lambda: choose_run(flags)))
-    saved = load_checkpoint(checkpoint) if checkpoint else None
-    if flags.resume == "auto" and not saved:
-        say(f"no checkpoint in {out} yet: a new run")
-    settings = settle(flags, world, saved, checkpoint)
+    device, rank, world = start_ranks(flags)
+    signals = []
 
-    # Data: the loader deals rows to ranks by itself
-    sources = sources_of(flags)
-    tokenizer, where = tokenizer_of_run(flags, settings, saved, local_rank)
-    def make_loader(state, T):
-        loader = PackedLoader(
-            tokenizer, rows_of_rank(flags, T, world), T, "train", data_dir=sources, packing=flags.packing,
-            tails=flags.tails, num_lanes=settings["num_lanes"], device=device if cuda else "cpu",
-            shuffle_seed=flags.seed if flags.shuffle else None, cache=flags.cache)
-        if state:
-            loader.load_state_dict(state)
-        return loader
+    def stop():    # asked by all ranks together
+        return bool(sum_over_ranks(torch.tensor(len(signals))))
 
-    step, rows_hash = (saved["step"], saved["rows_hash"]) if saved else (0, 0)
-    state = json.loads(saved["loader"]) if saved else None
-    loader = make_loader(state, row_length(flags, max(0, step - 1)))
-    val = {path: val_windows(tokenizer, path, last_T, flags.eval_rows) for path in sources}
-
-    # Model and optimizer
-    torch.manual_seed(flags.seed)
-    bos = tokenizer.get_bos_token_id() if flags.doc_mask else None
-    model = GPT(flags.depth, tokenizer.get_vocab_size(), flags.dtype == "bfloat16", bos).to(device)
-    if flags.init:
-        load_weights(model, load_checkpoint(flags.init), flags.init)
-    compile_parts(model, flags.compile)
-    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * last_T)
+    # The run: a new one, or one that a checkpoint continues
+    out, checkpoint, is_locked = choose_run(flags, rank, at_exit)
+    resumes = bool(checkpoint) and not flags.eval and flags.sample is None
+    origin = checkpoint or flags.init
+    saved = load_checkpoint(origin) if origin else None
+    first, rows_hash, constant_since = 0, 0, 0    # constant_since: the first step with rows of these flags
     if saved:
-        restore(saved, checkpoint, model, optimizers)
-    net = model
-    if dist.is_initialized():
-        net = DistributedDataParallel(model, [local_rank] if cuda else None, gradient_as_bucket_view=True)
+        changed = settle(flags, saved, origin, None if checkpoint else OF_MODEL)
+    if resumes:
+        first, rows_hash, constant_since = saved["step"], saved["rows_hash"], saved["constant_since"]
+        if {"batch_size", "seq_len", "data"} & set(changed):
+            constant_since = first
+        changes = as_typed(vars(flags), changed) + " from " + as_typed(saved["flags"], changed)
+        print0(f"resumed from {checkpoint}: step {first}; changed: {changes if changed else 'nothing'}")
+    sources = sources_of(flags)
+    torch.manual_seed(flags.seed)
+    if saved:
+        with misfits_named(origin):
+            tokenizer, where = RustBPETokenizer.from_dict(saved["tokenizer"]), origin
+            model = make_model(flags, tokenizer)
+            model.load_state_dict(saved["model"])
+    else:
+        tokenizer, where = find_tokenizer(flags.tokenizer, list(sources), flags.vocab_size)
+        model = make_model(flags, tokenizer)
+    model.to(device)
+    if flags.sample is not None:
+        return print0(generate(model, tokenizer, flags.seq_len, flags.sample, 200))
+    val_sources = {path: Source(path, list_shards(path, "val"), num_lanes=1) for path in sources}
+    val = {path: val_windows(tokenizer, source, flags) for path, source in val_sources.items()}
+    if flags.eval:
+        return not evaluate(saved["step"], model, tokenizer, val, flags.micro_batch_size, stop)
 
-    def save():    # all ranks together: each knows its own lanes and momenta
-        state, parts = gather_states(loader), [o.state_dict() for o in optimizers]
-        checkpoints.save(step, {"loader": state, "model": model.state_dict(), "optimizers": parts,
-                                "flags": settings, "rows_hash": rows_hash, "tokenizer": tokenizer.as_dict()})
+    # Data: the loader deals rows to ranks
+    if flags.batch_size % world:
+        raise ValueError(f"{world} ranks cannot share {flags.batch_size} rows evenly; try --batch_size "
+                         f"{-(-flags.batch_size // world) * world}")
+    flags.data = flags.data or list(sources)
+    if not flags.num_lanes:
+        flags.num_lanes = math.lcm(8, world)
+        n_documents = min(sum(sum(shard.rows) for shard in list_shards(path, "train")) for path in sources)
+        if world <= n_documents < flags.num_lanes:
+            flags.num_lanes = n_documents // world * world
+            print0(f"a source has only {n_documents} documents: --num_lanes {flags.num_lanes}")
+    loader = PackedLoader(
+        tokenizer, flags.batch_size // world, flags.seq_len, "train", data_dir=sources, packing=flags.packing,
+        num_lanes=flags.num_lanes, shuffle_seed=flags.seed if flags.shuffle else None,
+        device=device if device.type == "cuda" else "cpu")
+    at_exit.enter_context(loader)
+    val_files = {path: source.fingerprint for path, source in val_sources.items()}
+    if resumes:
+        loader.load_state_dict(json.loads(saved["loader"]))
+        for path in val_files.keys() & saved["val_files"].keys():
+            if val_files[path] != saved["val_files"][path]:
+                print0(f"warning: the val files of {path} have changed: older bits per byte do not compare")
+    settings = {name: value for name, value in vars(flags).items() if name not in NOT_SAVED}
+    equal = [settings, first, rows_hash, tokenizer.fingerprint(), val_files, loader.state_dict()["sources"]]
+    digest = torch.tensor(int(hashlib.sha256(json.dumps(equal).encode()).hexdigest()[:12], 16))
+    if sum_over_ranks(digest.clone()) != world * digest:
+        raise ValueError(f"rank {rank} and others differ in flags, data, tokenizer or checkpoint; start all "
+                         "ranks with the same")
 
-    # Loop
+    # Optimizers
+    compile_parts(model, flags.compile)
+    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * flags.seq_len)
+    with misfits_named(origin):
+        for optimizer, state in zip(optimizers, saved["optimizers"] if resumes else (), strict=resumes):
+            optimizer.load_state_dict(state)
+    net = DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
+
+    # The run's folder, which begins with its first line
     n_parameters = sum(p.numel() for p in model.parameters())
-    say(f"model: {n_parameters:,} parameters, depth {flags.depth}; tokenizer: "
-        f"{tokenizer.get_vocab_size():,} tokens, {where}")
-    for T, begin in flags.seq_len:
-        rows, at_once = rows_of_rank(flags, T, world), rows_at_once(flags, T)
-        since = f" from step {begin} on" if len(flags.seq_len) > 1 else ""
-        say(f"a step: {world * rows} rows of {T} tokens ({world} ranks x {rows} rows, at most {at_once} in a "
-            f"forward){since}")
-    say(f"data: {' '.join(sources)}; run: {out}")
-    warn_of_large_buffers(loader)
-    mfu_of_one_token = model.flops_per_token(last_T) / (peak_flops(device) * world)
-    log = Log(out, flags, mfu_of_one_token, {
+    print0(f"model: {n_parameters:,} parameters, depth {flags.depth}; tokenizer: "
+           f"{tokenizer.get_vocab_size():,} tokens, {where}\n"
+           f"a step: {flags.batch_size} rows of {flags.seq_len} tokens ({world} ranks x {loader.B} rows, at "
+           f"most {flags.micro_batch_size} in a forward); data: {' '.join(sources)}; run: {out}")
+    if rank == 0 and not is_locked:
+        lock_folder(out, at_exit)
+    log = Log(out, flags, model.flops_per_token(flags.seq_len) / (peak_flops(device) * world), {
         "flags": settings, "python": sys.version.split()[0], "torch": torch.__version__,
-        "parameters": n_parameters, "world_size": world, "from_step": step})
-    checkpoints = Checkpoints(out, checkpoint)
-    first, stopping = step, False
-    if step >= flags.steps:    # a finished run, started once more
-        evaluate(step, model, tokenizer, val, flags.micro_batch_size, stop, log.write)
-    while step < flags.steps and not stopping:
-        began = time.perf_counter()
-        T = row_length(flags, step)
-        if T != loader.T:    # no token is lost or repeated
-            state = loader.state_dict()
-            loader.close()
-            loader = make_loader(state, T)
-        first_row, (inputs, targets) = loader.rows, next(loader)
-        waited = time.perf_counter() - began
-        n_tokens, rows_hash = count_and_hash(inputs, targets, first_row, rank, world, rows_hash)
-        if any(a <= step < b for a, b in settings["skip"]):
-            log.write({"step": step, "skipped": True, "rows_hash": f"{rows_hash:016x}"})
-        else:
-            share = set_rates(optimizers, step, flags.steps)
-            loss, norm = train_step(net, model, optimizers, inputs, targets, n_tokens, world,
-                                    rows_at_once(flags, T))
-            if not math.isfinite(loss + norm) or loss > (flags.spike or math.inf):
-                report_batch(out, step, loss, norm, loader)
-                checkpoints.hold(step)    # torchrun kills a rank 30 s after another has left
-                return 1
-            log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited,
-                     stop.seconds_left(), f"{rows_hash:016x}")
-        step += 1
-        stopping = stop.agreed()
-        if not stopping and (step % flags.eval_every == 0 or step == flags.steps):
+        "parameters": n_parameters, "world_size": world, "from_step": first})
+    checkpoints = Checkpoints(out, first if os.path.exists(checkpoint_path(out, first)) else None, at_exit)
+
+    def save(step):    # all ranks together: each knows its own lanes and momenta
+        if step != checkpoints.newest:
+            checkpoints.save(step, {
+                "version": VERSION, "step": step, "flags": settings, "model": model.state_dict(),
+                "optimizers": [o.state_dict() for o in optimizers], "tokenizer": tokenizer.as_dict(),
+                "loader": json.dumps(gather_states(loader)), "rows_hash": rows_hash, "val_files": val_files,
+                "constant_since": constant_since})
+
+    # Loop. SIGTERM and Ctrl-C (which torchrun repeats) finish the step, then save
+    for number in (signal.SIGTERM, signal.SIGINT):
+        at_exit.callback(signal.signal, number, signal.signal(number, lambda *seen: signals.append(seen[0])))
+    for step in range(first, max(first, flags.steps) + 1):
+        stopping, done = stop(), step >= flags.steps
+        if step and step % flags.save_every == 0:
+            save(step)
+        # After the save: a run that is stopped in its eval repeats the eval when it is resumed.
+        if step and not stopping and (done or step % flags.eval_every == 0):
             stopping = not evaluate(step, model, tokenizer, val, flags.micro_batch_size, stop, log.write)
-        if not stopping and step % flags.save_every == 0:
-            save()
-    if not checkpoints.hold(step):
-        save()
-    is_saved = checkpoints.hold(step)
-    loader.close()
-    say(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
-    how = "done" if step >= flags.steps else f"stopped ({stop.why or 'by another rank'})"
+        if stopping or done:
+            save(step)
+            break
+        began = time.perf_counter()
+        first_row, (inputs, targets) = loader.position.rows, next(loader)
+        waited = time.perf_counter() - began
+        n_tokens, rows_hash = count_and_hash(inputs, targets, first_row, rows_hash)
+        share = set_rates(optimizers, step, flags.steps)
+        loss, norm = train_step(net, model, optimizers, inputs, targets, n_tokens, flags.micro_batch_size)
+        if not math.isfinite(loss + norm):
+            checkpoints.wait()
+            file = max(list_checkpoints(out), default="FILE (the same run writes one: --steps 1 --out OTHER)")
+            raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}. The documents in its rows: "
+                             f"python -m dev.bench audit --resume {file} --steps {step}:{step + 1}")
+        log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited, f"{rows_hash:016x}")
+
+    is_saved, stats = checkpoints.wait(), loader.stats()
+    if flags.packing == "exactfit" and stats and stats["cut"] > 0.05 * stats["documents"]:
+        print0(f"{stats['cut'] / stats['documents']:.0%} of the documents fit a row, yet were cut, since no "
+               "others fill the rows; try another --seq_len, longer pieces of text, or --packing bestfit")
+    print0(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
+    how = "done" if done else f"stopped ({signal.Signals(signals[0]).name if signals else 'by another rank'})"
     where = f"checkpoint: {checkpoint_path(out, step)}" if is_saved else "this step is NOT saved"
-    say(f"{how} at step {step} of {flags.steps}; {step - first} steps took {log.seconds:.0f} s; {where}")
+    print0(f"{how} at step {step} of {flags.steps}; {step - first} steps took {log.seconds:.0f} s; {where}")
     return 0 if is_saved else 1
 
 
-def warn_of_large_buffers(loader):
-    """bestfit takes what fills a row best: where it sees most of a lane's documents, some wait for epochs."""
-    for name, source in loader.sources.items():
-        n, size = int(source.group_sizes.sum()) // loader.num_lanes, loader.buffer_size
-        if loader.packing == "bestfit" and 4 * size > n:
-            say(f"warning: {name}: a lane has {n:,} documents, and bestfit buffers {size:,} of them, so that "
-                "some come several times before others come once; lower --num_lanes (now "
-                f"{loader.num_lanes}), or take --packing exactfit, which has the oldest begin each row")
-
-
-def row_length(flags, step):
-    return [T for T, begin in flags.seq_len if begin <= step][-1]
-
-
-def rows_of_rank(flags, T, world):
-    """In a step. Its tokens stay the same where rows grow."""
-    rows = flags.batch_size * flags.seq_len[-1][0] // T
-    if rows % world:
-        raise ValueError(f"{rows} rows of {T} tokens cannot be shared evenly by {world} ranks; try "
-                         f"--batch_size {-(-flags.batch_size // world) * world}")
-    return rows // world
-
-
-def rows_at_once(flags, T):
-    """In one forward. The tokens stay the same, too."""
-    return max(1, flags.micro_batch_size * flags.seq_len[-1][0] // T)
-
-
-def train_step(net, model, optimizers, inputs, targets, n_tokens, world, micro):
+def train_step(net, model, optimizers, inputs, targets, n_tokens, micro):
     """-> loss: the mean over all ranks' tokens, and the norm of the gradient before it was clipped"""
-    device = model.embedding.weight.device
+    device, (_, world) = model.embedding.weight.device, ranks_of_this_process()
     nats = torch.zeros((), device=device)
     parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
     for i, (some_inputs, some_targets) in enumerate(parts):
-        last = i == len(parts) - 1    # it sums over the ranks; the forward stands inside the context, too
+        last = i == len(parts) - 1    # sums over the ranks; no_sync must enclose the forward, too
         with contextlib.nullcontext() if last or net is model else net.no_sync():
             loss = net(some_inputs.to(device), some_targets.to(device)).sum()
             (loss * (world / n_tokens)).backward()    # DDP divides by the world size
@@ -356,12 +304,12 @@ def train_step(net, model, optimizers, inputs, targets, n_tokens, world, micro):
     return (sum_over_ranks(nats) / n_tokens).item(), norm.item()    # waits for the GPU
 
 
-def count_and_hash(inputs, targets, first_row, rank, world, rows_hash):
+def count_and_hash(inputs, targets, first_row, rows_hash):
     """
-    -> the targets of all ranks, and the hash of all rows so far: a sum over their tokens, each times an odd
-    number that its place in the run decides, modulo 2**64. So it is the same for any number of ranks.
+    -> the targets of all ranks, and the hash of all rows so far: the sum over their tokens, each times an odd
+    number that depends on its place in the run, modulo 2**64. It is the same for any number of ranks.
     """
-    B, T = inputs.shape
+    (B, T), (rank, world) = inputs.shape, ranks_of_this_process()
     rows = first_row + rank + world * torch.arange(B, device=inputs.device)
     places = rows[:, None] * T + torch.arange(T, device=inputs.device)
     factors = places * 0x1E3779B97F4A7C15 | 1
@@ -371,27 +319,27 @@ def count_and_hash(inputs, targets, first_row, rank, world, rows_hash):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Ranks: all that knows of other processes. Alone, each function gives back its argument
+# Ranks and device. One process alone takes the same path
 
-def start_ranks(device):
-    """-> rank, local rank, world size. Under torchrun a group is made on CPUs too: else N separate models."""
-    if "RANK" not in os.environ:
-        return 0, 0, 1
-    # Tensors in CPU memory (flags, states) go over gloo, without a wait for the GPU; the rest over nccl, say.
-    backend = "gloo"
-    if device != "cpu":
-        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-        backend = f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-    dist.init_process_group(backend, timeout=timedelta(minutes=10))
-    return dist.get_rank(), int(os.environ["LOCAL_RANK"]), dist.get_world_size()
+def start_ranks(flags):
+    """-> device, rank, world size. torchrun's ranks form a group on CPUs, too; else they would be N runs."""
+    backend = "gloo"    # for tensors in CPU memory (flags, states): without a wait for the GPU
+    if flags.device == "cpu":
+        torch.set_num_threads(dataloader.cores_of_this_rank())
+    else:
+        torch.accelerator.set_device_index(dataloader.env_int("LOCAL_RANK", least=0) or 0)
+        backend = f"cpu:gloo,{flags.device}:{dist.get_default_backend_for_device(flags.device)}"
+    if dataloader.env_int("RANK", least=0) is not None:
+        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+    torch.set_float32_matmul_precision("high" if flags.device == "cuda" else "highest")
+    if flags.device == "cuda" and flags.doc_mask:
+        # cuDNN's backward: NaN with a mask if T % 128 == 64 (pytorch #196678)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+    return torch.device(flags.device), *ranks_of_this_process()
 
 
-def is_first_rank():
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def say(text):
-    if is_first_rank():
+def print0(text):
+    if ranks_of_this_process()[0] == 0:
         print(text, flush=True)
 
 
@@ -401,143 +349,22 @@ def sum_over_ranks(tensor):
     return tensor
 
 
-def largest_of_ranks(number: int) -> int:
-    """An int; also where all ranks wait for each other."""
-    if not dist.is_initialized():
-        return number
-    largest = torch.tensor(number)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return int(largest)
-
-
-def from_rank(source, value) -> Any:
-    """Rank `source`'s value, on every rank. As bytes of JSON, not as objects: nothing is ever unpickled."""
-    if not dist.is_initialized():
-        return value
-    data = json.dumps(value).encode() if dist.get_rank() == source else b""
-    data = torch.frombuffer(bytearray(data.ljust(largest_of_ranks(len(data)))), dtype=torch.uint8)
-    dist.broadcast(data, source)
-    return json.loads(data.numpy().tobytes())
-
-
-def on_some_ranks(mine, work) -> Any:
-    """-> work() where `mine`, while the others wait, who get None. Where it fails, all leave."""
-    result, error = None, ""
-    try:
-        result = work() if mine else None
-    except (ValueError, OSError) as caught:
-        error = f"rank {dist.get_rank()}: {caught}" if dist.is_initialized() else str(caught)
-    leave_together(error)
-    return result
-
-
-def leave_together(error):
-    """error: this rank's, or "". Rank 0 leaves with one of them, the others silently."""
-    if not dist.is_initialized():
-        if error:
-            raise ValueError(error)
-    elif (failed := largest_of_ranks(dist.get_rank() if error else -1)) >= 0:
-        error = from_rank(failed, error)
-        why = f"error: {error}" if is_first_rank() else 1
-        dist.destroy_process_group()    # else its threads would abort the exit
-        sys.exit(why)
-
-
-def leave(message, status=1):
-    """With an error; of ranks that fail alike the first prints it, and the others leave without a word."""
-    with contextlib.suppress(KeyError, RuntimeError):    # no ranks, or their store is not there (yet)
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                              timeout=timedelta(seconds=5))
-        if store.add(message, 1) > 1:
-            sys.exit(status)
-    print(message, file=sys.stderr)
-    sys.exit(status)
-
-
-def refuse_differences(describe):
-    """describe() -> {what: value}. Where a rank's is not rank 0's, an error names the rank and the first."""
-    mine = on_some_ranks(True, describe)
-    first = from_rank(0, mine)
-    differ = sorted(what for what in first.keys() | mine.keys() if first.get(what) != mine.get(what))
-    leave_together(differ and f"rank {dist.get_rank()} differs from rank 0: {differ[0]} is "
-                   f"{mine.get(differ[0], 'not there')}, not {first.get(differ[0], 'not there')}; start all "
-                   "ranks with the same flags, code and data")
-
-
-class StopRequest:
-    """SIGTERM, SIGINT, SIGUSR1 or the clock: finish the step, save, leave with status 0."""
-
-    def __init__(self, minutes):
-        self.ends, self.why, self.since = time.monotonic() + 60 * (minutes or math.inf), "", 0.0
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-            signal.signal(number, self.note)
-
-    def note(self, number, frame):
-        # torchrun passes a Ctrl-C on to ranks that the terminal has signalled already: that is no second one.
-        if number == signal.SIGINT and self.why and time.monotonic() > self.since + 1:
-            os._exit(130)
-        self.why, self.since = self.why or signal.Signals(number).name, self.since or time.monotonic()
-
-    def seconds_left(self):
-        return max(0.0, self.ends - time.monotonic())
-
-    def agreed(self):
-        """Asked by all ranks together: once a step, once a batch of an eval."""
-        if not self.seconds_left():
-            self.why = self.why or "--max_minutes"
-        return bool(largest_of_ranks(int(self.why != "")))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Data and device
-
-def sources_of(flags):
-    return parse_data(flags.data) or {find_data(): 1.0}
-
-
-def what_must_be_equal(flags):
-    """Of all ranks."""
-    with open(__file__, "rb") as file:
-        code = hashlib.sha256(file.read()).hexdigest()[:16]
-    shards = [shard for path in sources_of(flags) for split in ("train", "val")
-              for shard in list_shards(path, split)]
-    return {"Python": sys.version.split()[0], "torch": torch.__version__, "the sha256 of train.py": code,
-            **{f"--{name}": value for name, value in vars(flags).items()},
-            **{f"shard {shard.path}": f"{shard.size:,} bytes" for shard in shards}}
-
-
-def tokenizer_of_run(flags, settings, saved, local_rank):
-    """-> tokenizer, where it is from: a checkpoint, else --tokenizer, else found, or trained once a node."""
-    path = flags.init
-    saved = load_checkpoint(path) if path and not saved else saved
-    find = functools.partial(find_tokenizer, flags.tokenizer, list(sources_of(flags)), settings["vocab_size"])
-    if saved:
-        tokenizer, where = RustBPETokenizer.from_dict(saved["tokenizer"]), "kept in the checkpoint"
-    else:
-        tokenizer, where = on_some_ranks(local_rank == 0, find) or find()
-    refuse_differences(lambda: {"the tokenizer": tokenizer.fingerprint()})
-    if saved and flags.tokenizer and find()[0].fingerprint() != tokenizer.fingerprint():
-        raise ValueError(f"{flags.tokenizer} is not the tokenizer of the checkpoint; leave --tokenizer out")
-    n, wanted = tokenizer.get_vocab_size(), flags.vocab_size
-    trained_here = where.endswith(f"-{wanted}")    # smaller than asked for where the text has few pairs
-    if not saved and wanted and n != wanted and not trained_here:
-        raise ValueError(f"--vocab_size {wanted}: {where} has {n} tokens; leave --vocab_size out, or pass "
-                         f"--tokenizer DIR after: python tokenizer.py --vocab_size {wanted} --out DIR")
-    return tokenizer, where
-
-
-def set_up_device(flags, local_rank):
-    if flags.device == "cpu":
-        torch.set_num_threads(cores_of_this_rank())
-    torch.set_float32_matmul_precision("high" if flags.device == "cuda" else "highest")
-    if flags.device == "cuda" and flags.doc_mask:
-        # cuDNN's backward: NaN with a mask where T % 128 == 64 (pytorch #196678)
-        torch.backends.cuda.enable_cudnn_sdp(False)
-    return torch.device("cpu") if flags.device == "cpu" else torch.device(flags.device, local_rank)
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Model: RoPE, QK-norm, RMSNorm without parameters, squared ReLU, no biases, untied embedding and head
+
+# What the loop asks of a model, if you bring your own:
+#   model(inputs, targets): nats of each target, (B * T,), 0 where the target is -100; for training and evals
+#   model(inputs): logits in float32, (B, T, vocabulary or more); for samples
+#   flops_per_token(T): for the MFU that is printed
+#   blocks, read_out: compiled one by one; Muon takes the matrices of `blocks`
+#   embedding, value_embeddings, previous, head: each has its own rate in make_optimizers
+#   state_dict(), load_state_dict(), parameters(): as every nn.Module has them; for checkpoints
+
+def make_model(flags, tokenizer):
+    """For training, --eval and --sample. Weights are drawn from torch's random state."""
+    bos = tokenizer.get_bos_token_id() if flags.doc_mask else None
+    return GPT(flags.depth, tokenizer.get_vocab_size(), flags.dtype == "bfloat16", bos)
+
 
 def norm(x):
     return F.rms_norm(x, (x.size(-1),))
@@ -554,32 +381,21 @@ def rope_tables(T, head_dim, device, dtype):    # (T, head_dim / 2) each
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
 
-def document_boundaries(inputs, bos, most=None):
+def offset_keys(k, begins):    # k: (B, heads, T, head_dim), rotated; begins: (B, 1, T, 1) or None
     """
-    -> positions: int64 (B, T), of each token within its document, counted from the row's beginning where
-       that is no BOS; cu_seqlens: int32 (most + 1,), where the documents of the flattened batch begin, as
-       varlen attention takes it, filled up with B * T: a fixed shape, so that nothing recompiles.
-    most: documents in a batch (any more count as part of the last one); default B * T.
-    Example: inputs [[BOS, 5, BOS, 7]], most=3 -> [[0, 1, 0, 1]], [0, 2, 4, 4]
+    Half of each head's channels, the RoPE pairs that rotate slowly, come from the key of the previous token,
+    so one layer can copy what followed an earlier occurrence: 1.359 -> 1.116 bits per byte (see
+    make_optimizers); learned shares per channel instead: 1.145. 0 for the first token and those of `begins`.
     """
-    B, T = inputs.shape
-    most = B * T if most is None else most
-    starts = inputs == bos
-    starts[:, 0] = True
-    at = torch.arange(T, device=inputs.device).expand(B, T)
-    positions = at - torch.where(starts, at, 0).cummax(1).values
-    begins = torch.where(starts.flatten(), torch.arange(B * T, device=inputs.device), B * T).sort().values
-    return positions, F.pad(begins[:most].int(), (0, max(1, most + 1 - B * T)), value=B * T)
+    quarter = k.size(-1) // 4
+    is_slow = torch.arange(k.size(-1), device=k.device) // quarter % 2 == 1
+    previous = F.pad(k, (0, 0, 1, -1))
+    return torch.where(is_slow, previous if begins is None else previous.masked_fill(begins, 0), k)
 
 
-def document_mask(inputs, bos, make_block_mask=None):
-    """Causal and inside documents: dense, (B, 1, T, T), or flex attention's BlockMask; fixed shapes both."""
-    B, T = inputs.shape
-    document = (inputs == bos).cumsum(1)
-    if make_block_mask:
-        def visible(b, h, q, k):
-            return (q >= k) & (document[b, q] == document[b, k])
-        return make_block_mask(visible, B, None, T, T, device=inputs.device)
+def document_mask(inputs, bos):
+    """Causal and inside documents: bool (B, 1, T, T)."""
+    T, document = inputs.size(1), (inputs == bos).cumsum(1)
     causal = torch.ones(T, T, dtype=torch.bool, device=inputs.device).tril()
     return ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
 
@@ -595,65 +411,45 @@ class Block(nn.Module):
         for matrix in (self.attention_out, self.down):    # a block begins as the identity
             nn.init.zeros_(matrix.weight)
 
-    def forward(self, x, token_values, cos, sin, mask):    # x: (B, T, width)
+    def forward(self, x, token_values, cos, sin, mask, begins):    # x: (B, T, width)
         B, T, width = x.shape
         n = norm(x)
         values = self.v(n) if token_values is None else self.v(n) + token_values
         q, k, v = (z.view(B, T, -1, self.head_dim).transpose(1, 2) for z in (self.q(n), self.k(n), values))
         q, k = (rotate(norm(z), cos, sin).type_as(v) for z in (q, k))
-        if mask is None or isinstance(mask, torch.Tensor):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        else:
-            y = flex_attention(q, k, v, block_mask=mask)
+        k = offset_keys(k, begins)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + self.attention_out(y.transpose(1, 2).reshape(B, T, width))
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
-class Head(nn.Module):
-    def __init__(self, width, padded_vocab):
-        super().__init__()
-        self.out = nn.Linear(width, padded_vocab, bias=False)
-        nn.init.zeros_(self.out.weight)    # the first loss is ln(padded_vocab)
-
-    def forward(self, x, targets):
-        logits = self.out(norm(x)).float()
-        if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
-
-
 class GPT(nn.Module):
-    """
-    inputs, targets: int64 (B, T) -> nats of each target, (B * T,), 0 where it is -100; without: logits.
-    bos: attention stays inside documents, which begin with it.
-    """
+    """bos: attention stays inside documents, which begin with it. None: it crosses their borders."""
 
     def __init__(self, depth, vocab_size, bf16=False, bos=None):
         super().__init__()
-        self.bf16, self.bos, self.make_block_mask = bf16, bos, None
+        self.bf16, self.bos = bf16, bos
         width, padded_vocab = 64 * depth, -(-vocab_size // 64) * 64
-        with_values = [i for i in range(depth) if i < 3 or i >= depth - 3]
         self.head_dim = 128 if depth % 2 == 0 and depth >= 8 else 64
         self.embedding = nn.Embedding(padded_vocab, width)
-        # A token has values of its own in attention: 1.6452 -> 1.6017 bits per byte (500 steps of 8 rows
-        # of 256 with Muon, 768 val rows, seed 1).
+        # Each token adds its own vector to the values of attention: 1.6452 -> 1.6017 bits per byte.
         self.value_embeddings = nn.ModuleDict()
-        for i in with_values:
+        for i in sorted({*range(depth)} - {*range(3, depth - 3)}):
             values = self.value_embeddings[str(i)] = nn.Embedding(padded_vocab, width)
             nn.init.uniform_(values.weight, -(3 / width) ** 0.5, (3 / width) ** 0.5)
-        # To each token's embedding, some of the one before: 1.6017 -> 1.5713, together with the longer decay.
+        # Each embedding gets some of the previous token's: 1.6017 -> 1.5713, together with the longer decay.
         self.previous = nn.Parameter(torch.zeros(width))
         self.blocks = nn.ModuleList(Block(width, self.head_dim) for _ in range(depth))
-        self.head = Head(width, padded_vocab)
+        self.head = nn.Linear(width, padded_vocab, bias=False)
+        nn.init.zeros_(self.head.weight)    # the first loss is ln(padded_vocab)
 
     def forward(self, inputs, targets=None):
         with torch.autocast(inputs.device.type, torch.bfloat16, enabled=self.bf16):
-            make_mask = self.make_block_mask if targets is not None else None    # no sample is compiled
-            mask = None if self.bos is None else document_mask(inputs, self.bos, make_mask)
-            # autocast alone would leave what runs past the blocks in fp32
+            # autocast alone would leave the stream between the blocks in fp32
             x = norm(self.embedding(inputs)).to(torch.bfloat16 if self.bf16 else torch.float32)
-            before = F.pad(x, (0, 0, 1, -1))
-            if self.bos is not None:
+            before, mask, begins = F.pad(x, (0, 0, 1, -1)), None, None
+            if self.bos is not None:    # nothing crosses a BOS
+                mask, begins = document_mask(inputs, self.bos), (inputs == self.bos)[:, None, :, None]
                 before = before.masked_fill((inputs == self.bos)[..., None], 0)
             x = x + (self.previous * before).type_as(x)
             cos, sin = rope_tables(inputs.size(1), self.head_dim, x.device, x.dtype)
@@ -661,8 +457,14 @@ class GPT(nn.Module):
                 values = None
                 if str(i) in self.value_embeddings:
                     values = self.value_embeddings[str(i)](inputs).type_as(x)
-                x = block(x, values, cos, sin, mask)
-            return self.head(x, targets)
+                x = block(x, values, cos, sin, mask, begins)
+            return self.read_out(x, targets)
+
+    def read_out(self, x, targets):
+        logits = self.head(norm(x)).float()
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
 
     def flops_per_token(self, T):
         """Forward and backward, counted as in PaLM's appendix B: causal attention as if it were full."""
@@ -671,39 +473,27 @@ class GPT(nn.Module):
 
 
 def compile_parts(model, choice):
-    """Block by block, which all share the code of the first; masks are flex attention's then, on CUDA."""
+    """Block by block; all blocks share the code of the first."""
     cuda = model.embedding.weight.is_cuda
     headers = sysconfig.get_path("include", "posix_prefix") + "/Python.h"    # Triton compiles C with them
     possible = any(map(shutil.which, ("gcc", "clang"))) and os.path.exists(headers)
     if choice == "auto" and cuda and not possible:
-        say(f"warning: not compiled, which is slower: that takes gcc or clang, and {headers} (python3-dev)")
+        print0(f"warning: not compiled, so slower: it takes gcc or clang, and {headers} (python3-dev)")
     if choice == "on" or (choice == "auto" and cuda and possible):
-        torch._dynamo.config.optimize_ddp = False    # a block is compiled by itself: nothing to split
-        torch._dynamo.config.recompile_limit = 64    # a graph for each shape; torch stops compiling at 8
-        if cuda:
-            model.make_block_mask = torch.compile(create_block_mask, dynamic=False)
-        for part in (*model.blocks, model.head):
-            part.compile(dynamic=False)
-
-
-def load_weights(model, saved, path):
-    try:
-        model.load_state_dict(saved["model"])
-    except RuntimeError as error:
-        raise ValueError(f"{path} is of another model (--depth {saved['flags']['depth']}): "
-                         f"{str(error).splitlines()[-1].strip()}") from None
+        torch._dynamo.config.optimize_ddp = False    # blocks are compiled one by one: nothing to split
+        for block in model.blocks:
+            block.compile(dynamic=False)
+        model.read_out = torch.compile(model.read_out, dynamic=False)
 
 
 # ---------------------------------------------------------------------------------------------------------
 # Optimizer
 
 def orthogonalize(matrix, steps=5):
-    """
-    Near U V^T of its singular values' decomposition U S V^T, by Newton-Schulz steps (coefficients of Keller
-    Jordan, 2024). In fp32 on a CPU: the demo's 12 matrices take 35 ms of CPU time, not the 569 ms of
-    torch.optim.Muon's bfloat16 (1 thread of an EPYC without AMX).
-    """
+    """Near U V^T of the SVD U S V^T, by Newton-Schulz steps (coefficients: Keller Jordan, 2024)."""
     x = matrix.T if matrix.size(0) > matrix.size(1) else matrix
+    # fp32 on a CPU: the demo's 12 matrices take 35 ms of CPU time instead of the 569 ms of torch.optim.Muon's
+    # bfloat16 (1 thread of an EPYC without AMX).
     x = x.bfloat16() if x.is_cuda else x.float()
     x = x / (x.norm() + 1e-7)
     for _ in range(steps):
@@ -714,18 +504,14 @@ def orthogonalize(matrix, steps=5):
 
 
 class Muon:
-    """
-    Matrices are moved by their orthogonalized momentum. Each rank does so for its share of them, then sends
-    these out. state_dict() is {name: momentum}, the same for every world size.
-    """
+    """Moves matrices by their orthogonalized momentum. Each rank moves a share and sends it to the others."""
 
     def __init__(self, named: list, lr):
         self.named = sorted(named, key=lambda item: -item[1].numel())    # dealt by size, in even shares
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
-        self.mine = self.named[dist.get_rank()::self.world] if dist.is_initialized() else self.named
+        rank, self.world = ranks_of_this_process()
+        self.mine = self.named[rank::self.world]
         self.momenta = {name: torch.zeros_like(p) for name, p in self.mine}
-        parameters = [p for _, p in self.named]
-        self.param_groups: list[dict[str, Any]] = [{"params": parameters, "lr": lr, "momentum": 0.95}]
+        self.param_groups = [{"params": [p for _, p in self.named], "lr": lr, "momentum": 0.95, "decay": 0.0}]
 
     @torch.no_grad()
     def step(self):
@@ -733,18 +519,19 @@ class Muon:
         for name, p in self.mine:
             average = self.momenta[name].lerp_(p.grad, 1 - momentum)
             update = orthogonalize(p.grad.lerp(average, momentum))
+            # Cautious weight decay: only where it does not work against the update.
+            p.sub_(p * (update * p > 0), alpha=lr * self.param_groups[0]["decay"])
             p.sub_(update, alpha=lr * max(1, p.size(0) / p.size(1)) ** 0.5)
-        self._send_out([p.data for _, p in self.named])
+        self._send([p.data for _, p in self.named])
 
-    def _send_out(self, tensors):
+    def _send(self, tensors):
         if self.world > 1:
             for work in [dist.broadcast(t, i % self.world, async_op=True) for i, t in enumerate(tensors)]:
                 work.wait()
 
-    def state_dict(self):
-        """Called by all ranks together."""
+    def state_dict(self):    # by all ranks together: the same for every world size
         momenta = {name: self.momenta.get(name, torch.zeros_like(p)) for name, p in self.named}
-        self._send_out(list(momenta.values()))
+        self._send(list(momenta.values()))
         return momenta
 
     def load_state_dict(self, momenta):
@@ -754,23 +541,24 @@ class Muon:
 
 def make_optimizers(model, kind, lr, tokens_per_step):
     """
-    Muon by module: ndim == 2 would catch embeddings and head as well. Rates of these and their scale by width
-    are nanochat's (scripts/base_train.py) for steps of 2 ** 19 tokens. Smaller steps take smaller rates: with
-    those of the demo, the token before by channel and beta2 0.98, 1.5713 -> 1.4410 bits per byte (500 steps).
+    Muon by module: ndim == 2 would catch embeddings and head as well. Rates and their scale by width are
+    nanochat's (scripts/base_train.py) for steps of 2 ** 19 tokens; smaller steps take less. The head's rate
+    is 0.011, not 0.006: 1.115 -> 1.097 bits per byte; with the decay (alone: 1.103) 1.086 (seeds 2, 3:
+    1.083, 1.090). All with 500 steps of 8 rows, --lr 0.012, --eval_rows 1024, seed 1. Without gain:
+    embeddings at 0.2 or 0.45, beta1 0.9, decay 2, three quarters of the keys' channels, hotter attention.
     """
     scale = (model.embedding.embedding_dim / 768) ** -0.5 * min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     embeddings = [model.embedding.weight, *model.value_embeddings.parameters()]
     groups = [{"params": embeddings, "lr": 0.3 * scale},
-              {"params": list(model.head.parameters()), "lr": 0.006 * scale},
+              {"params": list(model.head.parameters()), "lr": 0.011 * scale},
               {"params": [model.previous], "lr": 0.01}]
     matrices = list(model.blocks.named_parameters())
     if kind == "adamw":
         groups.append({"params": [p for _, p in matrices], "lr": lr})
     adamw = torch.optim.AdamW(groups, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.0, fused=True)
     optimizers = [adamw, Muon(matrices, lr)] if kind == "muon" else [adamw]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]
+    for optimizer in optimizers:    # not in their states: --lr may change at a resume
+        optimizer.peak_rates = [group["lr"] for group in optimizer.param_groups]
     return optimizers
 
 
@@ -778,10 +566,11 @@ def set_rates(optimizers, step, steps):
     """Warm-up in 3 % of the steps, constant, linear decay to 5 % in the last 65 %. -> share of the peak"""
     share = min(1.0, (step + 1) / max(1.0, 0.03 * steps), 0.05 + 0.95 * (steps - step) / (0.65 * steps))
     for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * share
-            if "momentum" in group:    # Muon's warm-up, as in modded-nanogpt
+        for group, peak in zip(optimizer.param_groups, optimizer.peak_rates, strict=True):
+            group["lr"] = peak * share
+            if "momentum" in group:    # Muon's: a warm-up, as in modded-nanogpt, and a cosine
                 group["momentum"] = 0.85 + 0.10 * min(1.0, step / 300)
+                group["decay"] = 0.5 + 0.5 * math.cos(math.pi * step / steps)
     return share
 
 
@@ -789,37 +578,42 @@ def set_rates(optimizers, step, steps):
 # Evaluation: bits per byte of val documents, beside zlib's, and a sample
 
 class Windows(NamedTuple):
-    """Rows of val documents, each of one document alone, so that no way to pack them has an advantage."""
+    """Rows of val documents, each from one document alone, so that no packing has an advantage."""
     inputs: torch.Tensor     # int64 (n, T)
-    targets: torch.Tensor    # int64 (n, T), -100 where nothing is asked: the context, and behind the document
-    later: torch.Tensor      # bool (n,): not the document's first T + 1 tokens, but some behind them
+    targets: torch.Tensor    # int64 (n, T), -100 for context and for what follows the document
+    zlib_bpb: float          # of these documents, each compressed alone at level 9
 
 
-def val_windows(tokenizer, path, T, n):
-    """The first n: of each document T + 1 tokens, then the others behind T // 4 that the model was given."""
-    source, encoder = Source(path, list_shards(path, "val"), num_lanes=1), Encoder(tokenizer, threads=1)
-    windows = []    # ids, and how many of them are given
-    for chunk in encoder.chunks(source, 0, Ref(), epochs=1):
-        for ids, _ in chunk.documents():
-            windows.append((ids[:T + 1], 1))
+def val_windows(tokenizer, source, flags):
+    """The first --eval_rows: of each document T + 1 tokens, then the others, each after T // 4 of context."""
+    made_by, T = source.shards[0].fingerprint, flags.seq_len
+    if made_by not in (None, tokenizer.fingerprint()):
+        raise ValueError(f"{source.name} holds tokens of tokenizer {made_by[:16]}, this one is "
+                         f"{tokenizer.fingerprint()[:16]}; pass the one that made them: --tokenizer DIR")
+    windows, n_bytes, n_compressed = [], 0, 0    # windows: ids, and how many of them are context
+    with contextlib.closing(Encoder(tokenizer, dataloader.cores_of_this_rank())) as encoder:
+        for ids, _ in encoder.documents(source, 0, Ref(), epochs=1):
+            if len(windows) >= flags.eval_rows:
+                break
+            if len(ids) > 1:
+                windows.append((ids[:T + 1], 1))
+                data = tokenizer.enc.decode_bytes(ids[1:].tolist())
+                n_bytes, n_compressed = n_bytes + len(data), n_compressed + len(zlib.compress(data, 9))
             for stop in range(T + 1, len(ids), T - T // 4):
                 windows.append((ids[stop - T // 4 - 1:][:T + 1], T // 4 + 1))
-        if len(windows) >= n:
-            break
-    encoder.close()
-    windows = windows[:n]
+    windows = windows[:flags.eval_rows]
+    if not windows:
+        raise ValueError(f"the val split of {source.name} has no text: {source.shards[-1].name} holds only "
+                         "nulls and empty documents")
     inputs = torch.full((len(windows), T), tokenizer.get_bos_token_id())
     targets = torch.full((len(windows), T), -100)
     for i, (ids, given) in enumerate(windows):
         ids = torch.from_numpy(ids.astype(np.int64))
         inputs[i, :len(ids) - 1], targets[i, given - 1:len(ids) - 1] = ids[:-1], ids[given:]
-    if not (targets >= 0).any():
-        raise ValueError(f"the val split of {path} has no text: {list_shards(path, 'val')[-1].name} holds "
-                         "nothing but nulls and empty documents")
-    return Windows(inputs, targets, torch.tensor([given > 1 for _, given in windows]))
+    return Windows(inputs, targets, 8 * n_compressed / n_bytes)
 
 
-def evaluate(step, model, tokenizer, val, micro, stop, write):
+def evaluate(step, model, tokenizer, val, micro, stop, write=lambda record: None):
     """Print and write bits per byte of each source and over all; print a sample. -> False if asked to stop"""
     token_bytes, totals = get_token_bytes(tokenizer), {}
     for path, windows in val.items():
@@ -828,68 +622,42 @@ def evaluate(step, model, tokenizer, val, micro, stop, write):
             return False
     if len(val) > 1:
         totals["all"] = sum(totals.values())
-    for path, (first, later) in totals.items():
-        bpb, n_bytes, zlib_bpb = bits_per_byte(first + later), int((first + later)[1]), None
-        if path in val and is_first_rank():
-            zlib_bpb = zlib_bits_per_byte(path, n_bytes)
-        first_bpb, later_bpb, share = bits_per_byte(first), bits_per_byte(later), float(first[1] / n_bytes)
-        write({"step": step, "val_bpb": bpb, "val_bytes": n_bytes, "zlib_bpb": zlib_bpb, "source": path,
-               "first_bpb": first_bpb, "first_share": share, "later_bpb": later_bpb})
+    for path, total in totals.items():
+        nats, n_bytes = total.tolist()
+        bpb, zlib_bpb = nats / n_bytes / math.log(2), val[path].zlib_bpb if path in val else None
+        write({"step": step, "val_bpb": bpb, "val_bytes": int(n_bytes), "zlib_bpb": zlib_bpb, "source": path})
         of = {"all": " over all sources"}.get(path, f" of {path}") if len(val) > 1 else ""
         beside = f"; zlib -9: {zlib_bpb:.4f}" if zlib_bpb else ""
-        say(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}; documents' first rows {first_bpb:.4f} "
-            f"({share:.0%} of the bytes), the rest {later_bpb:.4f}")
-    if is_first_rank():
-        T = next(iter(val.values())).inputs.size(1)
-        with torch.compiler.set_stance("force_eager"):    # a shape of its own: nothing to compile for it
-            text = generate(model, tokenizer, T, "def ", 64)
-        say("sample: " + text.replace("\n", "\n        "))
+        print0(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}")
+    inputs = next(iter(val.values())).inputs    # the prompt: the first five words of a val document
+    words = tokenizer.decode([i for i in inputs[0, :64].tolist() if i != tokenizer.get_bos_token_id()])
+    prompt = re.match(r"\s*(\S{1,40}\s+){0,4}\S{0,40}", words)[0]
+    with torch.compiler.set_stance("force_eager"):    # a shape that occurs only here: do not compile it
+        text = generate(model, tokenizer, inputs.size(1), prompt, 64)
+    print0("sample: " + text.replace("\n", "\n        "))
     return True
-
-
-def bits_per_byte(nats_and_bytes):
-    nats, n_bytes = nats_and_bytes.tolist()
-    return nats / max(1, n_bytes) / math.log(2)
 
 
 @torch.no_grad()
 def count_nats(model, windows, micro, token_bytes, stop):
-    """
-    -> float64 (2, 2): nats of the targets that stand for bytes, and these bytes; of first windows, then of
-    later ones. None where the run is asked to stop. Ranks take batches in turns.
-    """
-    device, totals = model.embedding.weight.device, torch.zeros(2, 2, dtype=torch.float64)
-    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    batches = list(zip(*(part.split(micro) for part in windows), strict=True))
-    for i in range(0, len(batches), world):
-        if stop.agreed():
+    """-> float64 (2,): nats of targets that represent bytes, and these bytes. None if asked to stop"""
+    (rank, world), device = ranks_of_this_process(), model.embedding.weight.device
+    totals = torch.zeros(2, dtype=torch.float64)
+    batches = list(zip(windows.inputs.split(micro), windows.targets.split(micro), strict=True))
+    for i in range(0, len(batches), world):    # ranks take turns
+        if stop():
             return None
-        for inputs, targets, later in batches[i + rank:i + rank + 1]:    # of the last turn, not all have one
-            n_bytes = token_bytes[targets.clamp(min=0)].where(targets >= 0, 0)
-            nats = model(inputs.to(device), targets.to(device)).cpu().double().view_as(n_bytes)
-            nats = nats.where(n_bytes > 0, 0)
-            totals.index_add_(0, later.long(), torch.stack([nats.sum(1), n_bytes.sum(1)], 1).double())
+        for inputs, targets in batches[i + rank:i + rank + 1]:    # in the last turn, some have none
+            n_bytes = token_bytes[targets.clamp(min=0)].where(targets >= 0, 0).flatten()
+            nats = model(inputs.to(device), targets.to(device)).cpu().double()
+            totals += torch.stack([nats.where(n_bytes > 0, 0).sum(), n_bytes.sum()])
     return sum_over_ranks(totals)
-
-
-@functools.cache
-def zlib_bits_per_byte(path, n_bytes):
-    """Level 9, each val document by itself, as many bytes of them as the val rows hold; None without text."""
-    if list_shards(path, "val")[0].kind == "tokens":
-        return None
-    seen = packed = 0
-    for text in (text for batch in parquets_iter_batched("val", data_dir=path) for text in batch):
-        if seen >= n_bytes:
-            break
-        data = text.encode()
-        seen, packed = seen + len(data), packed + len(zlib.compress(data, 9))
-    return 8 * packed / seen
 
 
 @torch.no_grad()
 def generate(model, tokenizer, T, prompt, n_tokens, temperature=0.8, top_k=50):
-    """Sampled with a random state of its own. All forwards are (1, T): what stands behind is not seen."""
-    device, bos = model.head.out.weight.device, tokenizer.get_bos_token_id()
+    """Draws with its own random state. All forwards are (1, T): no token sees the padding after it."""
+    device, bos = model.embedding.weight.device, tokenizer.get_bos_token_id()
     ids, random = [bos, *tokenizer.encode(prompt)], torch.Generator().manual_seed(1)
     for _ in range(n_tokens):
         seen = ids[-T:]
@@ -898,344 +666,234 @@ def generate(model, tokenizer, T, prompt, n_tokens, temperature=0.8, top_k=50):
         ids.append(at[torch.multinomial(F.softmax(best / temperature, 0), 1, generator=random)].item())
         if ids[-1] == bos:
             break
-    return tokenizer.decode([i for i in ids if i != bos])
-
-
-def load_model(path, flags):
-    """-> model, tokenizer, flags and step of a checkpoint"""
-    saved = load_checkpoint(path)
-    tokenizer, depth = RustBPETokenizer.from_dict(saved["tokenizer"]), saved["flags"]["depth"]
-    bos = tokenizer.get_bos_token_id() if saved["flags"]["doc_mask"] else None
-    model = GPT(depth, tokenizer.get_vocab_size(), flags.dtype == "bfloat16", bos)
-    load_weights(model, saved, path)
-    return model.to(flags.device), tokenizer, argparse.Namespace(**saved["flags"]), saved["step"]
-
-
-def print_sample(flags):
-    """--sample: from the checkpoint that --resume names, else the newest."""
-    folder = flags.out or newest_run()
-    path = flags.resume if os.path.isfile(flags.resume) else folder and newest_checkpoint(folder)
-    if not path:
-        raise ValueError("no checkpoint in --out or runs/ yet; train one first: python train.py")
-    model, tokenizer, saved, _ = load_model(path, flags)
-    print(generate(model, tokenizer, saved.seq_len[-1][0], flags.sample, 200))
-
-
-def print_eval(flags):
-    """--eval: the bits per byte that a run prints, of its own data or of others."""
-    start_ranks(flags.device)
-    model, tokenizer, saved, step = load_model(flags.eval, flags)
-    T = saved.seq_len[-1][0]
-    val = {path: val_windows(tokenizer, path, T, saved.eval_rows)
-           for path in sources_of(flags if flags.data else saved)}
-    evaluate(step, model, tokenizer, val, saved.micro_batch_size, StopRequest(None), lambda record: None)
+    text = tokenizer.decode([i for i in ids if i != bos])
+    return "\n".join(map(printable, text.split("\n")))
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Checkpoints: a file that is whole or not there
+# Runs and checkpoints: a file that is complete or not there
 
-VERSION = 2    # of what a checkpoint holds
-
-
-class Checkpoints:
-    """Rank 0's, written by a thread from a copy in memory; the newest two that are whole are kept."""
-
-    def __init__(self, folder, resumed_from):
-        self.folder, self.thread, self.kept, self.saved_at = os.path.abspath(folder), None, [], None
-        there, resumed_from = list_checkpoints(self.folder), os.path.abspath(resumed_from or "")
-        if is_first_rank() and resumed_from in there:
-            older = [path for path in there if path < resumed_from and is_ours(path)]
-            self.kept, self.saved_at = [*older, resumed_from], load_checkpoint(resumed_from)["step"]
-
-    def save(self, step, content):
-        """A save that fails leaves the last good one, and the next is tried as if nothing had been."""
-        self.wait()
-        if is_first_rank():
-            copy = copy_to_memory({"version": VERSION, "step": step, **content})
-            self.thread = threading.Thread(target=self._write, args=(step, copy))
-            self.thread.start()
-
-    def _write(self, step, content):
-        path = checkpoint_path(self.folder, step)
-        try:
-            write_checkpoint(path, {**content, "loader": json.dumps(content["loader"])})
-        except (ValueError, OSError, RuntimeError) as error:    # torch makes a RuntimeError of a full disk
-            free = shutil.disk_usage(self.folder).free / 1e9
-            last = (self.kept or ["none yet"])[-1]
-            say(f"warning: step {step} could not be saved ({free:.3f} GB free in {self.folder}: "
-                f"{str(error).splitlines()[0]}); the last good checkpoint stays: {last}")
-            return
-        self.kept, self.saved_at = [*(other for other in self.kept if other != path), path], step
-        while len(self.kept) > 2:
-            with contextlib.suppress(OSError):    # the user has deleted it, say
-                os.remove(self.kept.pop(0))
-
-    def wait(self):
-        if self.thread:
-            self.thread.join()
-
-    def hold(self, step):
-        """Asked by all ranks together: whether this step is saved, behind what the thread still writes."""
-        self.wait()
-        return bool(largest_of_ranks(int(self.saved_at == step)))
+VERSION = 3    # of a checkpoint's content:
+CONTENT = {"version": int, "step": int, "flags": dict, "loader": str, "model": dict, "optimizers": list,
+           "tokenizer": dict, "rows_hash": int, "val_files": dict, "constant_since": int}
 
 
-def copy_to_memory(value):
-    if isinstance(value, torch.Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: copy_to_memory(part) for key, part in value.items()}
-    return [copy_to_memory(part) for part in value] if isinstance(value, list) else value
+def choose_run(flags, rank, at_exit):
+    """-> the run's folder; the checkpoint to resume from or to use, or None; whether the folder is locked"""
+    trains = not flags.eval and flags.sample is None
+    named = flags.eval or (flags.resume if flags.resume not in ("auto", "none") else None)
+    known = named
+    if not named and (flags.resume == "auto" or not trains):    # of the newest run
+        known = max(glob.glob("runs/*/step_*.pt"), key=os.path.getmtime, default=None)
+    out = flags.out or (os.path.dirname(known) or "." if known
+                        else datetime.now().strftime("runs/%Y%m%d-%H%M%S-%f"))
+    is_locked = trains and rank == 0 and os.path.isdir(out)
+    if is_locked:
+        lock_folder(out, at_exit)
+    newest = max(list_checkpoints(out), default=None)
+    if not trains and not (named or newest):
+        raise ValueError(f"no checkpoint in {flags.out or 'runs/'} yet; train one first: python train.py")
+    if trains and newest and flags.resume == "none":
+        raise ValueError(f"{out} holds checkpoints; resume with --resume auto, or choose another --out")
+    if trains and newest and named and os.path.basename(newest) > os.path.basename(named):
+        raise ValueError(f"{newest} is newer than {named}; resume from that, or choose another --out")
+    if flags.resume == "auto" and not newest:
+        print0(f"no checkpoint in {out} yet: a new run")
+    return out, named or newest, is_locked
 
 
-def write_checkpoint(path, content):
-    """Written beside, flushed, renamed."""
+def lock_folder(folder, at_exit):
+    """Two runs in one folder would delete each other's checkpoints. Makes the folder; locks it until exit."""
+    os.makedirs(folder, exist_ok=True)
     try:
-        with open(path + ".tmp", "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path + ".tmp", path)
-    finally:
-        with contextlib.suppress(OSError):
-            os.remove(path + ".tmp")
-    handle = os.open(os.path.dirname(path), os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
-
-
-def restore(saved, path, model, optimizers):
-    load_weights(model, saved, path)
-    for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-        peaks = [group["peak_lr"] for group in optimizer.param_groups]
-        optimizer.load_state_dict(state)
-        for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-            group["peak_lr"] = peak    # --lr may be another one now
-    say(f"resumed from {path}: step {saved['step']}")
+        import fcntl
+        file = open(os.path.join(folder, ".lock"), "a")    # noqa: SIM115, closed at exit
+        at_exit.callback(file.close)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"another run uses {folder}; wait for its end, or choose another --out") from None
+    except (OSError, ImportError):    # no locks on this file system (Lustre, Windows), or no space
+        return
+    for left_over in glob.glob(os.path.join(glob.escape(folder), "step_*.pt.*.tmp")):    # of a killed run
+        os.remove(left_over)
 
 
 def list_checkpoints(folder):
-    paths = glob.glob(os.path.join(glob.escape(folder), "step_*.pt"))
-    return sorted(path for path in paths if re.fullmatch(r"step_\d{7}\.pt", os.path.basename(path)))
+    return sorted(glob.glob(os.path.join(glob.escape(folder), f"step_{7 * '[0-9]'}.pt")))
 
 
 def checkpoint_path(folder, step):
     return os.path.join(folder, f"step_{step:07d}.pt")
 
 
+def settle(flags, saved, path, names=None):
+    """Flags (names: only these) that were not given become the checkpoint's. -> those that changed"""
+    theirs = {name: value for name, value in saved["flags"].items() if names is None or name in names}
+    changed = [name for name in theirs if name in flags.given and theirs[name] != getattr(flags, name)]
+    if refused := [name for name in changed if name in OF_RUN]:
+        raise ValueError(f"{as_typed(vars(flags), refused)} does not fit {path}, which has: "
+                         f"{as_typed(theirs, refused)}; leave these flags out, or start a new run: "
+                         "--resume none --out OTHER")
+    vars(flags).update({name: value for name, value in theirs.items() if name not in flags.given})
+    return changed
+
+
+def as_typed(values, names):
+    """Example: --depth 2 --data a:0.7 b:0.3 --shuffle no --doc_mask"""
+    words = []
+    for name in names:
+        value = " ".join(values[name]) if isinstance(values[name], list) else values[name]
+        word = f"--{name}" if value is True else f"--{name} {value}"
+        words.append(f"no --{name}" if value in (None, False) else word)
+    return " ".join(words)
+
+
+class Checkpoints:
+    """Rank 0's, written by a thread from a copy in memory; the newest two are kept."""
+
+    def __init__(self, folder, newest, at_exit):
+        self.folder, self.newest, self.thread, self.failed = folder, newest, None, False
+        at_exit.callback(self.wait)
+
+    def save(self, step, content):
+        """If it fails, the last good one stays, and the next is tried as usual."""
+        self.wait()
+        self.newest, self.failed = step, False
+        if ranks_of_this_process()[0] == 0:
+            copy = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
+            self.thread = threading.Thread(target=self._write, args=(step, copy))
+            self.thread.start()
+
+    def _write(self, step, content):
+        try:
+            with complete_or_absent(checkpoint_path(self.folder, step)) as part:
+                torch.save(content, part)
+        except (OSError, RuntimeError) as error:    # torch turns a full disk into a RuntimeError
+            self.failed = True
+            last = max(list_checkpoints(self.folder), default="none")
+            print0(f"warning: step {step} is not saved: {str(error).splitlines()[0]}; the last one: {last}")
+        else:
+            for path in list_checkpoints(self.folder)[:-2]:
+                os.remove(path)
+
+    def wait(self):
+        """-> whether the last save has succeeded"""
+        if self.thread:
+            self.thread.join()
+        return not self.failed
+
+
 def load_checkpoint(path):
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:    # what is no file of torch's raises almost anything
-        raise ValueError(f"{path} is no checkpoint of this train.py ({type(error).__name__})") from None
-    if not isinstance(content, dict) or content.get("version") != VERSION:
-        raise ValueError(f"{path} is no checkpoint of this train.py (it has no version {VERSION} in it)")
+        wrong = [name for name, kind in CONTENT.items() if not isinstance(content.get(name), kind)]
+        if wrong or content["version"] != VERSION:
+            raise ValueError(f"it lacks {', '.join(wrong) or f'version {VERSION}'}")
+    except Exception as error:    # a file that is not torch's raises almost anything
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise ValueError(f"{path} is damaged, or no checkpoint of this train.py ({why})") from None
     return content
 
 
-def is_ours(path):
-    with contextlib.suppress(ValueError):
-        return bool(load_checkpoint(path))
-    return False
-
-
-def check_whole(path):
-    """torch.load would not look at the checksums of its records."""
+@contextlib.contextmanager
+def misfits_named(path):
+    """Content that does not fit this model is an error that names the checkpoint."""
     try:
-        with zipfile.ZipFile(path) as file:
-            record = file.testzip()
-        torn = record and f"the checksum of {record} is wrong"
-    except Exception as error:    # a torn file can raise almost anything
-        torn = f"{type(error).__name__}: {error}"
-    if torn:
-        raise ValueError(f"{path} is torn ({torn}); take the one before it")
-    load_checkpoint(path)
-    return path
-
-
-def newest_checkpoint(folder):
-    """The newest whole one, or None where there is none at all; warns of each that it passes over."""
-    paths = list_checkpoints(folder)
-    for path in reversed(paths):
-        try:
-            return check_whole(path)
-        except ValueError as error:
-            print(f"warning: {error}", flush=True)
-    if paths:
-        raise ValueError(f"no checkpoint in {folder} is whole; start anew with another --out")
-    return None
-
-
-def newest_run():
-    """The folder in runs/ with the newest checkpoint, or None."""
-    paths = [path for folder in glob.glob("runs/*") for path in list_checkpoints(folder)]
-    return os.path.dirname(max(paths, key=os.path.getmtime)) if paths else None
-
-
-def choose_run(flags):
-    """-> the run's folder, made, and the checkpoint to go on from or None. Asked on rank 0 only."""
-    auto, named = flags.resume == "auto", os.path.isfile(flags.resume)
-    known = os.path.dirname(os.path.abspath(flags.resume)) if named else newest_run() if auto else None
-    out = flags.out or known or datetime.now().strftime("runs/%Y%m%d-%H%M%S-%f")
-    os.makedirs(out, exist_ok=bool(flags.out or known))
-    for left_over in glob.glob(os.path.join(glob.escape(out), "step_" + 7 * "[0-9]" + ".pt.tmp")):
-        os.remove(left_over)
-    if named:
-        newest = max(map(os.path.basename, list_checkpoints(out)), default="")
-        if newest > os.path.basename(flags.resume):
-            raise ValueError(f"{out} holds {newest}, which is newer than {flags.resume}; resume from that, "
-                             "or choose another --out")
-        return out, check_whole(flags.resume)
-    if not auto and list_checkpoints(out):
-        raise ValueError(f"{out} holds checkpoints; go on with --resume auto, or choose another --out")
-    return out, newest_checkpoint(out) if auto else None
-
-
-def settle(flags, world, saved, path) -> dict[str, Any]:
-    """The flags, and where they left it open, what the checkpoint or the number of ranks says."""
-    open_ones = {"num_lanes": math.lcm(8, world), "vocab_size": 32768 if flags.device == "cuda" else 2048}
-    before: Any = saved["flags"] if saved else open_ones
-    settings = {**vars(flags), **{name: getattr(flags, name) or before[name] for name in open_ones}}
-    for name in SAME_ON_RESUME if saved else ():
-        if before[name] != settings[name]:
-            same = f"--{name} {before[name]}"
-            if isinstance(before[name], bool):    # a switch
-                same = f"--{name}" if before[name] else f"no --{name}"
-            raise ValueError(f"--{name} is {settings[name]}, in {path} it was {before[name]}; resume with "
-                             f"{same}, or start anew: --resume none and another --out")
-    if saved:
-        settings["skip"] = sorted({*map(tuple, before["skip"]), *map(tuple, flags.skip)})
-        changed = [f"{name} {before[name]} -> {now}" for name, now in settings.items()
-                   if now != before.get(name, now) and name not in ("out", "resume", "skip", "max_minutes")]
-        say(f"changed since {path}: {', '.join(changed) or 'nothing'}")
-    return settings
+        yield
+    except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
+        why = str(error).splitlines()[-1].strip()
+        raise ValueError(f"{path} does not fit this model ({type(error).__name__}: {why})") from error
 
 
 # ---------------------------------------------------------------------------------------------------------
-# What is printed and kept
-
-def report_batch(out, step, loss, norm, loader):
-    """Of a loss that is not finite or above --spike: the documents in it, and how to go on without it."""
-    state = gather_states(loader, batches_ago=1)
-    if state:    # on rank 0
-        path = os.path.join(out, f"bad_batch_{step:07d}.json")
-        with open(path, "w") as file:
-            json.dump(state, file)
-        say(f"error: step {step}: loss {loss}, gradient norm {norm}; no checkpoint was touched. Its rows, "
-            f"from row {state['rows']} of the run on, hold most of:")
-        for place, n in documents_of_batch(loader, state).most_common(8):
-            say(f"{n:8,} tokens of {place.path}, row group {place.row_group}, row {place.row}")
-        say(f"The loader's state before it: {path}. To go on without it, add: --out {out} --resume auto "
-            f"--skip {step}:{step + 1}")
-
-
-def documents_of_batch(loader, state):
-    """Of all ranks: {Place: tokens}"""
-    whole_batch = {"rank": 0, "world_size": 1, "B": loader.B * loader.world_size}
-    same: dict[str, Any] = {**loader.arguments, **whole_batch, "device": "cpu", "prefetch": 0}
-    with PackedLoader(**same) as whole:
-        rows, counts = next(trace(whole, state)), Counter()
-    for piece in (piece for row in rows for piece in row):
-        counts[piece.place] += piece.stop - piece.start
-    return counts
-
+# What is printed and logged
 
 def peak_flops(device):
-    """Dense bf16 peak of this GPU by its data sheet; infinite where it is not known."""
+    """Dense bf16 peak of this GPU by its data sheet; infinite if it is not known."""
     name = torch.cuda.get_device_name() if device.type == "cuda" else ""
     known = {"GB200": 2500e12, "B200": 2250e12, "NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
              "H200": 989e12, "A100": 312e12}    # the first that is part of the name
     return next((flops for chip, flops in known.items() if chip in name), math.inf)
 
 
+def peak_memory(device):
+    """The most bytes so far: of the GPU's memory, else of the process; 0 if the system does not tell."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:    # ru_maxrss counts the parent's
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+    return 0
+
+
 def read_log(path):
-    """Its records; lines that are torn are left out."""
+    """Its records, without truncated lines."""
     with contextlib.suppress(OSError), open(path) as file:
         for line in file:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
 
 
-def peak_memory(device):
-    """The most bytes so far: of the GPU's memory, else of the process; 0 where the system does not tell."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated()
-    if os.path.exists("/proc/self/status"):    # Linux's ru_maxrss would begin with the parent's
-        with open("/proc/self/status") as status:
-            return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-    with contextlib.suppress(ImportError):    # there is none on Windows
-        import resource
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss    # macOS counts bytes
-    return 0
-
-
 class Log:
-    """Rank 0's: lines on the screen, and JSON lines in its folder (dev.pictures loss draws them)."""
+    """Rank 0's: lines on the screen, and JSON lines in the run's folder (dev.pictures loss draws them)."""
 
-    def __init__(self, folder, flags, mfu_of_one_token, first):
+    def __init__(self, folder, flags, mfu_of_one_token, header):
         self.path, self.flags = os.path.join(folder, "log.jsonl"), flags
         self.mfu_of_one_token, self.times, self.seconds, self.failed = mfu_of_one_token, [], 0.0, False
-        if is_first_rank():
-            self.cut(first.get("from_step", 0))
-        self.write(first)
-        say("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB      left")
-
-    def cut(self, step):
-        """Take out what a run that is resumed at `step` does once more, and a line that a kill has torn."""
-        kept = [r for r in read_log(self.path) if r.get("step", -1) < step or
-                ("val_bpb" in r and r["step"] == step < self.flags.steps)]
-        if os.path.isfile(self.path):
-            write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        if ranks_of_this_process()[0] == 0:
+            # Remove what a resumed run does again. A full disk keeps the old lines, and stops nothing.
+            kept = [record for record in read_log(self.path) if record.get("step", -1) < header["from_step"]]
+            with contextlib.suppress(OSError):
+                write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        self.write(header)
+        print0("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB     left")
 
     def write(self, record):
-        if not is_first_rank():
+        if ranks_of_this_process()[0] != 0:
             return
+        # >>> wandb, TensorBoard and the like go here: every record comes by, on rank 0. <<<
         try:
             with open(self.path, "a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:    # a full disk stops no training, and is reported once
             if not self.failed:
-                print(f"warning: {self.path}: {error}; lines will be missing in it", flush=True)
+                print0(f"warning: {self.path}: {error}; it will lack lines")
             self.failed = True
 
-    def step(self, step, loss, lr, norm, seconds, waited, seconds_left, rows_hash):
+    def step(self, step, loss, lr, norm, seconds, waited, rows_hash):
         self.seconds += seconds
         self.times = [*self.times[-49:], seconds]
-        per_second = self.flags.batch_size * self.flags.seq_len[-1][0] / seconds
+        per_second = self.flags.batch_size * self.flags.seq_len / seconds
         r = {"step": step, "loss": loss, "lr": lr, "norm": norm, "tokens_per_s": per_second,
              "mfu": per_second * self.mfu_of_one_token, "ms": 1e3 * seconds, "wait_ms": 1e3 * waited,
              "memory_gb": peak_memory(self.flags.device) / 1e9, "rows_hash": rows_hash}
         self.write(r)
         if step % self.flags.log_every == 0 or step == self.flags.steps - 1:
-            left = int(min((self.flags.steps - step - 1) * statistics.median(self.times), seconds_left))
+            left = int((self.flags.steps - step - 1) * sum(self.times) / len(self.times))
             mfu = f"{r['mfu']:7.1%}" if r["mfu"] else "      -"
-            say(f"{step:8d}{loss:10.4f}{lr:10.6f}{norm:8.3f}{per_second:11,.0f}{mfu}{r['ms']:10.1f}"
-                f"{r['wait_ms']:10.1f}{r['memory_gb']:9.2f}{left // 60:7d}m{left % 60:02d}s")
+            print0(f"{step:8d}{loss:10.4f}{lr:10.6f}{norm:8.3f}{per_second:11,.0f}{mfu}{r['ms']:10.1f}"
+                   f"{r['wait_ms']:10.1f}{r['memory_gb']:9.2f}{left // 60:6d}m{left % 60:02d}s")
 
 
 # ---------------------------------------------------------------------------------------------------------
 # python train.py
 
-def main():
+def main(argv=None):
     for stream in (sys.stdout, sys.stderr):    # an ASCII terminal, and a sample that is not ASCII
         stream.reconfigure(errors="backslashreplace")
-    flags = parse_flags()
-    try:
-        if flags.sample is not None:
-            status = print_sample(flags)
-        else:
-            status = print_eval(flags) if flags.eval else train(flags)
-    except ShardError as error:
-        leave(f"error: {error}; then go on from the last checkpoint: the same command with --resume auto")
-    except (ValueError, OSError) as error:
-        leave(f"error: {error}")
-    except torch.OutOfMemoryError as error:
-        leave(f"error: {str(error).splitlines()[0]}\nLower --micro_batch_size (now "
-              f"{flags.micro_batch_size}): the same run in less memory. Then --seq_len or --depth, which "
-              "change it.")
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return status
+    with dataset.errors_in_one_line(), contextlib.ExitStack() as at_exit:
+        flags = parse_flags(argv)
+        try:
+            status = train(flags, at_exit)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(f"{error} Lower --micro_batch_size (now {flags.micro_batch_size}): the same run "
+                             "in less memory. Lower --seq_len or --depth: another run.") from None
+        except RuntimeError as error:
+            if "onnection" not in str(error):    # of gloo: "Connection closed by peer", "Connection reset"
+                raise
+            raise ValueError("the connection to another rank is lost; if it failed, it says why") from None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return status
 
 
 if __name__ == "__main__":

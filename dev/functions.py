@@ -1,10 +1,10 @@
 """
-Documents as long as those of web text, of what lies around: functions and classes of Python packages.
+Documents as long as those of web text: functions and classes of the installed Python packages.
 
     python -m dev.functions 50000 > functions.jsonl
     python -m dev.prepare convert functions.jsonl --out functions
 
-Of at most 10,000 bytes: a few classes of a hundred times that would be most of the text.
+At most 10,000 bytes each: a few classes of a hundred times that would be most of the text.
 """
 
 import ast
@@ -19,12 +19,12 @@ import numpy as np
 
 
 def top_level(path):
-    """The source of each function and class that stands at the top level of a file."""
+    """The source of each top-level function and class of a file; none if it is not valid Python."""
     try:
         with open(path, encoding="utf-8") as file:
             code = file.read()
         tree = ast.parse(code)
-    except (OSError, ValueError, SyntaxError, RecursionError):    # not every file in a package is good Python
+    except (OSError, ValueError, SyntaxError, RecursionError):
         return
     lines = code.splitlines(keepends=True)
     for node in tree.body:
@@ -32,18 +32,13 @@ def top_level(path):
             yield "".join(lines[node.lineno - 1:node.end_lineno])
 
 
-def main(n):
-    warnings.simplefilter("ignore", SyntaxWarning)    # about backslashes in other people's strings
-    files = sorted(glob.glob(f"{os.path.dirname(os.path.dirname(np.__file__))}/**/*.py", recursive=True))
-    random.Random(0).shuffle(files)
-    seen = set()
-    for text in (text for path in files for text in top_level(path)):
-        if len(seen) == n:
-            break
-        if text not in seen and len(text) <= 10_000:
-            seen.add(text)
-            print(json.dumps({"text": text}))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+warnings.simplefilter("ignore", SyntaxWarning)    # about backslashes in other people's strings
+files = sorted(glob.glob(f"{os.path.dirname(os.path.dirname(np.__file__))}/**/*.py", recursive=True))
+random.Random(0).shuffle(files)
+seen = set()
+for text in (text for path in files for text in top_level(path)):
+    if len(seen) == int(sys.argv[1]):
+        break
+    if text not in seen and len(text) <= 10_000:
+        seen.add(text)
+        print(json.dumps({"text": text}))

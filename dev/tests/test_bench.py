@@ -1,0 +1,200 @@
+"""
+dev/bench.py and dev/pictures.py: what they draw, count and name is what the loader gives.
+
+    python -m pytest dev/tests/test_bench.py
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import pickle
+import random
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+import train
+from dataloader import PACKINGS, Ref
+from dev import bench
+from dev.reference import documents
+from test_dataloader import BOS, ByteTokenizer, grouped, ids_of, make, run, write_shards
+from tokenizer import RustBPETokenizer
+
+
+@pytest.fixture(autouse=True)
+def three_packings(monkeypatch):
+    """Other test files may add packings."""
+    monkeypatch.setattr(bench, "PACKINGS", {name: PACKINGS[name] for name in ("flat", "bestfit", "exactfit")})
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder, draw = tmp_path_factory.mktemp("bench"), random.Random(0)
+    texts = ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 500))) for _ in range(240)]
+    groups = grouped(texts, [15] * 16)
+    write_shards(folder / "data", [groups[:8], groups[8:], [["val one", "val two"]] * 4])
+    RustBPETokenizer.train_from_iterator(iter(texts), 300).save(str(folder / "tokenizer"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoint(base):
+    """That of step 3, by train.py."""
+    flags = (f"--data {base}/data --tokenizer {base}/tokenizer --out {base}/run --device cpu --depth 1 "
+             "--seq_len 64 --batch_size 6 --steps 3 --eval_rows 4 --shuffle")
+    train.main(flags.split())
+    return f"{base}/run/step_0000003.pt"
+
+
+def test_show_draws_documents_in_80_columns(corpus):
+    for colour in (False, True):
+        lines = list(bench.show(ByteTokenizer(), corpus, T=64, colour=colour))
+        plain = [re.sub("\033\\[[0-9;]*m", "", line) for line in lines]
+        assert max(map(len, plain)) <= 80 and (plain == lines) == (not colour)
+        rows = [line.strip() for line in plain if line.startswith("  ")]
+        assert len(rows) == 15 and all(len(row) == 72 for row in rows)
+        assert all(row[0] == "[" for row in rows[5:10]), "bestfit: every row begins with a document"
+        assert any(">" in row for row in rows), "cut ends are marked"
+        assert re.fullmatch(r"flat   dropped 0.0%, fit a row but cut [1-9][\d.]*%", plain[0])
+
+
+def test_show_marks_where_documents_begin_and_end():
+    assert bench.outline(np.array([BOS, 1, 2, 3]), Ref(), None).tolist() == [1, 2, 0, 4]
+    assert bench.outline(np.array([BOS, 1]), Ref(), None).tolist() == [1, 6]
+    assert bench.outline(np.array([BOS]), Ref(), None).tolist() == [5]
+    assert bench.draw_row([1, 2, 0, 4, 1, 0, 0, 1, 2, 0], 20, False) == "[======]<====>[====>"
+    assert bench.draw_row([0, 4, *[5] * 30], 16, False) == "<" + 15 * "["
+
+
+@pytest.mark.parametrize("packing", ["bestfit", "exactfit"])
+def test_compare_counts_what_a_packer_does(corpus, packing):
+    loader = make(corpus, packing=packing, B=1, T=30, buffer_size=20, prefetch=0)
+    wait = bench.longest_wait(loader, 100)
+    (source,) = loader.sources.values()
+    stream = documents(source.shards, 0, 1, None, None, lambda text: np.array(ids_of(text)), Ref())
+    packer, waits, longest = PACKINGS[packing](30, 20), {}, 0
+    for n in range(loader.stats()["rows"]):
+        packer.row(lambda: next(stream))
+        waits = {ref: waits.get(ref, 0) + 1 for ref in packer.buffered() if not ref.token}
+        longest = max(longest, *waits.values()) if n < 100 else longest
+    dropped, cut, pulled = (packer.counts[name] for name in ("dropped", "cut", "documents"))
+    assert wait == longest > 9 and (dropped > 300) == (packing == "bestfit")
+    assert bench.shares(loader) == (dropped / (dropped + packer.rows * 30), cut / pulled)
+
+
+def test_compare_and_bench_print_a_line_each(base, monkeypatch):
+    def run_here(function, job):
+        pickle.dumps((function, job))
+        return SimpleNamespace(result=lambda: function(job))
+
+    here = contextlib.nullcontext(SimpleNamespace(submit=run_here))
+    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda *args: here)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *args: None)
+    monkeypatch.setattr(bench, "cores", lambda: 1)
+    monkeypatch.setenv("NANOLOADER_ENGINE", "tiktoken")    # is set by each line
+    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)    # gigatoken's, for less time
+    data, folder = str(base / "data"), str(base / "tokenizer")
+    lines = list(bench.compare(ByteTokenizer(), data, B=2, T=32, seconds=0.01))
+    assert [line.split()[0] for line in lines[1:]] == [*bench.PACKINGS]
+    lines = [line.split() for line in bench.bench(folder, data, B=2, T=32, seconds=0.01)][2:]
+    want = itertools.product((("text", "tiktoken"), ("tokens", "-")), bench.PACKINGS)
+    assert [line[:3] for line in lines] == [[kind, packing, engine] for (kind, engine), packing in want]
+    assert all(float(line[4]) > 0 for line in lines)
+
+
+@pytest.mark.parametrize("steps", [(1, 3), None, (4, 6)])
+def test_audit_names_the_documents_of_all_ranks_rows(base, checkpoint, steps):
+    """Before, at and after the checkpoint: each token is encoded again from what is named."""
+    tokenizer = RustBPETokenizer.from_directory(str(base / "tokenizer"))
+    lines = [json.loads(line) for line in bench.audit(checkpoint, steps, as_json=True)]
+    first, stop = np.multiply(steps or (3, 4), 6).tolist()
+    rows, _ = run(str(base / "data"), steps=stop // 6, world=2, B=3, T=64, tokenizer=tokenizer, num_lanes=8,
+                  buffer_size=None, shuffle_seed=1)
+    assert [6 * line["step"] + line["row"] for line in lines] == [*range(first, len(rows))]
+    for line, row in zip(lines, rows[first:], strict=True):
+        got = []
+        for piece in line["documents"]:
+            row_group = pq.ParquetFile(piece["path"]).read_row_group(piece["row_group"])
+            text = row_group["text"][piece["row"]].as_py()
+            assert text.startswith(piece["text"])
+            got += [tokenizer.get_bos_token_id(), *tokenizer.encode(text)][piece["from"]:piece["to"]]
+        assert got == list(row)
+
+
+def test_audit_says_where_a_document_continues_after_its_bos_again(checkpoint):
+    """A BOS alone is a line only at the end of a row, where a document begins that has no more room."""
+    lines = list(bench.audit(checkpoint, (50, 56)))
+    again = [line for line in lines if ", after its BOS again: " in line]
+    assert again and all(int(re.search(r"tokens (\d+)", line)[1]) > 1 for line in again)
+    assert all(after[:4] == "step" for line, after in itertools.pairwise(lines) if "tokens 0-0:" in line)
+    assert len([line for line in lines if line.startswith("step 53, row ")]) == 6
+
+
+def test_audit_refuses_steps_before_changed_flags(checkpoint, monkeypatch):
+    saved = {**train.load_checkpoint(checkpoint), "constant_since": 2}
+    monkeypatch.setattr(bench, "load_checkpoint", lambda path: saved)
+    with pytest.raises(ValueError, match=r"at step 2: .*; pass a checkpoint of step 1 or before"):
+        next(bench.audit(checkpoint, (1, 2)))
+
+
+def test_commands_print_lines_and_mistakes_are_one_line(base, checkpoint, capsys):
+    bench.main(f"show --data {base}/data --tokenizer {base}/tokenizer --T 64".split())
+    printed = capsys.readouterr()
+    assert printed.out.count("\n") == 21 and f"tokenizer: {base / 'tokenizer'}" in printed.err
+    for arguments in ("", "audit", f"audit --resume {checkpoint} --steps 4:4"):
+        with pytest.raises(SystemExit):
+            bench.main(arguments.split())
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture
+def pictures(monkeypatch):
+    pytest.importorskip("matplotlib")
+    from dev import pictures
+    monkeypatch.setattr(pictures, "PACKINGS", bench.PACKINGS)
+    return pictures
+
+
+def test_bars_of_a_row_fill_it(base, pictures, tmp_path):
+    pictures.main(f"rows {base}/data --tokenizer {base}/tokenizer --T 128 --out {tmp_path}/rows.svg".split())
+    assert all(packing in (tmp_path / "rows.svg").read_text() for packing in bench.PACKINGS)
+    figure = pictures.rows_picture(ByteTokenizer(), str(base / "data"), 128)
+    for panel, packing in zip(figure.axes, bench.PACKINGS, strict=True):    # dark: where BOS is
+        bars = [bar for bar in panel.patches if bar.get_facecolor()[:3] != (34 / 255,) * 3]
+        for y in range(8):
+            row = [bar for bar in bars if round(bar.get_y() + 0.4) == y]
+            assert sum(bar.get_width() for bar in row) == 129 and row[0].get_x() == 0
+        dark = {bar.get_y() for bar in panel.patches if bar not in bars and bar.get_x() == 0}
+        assert (len(dark) == 8) == (packing != "flat"), "rows begin with BOS"
+        assert panel.lines, "cuts are marked"
+
+
+def test_speeds_are_those_with_the_most_threads(pictures):
+    lines = ["from    packing", "text    flat   tiktoken    1    2.00    0.99",
+             "text    flat   tiktoken    2    3.50    0.97", "tokens  exactfit    -    2    99.00"]
+    upper, lower = pictures.speed_picture(lines).axes
+    assert [label.get_text() for label in upper.get_yticklabels()] == ["flat, tiktoken"]
+    assert [panel.texts[0].get_text()[:4] for panel in (upper, lower)] == ["3.5 ", "99.0"]
+
+
+def test_losses_have_steps_val_and_a_legend(pictures, tmp_path, capsys):
+    """Runs without losses are skipped; equal runs differ in width."""
+    names = [str(tmp_path / name) for name in ("first", "failed", "second")]
+    records = [{"flags": {}}, *({"step": i, "loss": 9 - i} for i in range(3)), {"step": 3, "val_bpb": 2.5}]
+    for name in names[::2]:
+        os.makedirs(name)
+        with open(f"{name}/log.jsonl", "w") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in records) + '{"step": 4, "lo')
+    figure = pictures.loss_picture(names)
+    upper, lower = figure.axes
+    assert f"skipped: {names[1]}/log.jsonl has no losses" in capsys.readouterr().err
+    assert [text.get_text() for text in upper.get_legend().texts] == [f"{n}, val 2.5000" for n in names[::2]]
+    assert all(line.get_xydata().tolist() == [[0, 9], [1, 8], [2, 7]] for line in upper.lines)
+    assert upper.lines[0].get_linewidth() > upper.lines[1].get_linewidth() + 1
+    assert lower.get_xlabel() == "step" and lower.lines[0].get_xydata().tolist() == [[3, 2.5]]
+    with pytest.raises(SystemExit, match="expected folders of runs"):
+        pictures.main(["loss", names[1]])

@@ -1,0 +1,705 @@
+"""
+convert, tokenize, head, stats, verify and import_tokenizer of dev/prepare.py.
+
+    python -m pytest dev/tests/test_prepare.py
+"""
+
+import bz2
+import contextlib
+import csv
+import functools
+import glob
+import gzip
+import hashlib
+import io
+import itertools
+import json
+import lzma
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from codecs import BOM_UTF8
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import dataset
+from dev import prepare
+from test_dataloader import HERE, ByteTokenizer, make, run
+
+# ---------------------------------------------------------------------------------------------------------
+# Texts, files and shards
+
+
+def make_texts(n, seed=0):
+    """Documents of all lengths and scripts, every one different."""
+    pick = random.Random(seed)
+    words = ["loss", "für", "日本", "🙂", "\x00", "\n", "def f(x):", "<|bos|>", " " * 9]
+    lengths = [int(pick.paretovariate(0.8)) % 3000 for _ in range(n)]
+    return [f"{seed}.{i} " + " ".join(pick.choices(words, k=length)) for i, length in enumerate(lengths)]
+
+
+def make_shards(folder, counts=(40, 40, 12), rows=8):
+    """Text shards with these numbers of documents; returns all documents in order."""
+    os.makedirs(folder, exist_ok=True)
+    texts = make_texts(sum(counts))
+    rest = iter(texts)
+    for number, count in enumerate(counts):
+        part = list(itertools.islice(rest, count))
+        groups = [pa.array(part[i:i + rows], pa.string()) for i in range(0, count, rows)]
+        dataset.write_shard(f"{folder}/shard_{number:05d}.parquet", groups)
+    return texts
+
+
+def make_inputs(folder, texts):
+    """The same texts spread over JSON in all its forms, plain text and parquet."""
+    os.makedirs(f"{folder}/deep", exist_ok=True)
+    parts, lines = [texts[i::8] for i in range(8)], lambda part: lines_of(raw_content=part)
+    files = {
+        "a.jsonl": lines(parts[0]), "b.json.gz": gzip.compress(lines(parts[1])),
+        "c.json.zst": pa.Codec("zstd").compress(lines(parts[2]), asbytes=True), "deep/d.jsonl.gz":
+        gzip.compress(lines(parts[3][:5])) + gzip.compress(lines(parts[3][5:])),
+        "e.json": json.dumps([{"raw_content": t} for t in parts[4]], indent=1).encode(),
+        "f.json": b"\xef\xbb\xbf" + lines(parts[5]).rstrip(b"\n").replace(b"\n", b"\r\n\n"),
+    }
+    files |= {f"deep/{i}.txt": text.encode() for i, text in enumerate(parts[6])}
+    for name, data in files.items():
+        with open(f"{folder}/{name}", "wb") as file:
+            file.write(data)
+    table = pa.table({"n": range(len(parts[7])), "raw_content": parts[7]})
+    pq.write_table(table, f"{folder}/g.parquet", row_group_size=7)
+
+
+def all_of(folder):
+    return dataset.list_shards(str(folder), "train") + dataset.list_shards(str(folder), "val")
+
+
+def read_all(folder):
+    """Every document of both splits, in order."""
+    return [text for s in all_of(folder) for i in range(len(s.rows)) for text in s.read(i).to_pylist()]
+
+
+def command(*arguments):
+    """The error line, or exit status, with which `python -m dev.prepare ...` ends; None if all went well."""
+    try:
+        prepare.main([*map(str, arguments)])
+    except SystemExit as end:
+        return end.code
+    return None
+
+
+@pytest.fixture
+def byte_tokenizer(monkeypatch):
+    """All commands use a ByteTokenizer that can decode."""
+    made = ByteTokenizer()
+    made.decode = lambda ids: bytes(ids).decode()
+    monkeypatch.setattr(prepare, "find_tokenizer", lambda folder, sources, size: (made, "bytes"))
+    return made
+
+
+# ---------------------------------------------------------------------------------------------------------
+# convert: every document once, in an order that nothing changes
+
+
+def test_convert_returns_every_document_once(tmp_path):
+    """All formats in: all documents come back, shuffled, val at the end."""
+    texts = [*make_texts(999)[:6], "", *make_texts(999)[6:]]    # number 6 is a .txt
+    size = sum(len(text.encode()) for text in texts)
+    make_inputs(tmp_path / "in", texts)
+    report = prepare.convert([str(tmp_path / "in")], str(tmp_path / "out"), "raw_content",
+                             shard_bytes=size // 6)
+    seen = read_all(tmp_path / "out")
+    assert sorted(seen) == sorted(texts) and seen != texts
+    assert {key: report[key] for key in ("documents", "bytes", "bad", "shards", "dropped")} == {
+        "documents": 1000, "bytes": size, "bad": 0, "shards": 6, "dropped": {"n"}}
+    val, = dataset.list_shards(str(tmp_path / "out"), "val")
+    assert 64 <= sum(val.rows) < 100, "enough for the lanes, and little text"
+    names = [f"shard_{number:05d}.parquet" for number in range(6)]
+    assert sorted(os.listdir(tmp_path / "out")) == ["index.json", *names]
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def test_order_of_convert_never_changes(tmp_path, monkeypatch):
+    """One run or many, one process or two: the row groups that the second edition wrote for these inputs."""
+    make_inputs(tmp_path / "in", make_texts(300))
+    counts, real = [], prepare.keys_and_lengths
+    monkeypatch.setattr(prepare, "keys_and_lengths",
+                        lambda building: counts.append(len(prepare.open_runs(building))) or real(building))
+    for run_bytes, workers in ((1 << 30, 1), (2000, 1), (1 << 30, 2)):
+        monkeypatch.setattr(prepare, "RUN_BYTES", run_bytes)
+        out = f"{tmp_path}/{run_bytes}-{workers}"
+        prepare.convert([str(tmp_path / "in")], out, "raw_content", workers=workers)
+        groups = [shard.read(i).to_pylist() for shard in all_of(out) for i in range(len(shard.rows))]
+        digest = hashlib.sha256(json.dumps(groups).encode()).hexdigest()
+        assert digest[:16] == "e4ae49a1dde9a416"
+    assert counts[1] > counts[0] > 1
+
+
+def test_processes_start_when_there_is_work_for_them(tmp_path, monkeypatch):
+    """A thread of this process converts up to 200 MB of files; each process has 100 MB or more to do."""
+    asked, real = [], prepare.pool_of
+    monkeypatch.setattr(prepare, "pool_of", lambda executor, n: asked.append(n) or real(executor, 1))
+    monkeypatch.setattr(prepare, "cores", lambda: 4)
+    make_inputs(tmp_path / "in", make_texts(300))
+    size = sum(os.path.getsize(path) for path in glob.glob(f"{tmp_path}/in/**/*.*", recursive=True))
+    for parts in (1, 2, 3, 9):
+        monkeypatch.setattr(prepare, "BYTES_PER_PROCESS", size // parts)
+        prepare.convert([str(tmp_path / "in")], f"{tmp_path}/{parts}", "raw_content")
+    assert asked == [1, 2, 3, 4]
+
+
+def test_row_groups_of_long_documents_are_small(monkeypatch):
+    """A row group ends at 1,024 documents or at ROW_GROUP_BYTES; a longer document is alone in one."""
+    monkeypatch.setattr(prepare, "ROW_GROUP_BYTES", 1000)
+    lengths = np.array([600, 600, 5000, *[1] * 30, 9])
+    groups = list(prepare.plan_row_groups(lengths, rows=20))
+    assert [b - a for a, b in groups] == [1, 1, 1, 20, 11]
+    assert [i for a, b in groups for i in range(a, b)] == list(range(34))
+
+
+def test_one_long_document_is_not_val(tmp_path):
+    for i in range(100):
+        (tmp_path / f"{i}.txt").write_text("short " * (20_000 if i == 7 else 1))
+    for seed in range(15):
+        prepare.convert([str(tmp_path / "*.txt")], str(tmp_path / "out"), seed=seed)
+        val, = dataset.list_shards(str(tmp_path / "out"), "val")
+        assert sum(val.rows) == 10 and max(len(text) for text in val.read(0).to_pylist()) < 10
+        shutil.rmtree(tmp_path / "out")
+
+
+@pytest.mark.parametrize("n, message", [(6, None), (2, None), (1, "error: 1 documents are too few"),
+                                        (0, "error: 0 documents are too few")])
+def test_few_documents(tmp_path, n, message):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(text=make_texts(n)) + b"\n")
+    line = command("convert", tmp_path / "a.jsonl", "--out", tmp_path / "out")
+    assert (line is None and len(read_all(tmp_path / "out")) == n) if message is None else message in line
+
+
+def test_second_convert_into_one_folder_says_so_at_the_start(tmp_path, capsys):
+    """... and if the file system has no locks, the first one can no longer write."""
+    make_inputs(tmp_path / "in", make_texts(50))
+    arguments = ["convert", tmp_path / "in", "--text_key", "raw_content", "--out", tmp_path / "out"]
+    os.makedirs(f"{tmp_path}/out.convert/123/runs")    # of a killed run
+    with prepare.building_folder(str(tmp_path / "out")) as building:
+        assert not os.path.isdir(f"{tmp_path}/out.convert/123")
+        assert re.match(f"error: another convert is writing {tmp_path}/out; ", command(*arguments))
+        assert os.path.isdir(building + "/runs")
+    assert command(*arguments) is None and sorted(os.listdir(tmp_path)) == ["in", "out"]
+    assert re.match("error: .* is not empty; name a new folder", command(*arguments))
+    with pytest.MonkeyPatch.context() as patch, prepare.building_folder(str(tmp_path / "more")) as building:
+        patch.setattr(prepare.filelock.FileLock, "acquire", refuse)
+        patch.setattr(prepare.os, "getpid", lambda: 1)
+        assert command(*arguments[:-1], tmp_path / "more") is None
+        assert not os.path.isdir(building)
+    assert len(read_all(tmp_path / "more")) == 50
+
+
+def refuse(lock, timeout):
+    raise NotImplementedError("a file system without locks")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_workers_of_convert_end_with_it(tmp_path, how):
+    """Killed or stopped midway: no worker stays, no shards appear, and the same command starts again."""
+    (tmp_path / "in").mkdir()
+    for i in range(4):
+        (tmp_path / "in" / f"{i}.jsonl").write_bytes(lines_of(text=["some text " * 50] * 40_000))
+    arguments = ["convert", f"{tmp_path}/in", "--out", f"{tmp_path}/out", "-w", "2"]
+    stuck = "import time; from dev import prepare; prepare.gather_all = lambda *_: time.sleep(99);"
+    process = subprocess.Popen([sys.executable, "-c", stuck + "prepare.main()", *arguments], cwd=HERE,
+                               stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while not glob.glob(f"{tmp_path}/out.convert/*/runs/*.arrow"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    children = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and group_of(pid) == process.pid]
+    assert len(children) >= 3
+    while not all(ignores_ctrl_c(pid) for pid in children if pid != process.pid):    # one may still import
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(how) if how == signal.SIGKILL else os.killpg(process.pid, how)
+    _, words = process.communicate(timeout=200)
+    while [pid for pid in children if group_of(pid) == process.pid]:
+        time.sleep(0.05)    # the suite's time limit ends this
+    assert not (tmp_path / "out").exists()
+    if how == signal.SIGINT:
+        assert "Traceback" not in words and "stopped" in words, words
+        assert sorted(os.listdir(tmp_path)) == ["in"]
+    assert command(*arguments) is None
+    assert sum(sum(shard.rows) for shard in all_of(tmp_path / "out")) == 160_000
+    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+
+
+def ignores_ctrl_c(pid):
+    with open(f"/proc/{pid}/status") as file:
+        ignored = next(line.split()[1] for line in file if line.startswith("SigIgn"))
+    return int(ignored, 16) >> signal.SIGINT - 1 & 1
+
+
+def group_of(pid):
+    """The process group of a process that is alive."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        state, _, group = file.read().rpartition(")")[2].split()[:3]
+        return int(group) if state != "Z" else None
+
+
+def test_convert_and_tokenize_on_a_cluster(tmp_path, byte_tokenizer):
+    """The same shards as on one machine, although a worker is killed on the way."""
+    distributed = pytest.importorskip("distributed")
+    make_inputs(tmp_path / "in", make_texts(300))
+    convert = functools.partial(prepare.convert, [str(tmp_path / "in")], text_key="raw_content", workers=1)
+    convert(f"{tmp_path}/alone")
+    del byte_tokenizer.decode    # a lambda cannot be pickled
+    n = prepare.tokenize(f"{tmp_path}/alone", f"{tmp_path}/alone_tokens")
+    with (distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+          cluster.get_client() as client):
+        victim, tasks = next(iter(cluster.workers.values())).pid, itertools.count()
+
+        def submit(function, item):
+            if next(tasks) == 3:
+                os.kill(victim, signal.SIGKILL)
+            return client.get_executor().submit(function, item)
+
+        executor = SimpleNamespace(submit=submit)
+        convert(f"{tmp_path}/out", executor=executor)
+        assert next(tasks) > 4 and group_of(victim) is None
+        assert prepare.tokenize(f"{tmp_path}/out", f"{tmp_path}/tokens", executor=executor, at_once=3) == n
+    assert read_all(tmp_path / "out") == read_all(tmp_path / "alone") != []
+    assert read_all(tmp_path / "tokens") == read_all(tmp_path / "alone_tokens") != []
+
+
+# ---------------------------------------------------------------------------------------------------------
+# What convert reads: a row of SHAPES for each kind of file; what is bad, truncated, filtered or dropped
+
+
+def lines_of(**columns):
+    rows = zip(*columns.values(), strict=True)
+    return "".join(json.dumps(dict(zip(columns, row, strict=True))) + "\n" for row in rows).encode()
+
+
+def parquet(**columns):
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
+    return sink.getvalue().to_pybytes()
+
+
+def arrow(texts, opened=pa.ipc.new_stream, names=("text",), **options):
+    sink = pa.BufferOutputStream()
+    table = pa.Table.from_arrays([pa.array(texts, pa.large_string())] * len(names), names)
+    with opened(sink, table.schema, **options) as writer:
+        writer.write_table(table, max_chunksize=7)
+    return sink.getvalue().to_pybytes()
+
+
+def separated(texts, delimiter=",", header=("n", "text"), encoding="utf-8"):
+    sink = io.StringIO(newline="")
+    csv.writer(sink, delimiter=delimiter).writerows([*[header] * bool(header), *enumerate(texts)])
+    return sink.getvalue().encode(encoding)
+
+
+def archived(texts, kind):
+    with tempfile.TemporaryDirectory() as folder:
+        for i, text in enumerate(texts):
+            with open(f"{folder}/{i}.txt", "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+        with open(shutil.make_archive(f"{folder}/packed", kind, folder), "rb") as file:
+            return file.read()
+
+
+def each(texts, suffix):
+    return {f"{i % 3}/deep/{i:06d}{suffix}": BOM_UTF8 + text.encode() for i, text in enumerate(texts)}
+
+
+BY_HAND, ICONV, NAME = 'a line {"text": "..."}', "iconv -f LATIN1 ", "add --text_key NAME"
+LZ4, NAMES_COLUMNS = pa.ipc.IpcWriteOptions(compression="lz4"), "a first line that names the columns"
+SHAPES = {    # what there is: (its files, None if convert takes it, else a part of the line)
+    "parquet": (lambda t: {"a.parquet": parquet(text=t)}, None),
+    ".pq": (lambda t: {"a.pq": parquet(text=pa.array(t, pa.string_view()), n=range(len(t)))}, None),
+    "dictionary": (lambda t: {"a.parquet": parquet(text=pa.array(t).dictionary_encode())}, None),
+    "binary": (lambda t: {"a.parquet": parquet(text=pa.array(t, pa.binary()))}, None),
+    "Spark": (lambda t: {"part-0-c000.parquet": parquet(text=t), "_SUCCESS": b"", ".part-0.crc": b"x"}, None),
+    "another column": (lambda t: {"a.parquet": parquet(**{"raw text": t, "n": range(len(t))})}, NAME),
+    "two columns": (lambda t: {"a.arrow": arrow(t, names=("text", "text"))}, "expected one column 'text'"),
+    "lists": (lambda t: {"a.parquet": parquet(text=[[text] for text in t])}, BY_HAND),
+    "nulls": (lambda t: {"a.parquet": parquet(text=pa.nulls(len(t)))}, BY_HAND),
+    "parquet without suffix": (lambda t: {"0a1b": parquet(text=t)}, "mv "),
+    "Delta": (lambda t: {"a.parquet": parquet(text=t), "_delta_log/0.json": b"{}"}, "older versions"),
+    "JSON lines": (lambda t: {"a.jsonl.gz": gzip.compress(BOM_UTF8 + lines_of(text=t))}, None),
+    "JSON array": (lambda t: {"a.json": BOM_UTF8 + json.dumps([{"text": a} for a in t]).encode()}, None),
+    "lz4": (lambda t: {"a.ndjson.lz4": pa.Codec("lz4").compress(lines_of(text=t), asbytes=True)}, None),
+    "bz2": (lambda t: {"a.jsonl.bz2": bz2.compress(lines_of(text=t))}, None),
+    "xz": (lambda t: {"a.jsonl.xz": lzma.compress(lines_of(text=t))}, None),
+    "another key": (lambda t: {"a.jsonl": lines_of(**{"raw text": t})}, NAME),
+    "pandas": (lambda t: {"a.json": json.dumps({"text": dict(enumerate(t))}).encode()}, BY_HAND),
+    "csv": (lambda t: {"a.csv": separated(t)}, None), "tsv": (lambda t: {"a.tsv": separated(t, "\t")}, None),
+    "csv of Excel": (lambda t: {"a.csv": separated(t, encoding="utf-8-sig")}, None),
+    "csv of semicolons": (lambda t: {"a.csv": separated(t, ";")}, NAMES_COLUMNS),
+    "csv without names": (lambda t: {"a.csv": separated(t, header=())}, NAMES_COLUMNS),
+    "csv of Latin-1": (lambda t: {"a.csv": separated(t, encoding="latin-1")}, ICONV),
+    "text": (lambda t: each(t, ".txt"), None), "markdown": (lambda t: each(t, ".md"), None),
+    "one long text": (lambda t: {"a.txt": "\n\n".join(t).encode()}, "--cut_bytes "),
+    "text of Latin-1": (lambda t: {"a.txt": "\n\n".join(t).encode("latin-1")}, ICONV),
+    "text of UTF-16": (lambda t: {"a.txt": "\n\n".join(t).encode("utf-16")}, "iconv -f UTF-16 "),
+    "sources": (lambda t: each(t, ".py"), "add --as_text '*.py'"),
+    "no suffix": (lambda t: {"README": "\n\n".join(t).encode()}, "add --as_text README"),
+    "Feather": (lambda t: {"a.feather": arrow(t, pa.ipc.new_file, options=LZ4)}, None),
+    "save_to_disk": (lambda t: {"train/data-0.arrow": arrow(t), "test/data-0.arrow": arrow(["no"]),
+                                "dataset_dict.json": b'{"splits": []}', "train/state.json": b"{}"}, None),
+    "zip": (lambda t: {"a.zip": archived(t, "zip")}, "zipfile -e"),
+    "tar.gz": (lambda t: {"a.tar.gz": archived(t, "gztar")}, "tarfile -e"),
+    "gzip named .jsonl": (lambda t: {"a.jsonl": gzip.compress(lines_of(text=t))}, "mv "),
+    "lines named .gz": (lambda t: {"a.jsonl.gz": lines_of(text=t)}, "mv "),
+    "nanoGPT's .bin": (lambda t: {"a.bin": np.arange(999, dtype="<u2").tobytes()}, BY_HAND),
+    "PDF": (lambda t: {"a.pdf": b"%PDF-1.7 \0"}, BY_HAND),
+    "nothing": (lambda t: {}, "no such files; expected .jsonl"),
+    "control characters": (lambda t: {"a\x1b[2J.jsonl": lines_of(text=t)}, r"a\x1b[2J.jsonl': it is not"),
+    "not UTF-8": (lambda t: {"a\udce9.jsonl": lines_of(text=t)}, r"a\udce9.jsonl': it is not UTF-8"),
+}
+
+
+def follow(line, given, flags, folder, texts):
+    """Do what a line says; returns what to give to convert next, and its flags."""
+    if typed := re.search(r"type: (.+?)(, and convert that folder)?( \(to skip|$)", line):
+        command_line = typed[1].replace("python", sys.executable).replace("FOLDER", f"'{folder}/out'")
+        subprocess.run(command_line, shell=True, check=True)
+        return shlex.split(command_line)[-1], []
+    if "iconv" in line:
+        with open(given, encoding="latin-1") as file, open(f"{folder}/utf8-{given[-5:]}", "w") as utf8:
+            utf8.write(file.read())
+        return f"{folder}/utf8-{given[-5:]}", []
+    added = re.search(r"add (--\w+ [^;,]+)", line)
+    if added and ("--text_key" not in line or "raw text" in line):
+        return given, [*flags, *shlex.split(added[1])]
+    with open(f"{folder}/mine.jsonl", "wb") as file:
+        file.write(lines_of(text=texts))
+    return f"{folder}/mine.jsonl", []
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_there_is_converts_or_one_line_names_what_does(tmp_path, monkeypatch, shape):
+    """... and what the line names converts every document, after at most three such lines."""
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "my base"))
+    folder, texts = tmp_path / "my in", [f"{i} caf\xe9 " + "word " * (i % 9) for i in range(30)]
+    make_files, expected = SHAPES[shape]
+    files = {f"{folder}/{name}": data for name, data in make_files(texts).items()}
+    for name, data in files.items():
+        os.makedirs(os.path.dirname(name), exist_ok=True)
+        with open(name, "wb") as file:
+            file.write(data)
+    given, flags = next(iter(files)) if len(files) == 1 else str(folder), []
+    folder.mkdir(exist_ok=True)
+    line = command("convert", given)
+    assert line is None if expected is None else expected in line
+    for _ in range(3):
+        if isinstance(line, str):
+            assert "\n" not in line and len(line) < 700 and line.isprintable()
+            given, flags = follow(line, given, flags, folder, texts)
+            line = command("convert", given, *(flag.replace("NAME", "raw text") for flag in flags))
+    assert sorted(" ".join(read_all(dataset.find_data())).split()) == sorted(" ".join(texts).split())
+
+
+def test_our_own_shards_as_inputs(tmp_path, byte_tokenizer, monkeypatch):
+    """Their index.json is no data; token shards are refused with the way to go."""
+    make_shards(tmp_path / "text")
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    dataset.write_index(str(tmp_path / "text"))
+    for given in (tmp_path / "text", f"{tmp_path}/text/*"):
+        prepare.convert([str(given)], str(tmp_path / "out"))
+        assert sorted(read_all(tmp_path / "out")) == sorted(read_all(tmp_path / "text"))
+        shutil.rmtree(tmp_path / "out")
+    line = command("convert", tmp_path / "tokens", "--out", tmp_path / "out")
+    assert "it holds token ids; convert the folder of the text that they were made from" in line
+
+
+# name, bytes, where and what is wrong, documents before that
+TRUNCATED = gzip.compress(lines_of(text=make_texts(900)))[:-2000]
+BAD = [
+    ("a.json.gz", TRUNCATED, "unreadable after line [0-9]+: ", 300),
+    ("a.json.gz", b"\x1f\x8bno gzip at all", "unreadable after byte 0: ", 0),
+    ("a.json.zst", b"no zstd at all", "unreadable after byte 0: its first bytes are not .zst; type: mv ", 0),
+    ("a.json.xz", lzma.compress(lines_of(text=["ab" * 999]))[:50], "unreadable after byte 0: ", 0),
+    ("a.parquet", b"PAR1 no parquet", "unreadable after byte 0: ", 0),
+    ("a.arrow", b"ARROW1 no arrow", "unreadable after byte 0: ", 0),
+    ("a.json", b'[{"text": "a"},\n {"text": "b"', "unreadable after byte 0: .* line 2", 0),
+    ("a.json", b'[{"text": "a"}]\n{"text": "b"}', "unreadable after byte 0: .* line 2", 0),
+    ("a.json", b"[" * 200_000, "unreadable after byte 0: maximum recursion depth", 0),
+    ("a.csv", b'text\n"one more"\n"never ends\n', "unreadable after line 2: unexpected end of data", 1),
+    ("a.csv", b"text\ncaf\xe9\n", "unreadable after byte 0: .* can't decode byte 0xe9", 0),
+    ("a.csv", b"n,txt\n1,x\n", r"unreadable after byte 0: no column 'text', only \['n', 'txt'\]; add", 0),
+    ("a.tsv", b"n\ttext\n1\n", "line 2: 'text' holds NoneType", 0),
+    ("a.jsonl", b'{"text": "fine"}\n{"text": "cut off', "line 2: Unterminated string", 1),
+    ("a.jsonl", b'\n\n{"txt": "x"}\n', "line 3: no key or column 'text', only 'txt'", 0),
+    ("a.jsonl", b'{"text": null}\n', "line 1: 'text' holds NoneType, not a string", 0),
+    ("a.jsonl", b'{"text": "\xff"}\n', "line 1: .* can't decode byte 0xff", 0),
+    ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: .* surrogates not allowed", 0),
+    ("a.jsonl", b"3\n" + b"[" * 200_000, "line 1: no key or column 'text', only int", 0),
+    ("a.json", b'[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
+    ("a.md", b"caf\xe9", "byte 0: .* can't decode byte 0xe9.*; if it is Latin-1: iconv", 0),
+    ("a.parquet", parquet(text=["a", None, "b"]), "row 1: 'text' holds NoneType", 2),
+    ("a.txt", b"a" * 1001, "unreadable after byte 0: over 1,000 bytes in one piece; write .jsonl", 0),
+    ("a.json", b"[" + b" " * 1000, "unreadable after byte 0: over 1,000 bytes in one piece; write .jsonl", 0),
+    ("a.jsonl", b"\n" + lines_of(text=["a" * 995]), "line 2: Unterminated string", 0),
+    ("a.parquet", parquet(text=["\u00e4" * 501]), "row 0: 'text' has more than 1,000 bytes", 0),
+]
+
+
+@pytest.mark.parametrize("name, data, message, documents", BAD, ids=range(len(BAD)))
+def test_bad_document_is_an_error_with_file_and_line(tmp_path, monkeypatch, name, data, message, documents):
+    """... and with --skip_bad it is counted and shown, and what else can be read is kept."""
+    monkeypatch.setattr(prepare, "LONGEST_DOCUMENT", 10**6 if len(data) > 9000 else 1000)
+    (tmp_path / name).write_bytes(data)
+    (tmp_path / "good.jsonl").write_bytes(lines_of(text=["one", "two"]))
+    with pytest.raises(ValueError, match=f"{name}, {message}.*--skip_bad") as error:
+        prepare.convert([str(tmp_path)], str(tmp_path / "out"))
+    assert "\n" not in str(error.value)
+    assert sorted(os.listdir(tmp_path)) == sorted([name, "good.jsonl"]), "an error leaves nothing"
+    report = prepare.convert([str(tmp_path)], str(tmp_path / "out"), skip_bad=True)
+    assert report["bad"] == (2 if name == "a.jsonl" and len(data) > 900 else 1)
+    assert re.search(message, report["shown"][0])
+    seen = read_all(tmp_path / "out")
+    assert {"one", "two"} <= {*seen} and len(seen) >= 2 + documents
+
+
+def test_convert_names_what_it_filters_drops_and_skips(tmp_path, capsys):
+    """Hidden files, other kinds, other splits; columns; links to folders are followed once."""
+    (tmp_path / "in" / ".hidden").mkdir(parents=True)
+    for name in ("train-0.jsonl", "test-0.jsonl", "b.jsonl.rar", ".hidden/c.jsonl", "index.json"):
+        data = lines_of(text=make_texts(30), url=["x"] * 30, lang=["de"] * 30) + b"{}"
+        (tmp_path / "in" / name).write_bytes(data)
+    os.symlink("..", tmp_path / "in" / ".hidden" / "loop")
+    assert command("convert", tmp_path / "in", "--out", tmp_path / "out", "--skip_bad") is None
+    words = capsys.readouterr().out
+    assert "1 files -> 30 documents" in words and "dropped columns: lang, url (--keep NAME ..." in words
+    for files, reason in (("2 files, such as .*/in/", "of another kind; if it is plain text, add --as_text"),
+                          ("1 files, such as .*/in/.hidden/c.jsonl", "hidden"),
+                          ("1 files, such as .*/in/test-0.jsonl", "of a val or test split; to convert it")):
+        assert re.search(f"filtered {files}.*: {reason}", words)
+    assert re.search(r"skipped 1 bad documents or files; the first:\n .*/train-0.jsonl, line 31: no", words)
+    with pytest.MonkeyPatch.context() as patch:    # root may read everything
+        patch.setattr(os, "scandir", lambda path: os.listdir(f"{path}/denied"))
+        assert "denied" in command("convert", tmp_path / "in", "--out", tmp_path / "out2")
+
+
+KEPT = {
+    "a.jsonl": lines_of(text=["a", "b", "c"], score=[1, 2.5, None], lang=["de", None, "\u00fc"]),
+    "b.parquet": parquet(text=["d", "e"], score=[7, 8], lang=["x", "y"], tags=[[1], [2]]),
+    "c.csv": b"lang,text\nfr,f\n",
+}
+
+
+def test_kept_columns_stay_beside_the_text_and_the_tokens(tmp_path, byte_tokenizer, capsys):
+    """Each value stays with its document; the rows of the loader are those of shards without them."""
+    for name, data in KEPT.items():
+        (tmp_path / name).write_bytes(data)
+    data, text, tokens = [str(tmp_path / name) for name in KEPT], f"{tmp_path}/text", f"{tmp_path}/tokens"
+    line = command("convert", *data, "--out", text, "--keep", "score")
+    assert "c.csv, unreadable after byte 0: no column 'score', only ['lang', 'text']" in line
+    assert command("convert", *data[:2], "--out", text, "--keep", "lang", "score") is None
+    assert "dropped columns: tags" in capsys.readouterr().out
+    expected = {"a": ("de", 1.0), "b": (None, 2.5), "c": ("\u00fc", None), "d": ("x", 7.0), "e": ("y", 8.0)}
+    prepare.convert(data[:2], f"{tmp_path}/plain")
+    assert command("tokenize", "--data", text, "--out", tokens, "--keep", "score") is None
+    assert "tokenizer: bytes\ndropped columns: lang" in capsys.readouterr().out
+    for shard, with_tokens in zip(all_of(text), all_of(tokens), strict=True):
+        rows, of_tokens = [pq.read_table(path).to_pylist() for path in (shard.path, with_tokens.path)]
+        assert [(row["lang"], row["score"]) for row in rows] == [expected[row["text"]] for row in rows]
+        assert [row["score"] for row in of_tokens] == [row["score"] for row in rows]
+    assert prepare.verify(text) and prepare.verify(tokens)
+    assert "or with other --keep" in command("tokenize", "--data", text, "--out", tokens)
+    rows, same, plain = [run(data, steps=5, T=8)[0] for data in (text, tokens, f"{tmp_path}/plain")]
+    assert rows == same == plain
+
+
+def test_kept_columns_are_shuffled_with_their_documents(tmp_path):
+    for part in range(2):
+        numbers = range(part, 800, 2)
+        (tmp_path / f"{part}.jsonl").write_bytes(lines_of(text=map(str, numbers), n=numbers))
+    prepare.convert([f"{tmp_path}/*.jsonl"], f"{tmp_path}/out", keep=["n"])
+    rows = [row for shard in all_of(tmp_path / "out") for row in pq.read_table(shard.path).to_pylist()]
+    assert all(row["text"] == str(row["n"]) for row in rows) and len(rows) == 800
+
+
+@pytest.mark.parametrize("values, message", [
+    ([1, "a"], "--keep n: "), ([1, 2**70], "--keep n: "), ([None, None], "--keep n: no document")])
+def test_columns_that_cannot_be_kept(tmp_path, values, message):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(text=["a", "b"], n=values))
+    assert message in command("convert", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--keep", "n")
+    assert "shards hold the documents in a column of that name" in command("convert", "x", "--keep", "tokens")
+
+
+def test_a_text_file_is_cut_when_asked(tmp_path):
+    """At blank lines, else at line ends, else at spaces, never within a character; no byte is lost."""
+    text = "\n\n".join(make_texts(40)) + "ä" * 5000
+    (tmp_path / "input.txt").write_text(text, encoding="utf-8-sig", newline="")
+    prepare.convert([str(tmp_path / "input.txt")], str(tmp_path / "out"), cut_bytes=1001)
+    parts = [part for _, part in prepare.cut_text(text.encode(), 1001)]
+    assert b"".join(parts) == text.encode() and max(map(len, parts)) <= 1001
+    assert sorted(part.decode() for part in parts) == sorted(read_all(tmp_path / "out"))
+    assert sum(part.endswith(b"\n\n") for part in parts) > 2
+
+
+# ---------------------------------------------------------------------------------------------------------
+# tokenize, verify, stats, head
+
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
+    """Same names, row groups, rows, nulls, fingerprint sizes; BOS before each document, little-endian."""
+    texts = make_shards(tmp_path / "text")
+    texts[-1], texts[-2] = None, ""
+    last = [pa.array(texts[80:86]), pa.array(texts[86:])]
+    dataset.write_shard(f"{tmp_path}/text/shard_00002.parquet", last)
+    n = prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"), compression=compression)
+    assert n == sum(1 + len(text.encode()) for text in texts if text is not None)
+    for text, tokens in zip(all_of(tmp_path / "text"), all_of(tmp_path / "tokens"), strict=True):
+        assert (text.name, text.size, text.rows) == (tokens.name, tokens.size, tokens.rows)
+        assert tokens.kind == "tokens" and tokens.dtype == "<u2" and tokens.fingerprint == "bytes"
+    seen = read_all(tmp_path / "tokens")
+    ids = [None if raw is None else np.frombuffer(raw, "<u2").tolist() for raw in seen]
+    assert ids == [None if text is None else [256, *text.encode()] for text in texts]
+
+
+def test_tokenize_resumes(tmp_path, byte_tokenizer, monkeypatch):
+    """Stopped midway, the folder has no index; the same call keeps what is done; other text is refused."""
+    make_shards(tmp_path / "text")
+    text, out = str(tmp_path / "text"), str(tmp_path / "out")
+    total = prepare.tokenize(text, str(tmp_path / "complete"))
+    real = dataset.write_shard
+    prepare.tokenize(text, out)
+    os.unlink(f"{out}/shard_00002.parquet")
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset, "write_shard", lambda path, *a: 1 / 0 if "00002" in path else real(path, *a))
+        with pytest.raises(ZeroDivisionError):
+            prepare.tokenize(text, out, threads=1)
+    assert sorted(os.listdir(out)) == ["shard_00000.parquet", "shard_00001.parquet"]
+    with pytest.raises(ValueError, match="index"):
+        dataset.list_shards(out, "val")
+    before = os.stat(f"{out}/shard_00000.parquet").st_mtime_ns
+    assert prepare.tokenize(text, out) == total
+    assert os.stat(f"{out}/shard_00000.parquet").st_mtime_ns == before
+    with pytest.raises(ValueError, match="holds token ids already"):
+        prepare.tokenize(out, str(tmp_path / "twice"))
+    with pytest.raises(ValueError, match="cannot write to"):
+        prepare.tokenize(text, f"{tmp_path}/out/../text")
+    byte_tokenizer.name = "another"
+    with pytest.raises(ValueError, match="from other text, by another tokenizer, or"):
+        prepare.tokenize(text, out)
+    os.unlink(f"{text}/shard_00001.parquet")
+    with pytest.raises(ValueError, match=r"out holds shard_00001\.parquet, which .*text does not; name"):
+        prepare.tokenize(text, out)
+
+
+def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
+    """Damaged documents, footers and other columns; what the index does not know; exit status 1."""
+    make_shards(tmp_path, (8, 8, 8))
+    dataset.write_shard(f"{tmp_path}/shard_00003.parquet", [pa.table({"text": ["a", None], "n": [5, 6]})])
+    assert command("verify", "--data", tmp_path) == 0
+    assert re.search(r"shard_00003.parquet +2 +1 +1 .* checksums of documents\n", capsys.readouterr().out)
+    sound = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    first, other = tmp_path / "shard_00001.parquet", tmp_path / "shard_00003.parquet"
+    column = pq.read_metadata(other).row_group(0).column(1)
+    end = column.data_page_offset + column.total_compressed_size
+    wrong = [(first, len(sound[first]) // 3, "PROBLEM .*row group"),
+             (first, len(sound[first]) - 9, "PROBLEM "), (other, end - 1, "PROBLEM .*row group 0: .*CRC")]
+    for path, at, message in wrong:
+        data = bytearray(sound[path])
+        data[at] ^= 4
+        path.write_bytes(data)
+        dataset.read_footer.cache_clear()    # the command starts with an empty one
+        assert command("verify", "--data", tmp_path) == 1
+        words = capsys.readouterr().out
+        assert re.search(f"{path.name} +{message}", words) and words.count("PROBLEM") == 1
+        assert "4 shards, 1 problems" in words and "next: remove damaged shards" in words
+        path.write_bytes(sound[path])
+    dataset.write_index(str(tmp_path))
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index["shards"][first.name]["rows"] == [8]
+    index["shards"][first.name]["rows"] = [8, 1]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    assert command("verify", "--data", tmp_path) == 1
+    assert re.search(f"{first.name} +PROBLEM  it contradicts index.json; type:", capsys.readouterr().out)
+    shutil.copy(first, tmp_path / "shard_00004.parquet")
+    line = command("verify", "--data", tmp_path)
+    assert re.search(r"index.json does not fit .*00004.*python dataset.py index", line)
+    dataset.write_index(str(tmp_path))
+    assert command("verify", "--data", tmp_path) == 0
+
+
+def test_stats_count_documents_tokens_lanes_and_cuts(tmp_path, byte_tokenizer, capsys):
+    texts = make_shards(tmp_path / "text")
+    prepare.stats(str(tmp_path / "text"))
+    size = sum(len(text.encode()) for text in texts[:80])
+    words = capsys.readouterr().out
+    assert re.search(rf"train +2 +10 +80 +0 +{size / 1e6:.1f}  about", words)
+    assert re.search(r"val +2 to 2 row groups a shard; at most 12 lanes, and up to 2 that share no", words)
+    assert f"50 % up to {np.median([len(text.encode()) for text in texts]):,.0f}, 90 % " in words
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    prepare.stats(str(tmp_path / "tokens"))
+    assert f"  {size + 80:,}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_stats_advise_when_exactfit_cuts_many_documents(tmp_path, byte_tokenizer, capsys, kind):
+    """Documents of nearly one length, more than half a row: the share that a loader counts."""
+    texts = ["x" * (60 + i % 7) for i in range(400)]
+    groups = [pa.array(texts[i:i + 20]) for i in range(0, 400, 20)]
+    for number, part in enumerate((groups[:19], groups[19:])):
+        os.makedirs(tmp_path / "text", exist_ok=True)
+        dataset.write_shard(f"{tmp_path}/text/shard_{number:05d}.parquet", part)
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    capsys.readouterr()
+    assert command("stats", "--data", tmp_path / kind, "--seq_len", 100) is None
+    share, advice = re.search(r"T = 100 cuts (\S+)% of the train documents although they fit(.*)",
+                              capsys.readouterr().out).groups()
+    loader = make(str(tmp_path / "text"), T=100, packing="exactfit", buffer_size=256)
+    for _ in range(5000):
+        next(loader)
+    cut = loader.stats()["cut"] / loader.stats()["documents"]
+    assert float(share) > 5 and "try another --seq_len" in advice
+    assert abs(float(share) / 100 - cut) < 0.03
+    assert command("stats", "--data", tmp_path / kind, "--seq_len", 2000) is None
+    assert re.search(r"T = 2,000 cuts 0.\d% of the train documents although they fit\n",
+                     capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_head_prints_documents(tmp_path, byte_tokenizer, capsys, kind):
+    texts = make_shards(tmp_path / "text")
+    dataset.write_shard(f"{tmp_path}/text/shard_00002.parquet", [pa.array(["\x1b[2Jval", None])])
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    capsys.readouterr()
+    folder = str(tmp_path / kind)
+    assert command("head", folder, "-n", 3, "--start", 39, "--tokenizer", "x") is None
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in shown[::2]] == [
+        f"{folder}/shard_0000{at}" for at in (
+            "0.parquet, row group 4, row 7", "1.parquet, row group 0, row 0",
+            "1.parquet, row group 0, row 1")]
+    for text, about, beginning in zip(texts[39:42], shown[::2], shown[1::2], strict=True):
+        assert f"{len(text.encode()) + 1:,} tokens" in about
+        assert beginning == "    " + dataset.printable(text[:200])
+    assert command("head", folder, "--split", "val", "--tokenizer", "x") is None
+    words = capsys.readouterr().out
+    assert r"\x1b[2Jval" in words and "row 1: null" in words
+    assert command("head", folder, "-n", 1) is None
+    assert ("[256, 48, 46, " in capsys.readouterr().out) == (kind == "tokens")
+
+
+@pytest.mark.parametrize("arguments, status", [
+    ("foo", "invalid choice: 'foo'"), ("convert x --cut_bytes 0", "expected at least 1"),
+    ("convert", "required: IN"), ("stats --data /does/not/exist", "/does/not/exist"),
+    ("convert no.jsonl", "error: no.jsonl: no such files"), ("convert s3://b/x", "s3://b/x: no such files"),
+    ("convert x --out s3://b/x", "error: cannot write to s3://b/x")])
+def test_mistakes_are_one_line(arguments, status, capsys):
+    line = command(*arguments.split())
+    line = capsys.readouterr().err if line == 2 else line
+    assert status in line and line.strip().count("\n") == 0

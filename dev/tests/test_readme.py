@@ -1,0 +1,148 @@
+"""
+What the README says to type works: its commands at toy size, in their order, then its Python.
+
+A block after a comment `<!-- not run: why -->` is not run. Commands run in this process, as `python` would
+run them: an import of torch for each would take a minute.
+"""
+
+import contextlib
+import gzip
+import inspect
+import io
+import json
+import re
+import runpy
+import shlex
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dataloader import PackedLoader
+from test_dataloader import BOS, HERE, ByteTokenizer, loaders_to_close, make, run
+
+README = (HERE / "README.md").read_text(encoding="utf-8")
+TOY = ["--steps", "2", "--seq_len", "64", "--eval_rows", "8"]
+
+
+def blocks(language=""):
+    found = re.findall(r"(<!-- not run: [^\n]*-->\n)?```(\w*)\n(.*?)```", README, re.S)
+    return [code for skipped, seen, code in found if seen == language and not skipped]
+
+
+def commands():
+    """The words after `python`, at toy size. No installation, no torchrun."""
+    for line in "".join(blocks()).replace("\\\n", " ").splitlines():
+        line = re.sub(r"step_\d+", "step_0000002", re.sub(r"--steps \d+:\d+", "--steps 0:2", line))
+        python, *words = shlex.split(line, comments=True) or [""]
+        if words[:1] == ["train.py"] and not {"--eval", "--sample"} & {*words}:
+            words += TOY if {"--resume", "--init"} & {*words} else [*TOY, "--depth", "1"]
+        if python == "python":
+            yield words
+
+
+def type_in(folder, words):
+    """-> what the command printed"""
+    is_module, printed = words[0] == "-m", io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", words[is_module:])
+        try:
+            if is_module:
+                runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(str(HERE / words[0]), run_name="__main__")
+        except SystemExit as ended:
+            assert not ended.code, (words, ended.code)
+    printed.seek(0)
+    return printed.read()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory):
+    """A folder with data as the README's reader has it, in which the commands for data were typed."""
+    folder = tmp_path_factory.mktemp("reader")
+    code = "".join(path.read_text() for path in sorted(HERE.glob("*.py")))
+    documents = [text for text in code.split("\n\n") if text]
+    (folder / "input.txt").write_text("\n\n".join(documents))
+    (folder / "my" / "nested").mkdir(parents=True)
+    for path in ("my/1.jsonl.gz", "my/nested/2.jsonl.gz"):
+        with gzip.open(folder / path, "wt") as file:
+            file.writelines(json.dumps({"content": f"{path} {text}"}) + "\n" for text in documents)
+    (folder / "scored").mkdir()
+    for name in ("train-0.parquet", "validation-0.parquet"):
+        table = pa.table({"text": documents, "score": np.linspace(0, 1, len(documents))})
+        pq.write_table(table, folder / "scored" / name, row_group_size=16)
+    for words in commands():
+        if not needs_a_run(words):
+            assert type_in(folder, words), words
+    return folder
+
+
+def needs_a_run(words):
+    return words[0] == "train.py" or words[1] == "dev.bench"
+
+
+def test_commands_of_training_work_in_their_order(reader):
+    typed = [words for words in commands() if needs_a_run(words)]
+    for words in typed:
+        printed = type_in(reader, words)
+        assert "bits per byte" in printed or "--sample" in words or words[0] == "-m", words
+    assert len(typed) > 7
+
+
+def test_python_works_after_the_commands(reader, monkeypatch):
+    """All blocks share one namespace. What they only define is called here."""
+    monkeypatch.chdir(reader)
+    names = {}
+    for block in blocks("python"):
+        exec(compile(block, "README.md", "exec"), names)
+    assert names["loss"] > 0 and 0.5 <= names["weights"].max() <= 1
+    transforms = [value for value in names.values() if inspect.isfunction(value)
+                  and [*inspect.signature(value).parameters] == ["ids", "ref", "location"]]
+    for transform in transforms:
+        assert next(make("scored", tokenizer=names["tokenizer"], transform=transform))
+    for value in names.values():
+        if isinstance(value, PackedLoader):
+            loaders_to_close.append(value)
+            assert next(value)
+    assert transforms
+    assert [names["late"](row) for row in (0, 1000, 5500, 10_000)] == [0, 0, 0.5, 1]
+    document, seen = names["document"], names["mask"][:, 0]
+    for q in range(seen.shape[1]):
+        assert torch.equal(seen[:, q], (document == document[:, q:q + 1]) & (torch.arange(64) <= q))
+
+
+def test_wrapped_tokenizer_gives_the_rows_of_its_library(corpus):
+    names, calls = {}, []
+    exec(next(block for block in blocks("python") if "class Wrapped" in block), names)
+    library = SimpleNamespace(
+        token_to_id=lambda name: BOS, no_truncation=lambda: calls.append(1),
+        no_padding=lambda: calls.append(2), encode_batch=lambda texts, add_special_tokens: [
+            SimpleNamespace(ids=[*text.encode()]) for text in texts])
+    wrapped = names["Wrapped"](library, "<s>")
+    assert run(corpus, steps=20, tokenizer=wrapped)[0] == run(corpus, steps=20, tokenizer=ByteTokenizer())[0]
+    assert sorted(calls) == [1, 2]
+
+
+def test_readme_is_short_and_what_it_links_to_is_there():
+    assert README.count("\n") <= 250 and not re.search(r"TODO|@[A-Z]+@", README)
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (HERE / target).exists(), target
+
+
+def test_tests_work_without_dev_and_say_what_they_skip(tmp_path):
+    """As the README says: the four files and test_dataloader.py are enough. Arguments go to pytest."""
+    for name in ("dataloader", "dataset", "tokenizer", "train", "test_dataloader"):
+        shutil.copy(HERE / f"{name}.py", tmp_path)
+    command = [sys.executable, tmp_path / "test_dataloader.py", "--all", "-n0", "-k", "reference or fit_is"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd="/")
+    assert ended.returncode == 0, ended.stdout
+    for words in ("dev/tests is not here", "dev/reference.py is not here", "slowest 10", "passed"):
+        assert words in ended.stdout
