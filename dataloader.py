@@ -1,15 +1,15 @@
 """
-Documents in parquet shards to packed (B, T) batches for pretraining, with threads in one process.
+Pack documents from parquet shards into (B, T) batches for pretraining, with threads in one process.
 
     loader = PackedLoader(get_tokenizer(), B=32, T=2048, split="train", data_dir="my_shards")
     inputs, targets = next(loader)        # int64 (B, T) each
-    state = loader.state_dict()           # load it, and the next batch is the one that would have come next
+    state = loader.state_dict()           # loading it resumes with exactly the next batch
 
     index -> Source.deal -> read -> encode -> packer.row(pull) -> lane -> batch -> (inputs, targets)
 
-Each stage pulls from the one on its left. Read dev/reference.py first: which rows there are, without threads.
-An epoch's row groups are dealt to lanes, and row g of the run comes from lane g % num_lanes, whatever the
-number of ranks. The trade-off: a state lists documents, so a resumed run first encodes its buffers again.
+Each stage pulls from the one on its left. Read dev/reference.py first: it defines the rows, without threads.
+An epoch's row groups are dealt to lanes, and row g of the run comes from lane g % num_lanes, for any number
+of ranks. The trade-off: a state has references instead of tokens, so a resume re-encodes buffered documents.
 """
 
 import collections
@@ -49,7 +49,7 @@ class Ref(NamedTuple):
 
 
 def shuffled(n, seed, *key):
-    """A permutation of n drawn from (seed, *key), or 0, 1, ... PCG64's raw stream never changes."""
+    """Permute range(n) by (seed, *key); without a seed, keep its order. PCG64's raw stream never changes."""
     if seed is None:
         return np.arange(n)
     return np.argsort(np.random.PCG64((seed, *key)).random_raw(n), kind="stable")
@@ -58,21 +58,21 @@ def shuffled(n, seed, *key):
 class Source:
     """
     The shards of one folder, and how their documents are dealt to lanes: row group k of an epoch's order goes
-    to lane k % num_lanes. With fewer row groups than lanes, each is split into interleaved parts, as few as
-    give every lane a document.
+    to lane k % num_lanes. With fewer row groups than lanes, each is split into the fewest interleaved parts
+    that give every lane a document.
     """
 
     def __init__(self, name: str, shards: list[Shard], num_lanes: int, seed: int | None = None):
         self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
         self.first_group = np.cumsum([0, *(len(shard.rows) for shard in shards)])
         self.group_sizes = np.array([n for shard in shards for n in shard.rows], np.int64)
-        named = [[shard.name, shard.size] for shard in shards]    # size: of the text, also for token shards
+        named = [[shard.name, shard.size] for shard in shards]    # of the text, even for token shards
         self.fingerprint = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
         self.order = lru_cache(maxsize=4)(self._order)
 
     def _order(self, epoch):
         """
-        An epoch's row groups, numbered across all shards; which part of each; how many parts each has.
+        An epoch's order: (row group numbers across all shards, the part of each, number of parts).
         Example: 2 row groups for 3 lanes -> [0, 0, 1, 1], [0, 1, 0, 1], 2
         """
         sizes, n_parts = self.group_sizes, 1
@@ -119,21 +119,21 @@ class Task(NamedTuple):
     array: Future       # the whole row group
 
 
-TASK_BYTES = 1 << 18    # of a text shard on disk
+TASK_BYTES = 1 << 18    # compressed text per task
 CHECK_EVERY = 1000      # one document in 1,000 is also encoded with tiktoken, as a cross-check
 
 class Encoder:
     """
-    Turns documents into ids, in its own threads. transform(ids, ref, location) returns the ids to deliver
-    instead of a document's (int64, BOS first), or None to filter it. It runs in these threads each time a
-    document is encoded, so its result must depend on its arguments alone. A state knows it by its name.
+    Turns documents into ids, in its own threads. transform(ids, ref, location) takes a document's ids (int64,
+    BOS first) and returns those to deliver, or None to filter it out. It runs in these threads whenever a
+    document is encoded, so it must depend only on its arguments. A state stores only its name.
     """
 
     def __init__(self, tokenizer, threads, transform=None):
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
         self.bos, self.dtype = self.tokenizer.bos, np.dtype(np.int64) if transform else self.tokenizer.dtype
         self.executor = ThreadPoolExecutor(1 if self.tokenizer.threads_of_its_own else threads, "encode")
-        self.readers = ThreadPoolExecutor(8, "read")    # remote ones mostly wait
+        self.readers = ThreadPoolExecutor(8, "read")    # 8: remote reads mostly wait
         self.row_groups = weakref.WeakValueDictionary()    # Futures, alive as long as some task holds them
 
     def read(self, shard, row_group):
@@ -142,9 +142,9 @@ class Encoder:
         return future
 
     def documents(self, source, lane, start, epochs=None, n_streams=1):
-        """Iterates over (ids, Ref) of a lane's documents. Nulls have 0 ids, and filtered documents None."""
+        """Yields (ids, Ref) of a lane's documents. Null ones have no ids; filtered ones have None as ids."""
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
-        first = list(itertools.islice(tasks, 1))    # starts to read now: all lanes together
+        first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
         # Keeps two extra tasks per stream of text in flight, plus two per thread.
         ahead = 2 + 2 * self.threads // n_streams if source.shards[0].kind == "text" else 1
         encoded = in_order(self.executor, self._encode, itertools.chain(first, tasks), ahead + 1)
@@ -162,10 +162,10 @@ class Encoder:
         return found
 
     def _tasks(self, source, groups):
-        """groups: (Ref, docs) of row groups; docs: which of their documents, or None: all from the Ref on."""
+        """groups: (Ref, docs); docs: indices of documents in the row group; None: all from the Ref on."""
         located = ((ref, docs, *source.find(ref)) for ref, docs in groups)
-        located = (group for group in located if group[0].doc < len(group[-1]))    # a state may be at its end
-        size = TASK_BYTES >> 4    # grows: all lanes have their first rows soon
+        located = (group for group in located if group[0].doc < len(group[-1]))    # a state may be at the end
+        size = TASK_BYTES >> 4    # small first tasks: all lanes start early
         for this, following in itertools.pairwise(itertools.chain(located, [None])):
             ref, docs, shard, row_group, rows = this
             array = self.read(shard, row_group)
@@ -175,16 +175,16 @@ class Encoder:
                 part, docs, size = docs[:n], docs[n:], min(2 * size, TASK_BYTES)
                 refs = [Ref(ref.epoch, ref.group, doc) for doc in part.tolist()]
                 yield Task(refs, shard, row_group, rows[part], array)
-                ahead = following and self.read(*following[2:4])    # noqa: F841, read early, kept alive
+                ahead = following and self.read(*following[2:4])    # noqa: F841, prefetch, kept alive
 
     def close(self):
-        for executor in (self.executor, self.readers):    # what runs ends by itself, and nobody waits for it
+        for executor in (self.executor, self.readers):    # running tasks finish; nothing waits for them
             executor.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, task):
         """[(ids, Ref)]; an error names shard, row group and row."""
         path, row_group, rows, array = task.shard.path, task.row_group, task.rows, task.array.result()
-        in_sequence = (np.diff(rows) == 1).all()    # a slice is no copy
+        in_sequence = (np.diff(rows) == 1).all()    # a slice needs no copy
         array = array[int(rows[0]):int(rows[-1]) + 1] if in_sequence else array.take(pa.array(rows))
         try:
             encode = self._encode_text if is_text(array.type) else self._view_tokens
@@ -204,7 +204,7 @@ class Encoder:
         return documents
 
     def _encode_text(self, array, task):
-        # Two primes move the checked documents from row group to row group and from epoch to epoch.
+        # The primes vary which documents are checked, by row group and epoch.
         start = -(task.docs[0].doc + 613 * task.docs[0].group + 7919 * task.docs[0].epoch) % CHECK_EVERY
         return self.tokenizer.encode(array, range(start, len(array), CHECK_EVERY), threads=self.threads)
 
@@ -225,14 +225,14 @@ class Encoder:
         array = np.asarray(() if result is None else result)
         if not array.size:
             return None
-        is_too_large = array.dtype == np.uint64 and (array >> 63).any()
-        if array.ndim != 1 or array.dtype.kind not in "iu" or is_too_large:
-            raise TypeError(f"transform returned {array.dtype} of shape {array.shape}; expected int64 (n,)")
+        is_valid = array.ndim == 1 and array.dtype.kind in "iu" and array.astype(np.int64).min() >= 0
+        if not is_valid or array[0] & 0xFFFFFFFF != self.bos:    # packers repeat BOS; the upper half is free
+            raise TypeError(f"transform returned {array.dtype} {array.shape}; expected int64 (n,), BOS first")
         return array.astype(self.dtype)
 
 
 def check_documents(ids, bounds, array, bos):
-    """What a tokenizer or a token shard returned: document i is ids[bounds[i]:bounds[i + 1]], BOS first."""
+    """Check a tokenizer's or token shard's output: document i is ids[bounds[i]:bounds[i + 1]], BOS first."""
     if bounds.dtype.kind not in "iu" or len(bounds) != len(array) + 1 or bounds[0] or bounds[-1] != len(ids):
         raise ValueError(f"expected {len(array) + 1} integer bounds from 0 to {len(ids)}, got {bounds}")
     valid = array.is_valid().to_numpy(zero_copy_only=False)
@@ -246,10 +246,10 @@ def check_documents(ids, bounds, array, bos):
 #
 # row(pull): the arrays of the next row, T + 1 tokens or fewer (the batch masks the missing ones), [] at the
 #     end. pull() returns the next (ids, Ref), or None at the end
-# buffered(): the Refs of the documents in its buffer, oldest first: its whole state, beside `rows`
+# buffered(): the Refs of the buffered documents, oldest first; with `rows`, the packer's whole state
 # restore(ids, ref) for each of them, in order, rebuilds the buffer; ids: the whole document
-# options: attributes of the loader, beside T, that the constructor takes
-# counts: "documents" pulled, tokens "dropped", documents "cut" although they fit a row
+# options: the constructor's arguments besides T; the loader has them as attributes
+# counts: "documents" pulled, tokens "dropped", documents "cut" that would fit in a row
 
 class FlatPacker:
     """All documents in sequence, cut every T tokens; the last token of a row opens the next."""
@@ -264,7 +264,7 @@ class FlatPacker:
             self.documents.append(document)
             self.n_tokens += len(document[0])
             self.counts["documents"] += 1
-        if self.n_tokens <= min(1, self.rows):    # 1: the previous row's last target
+        if self.n_tokens <= min(1, self.rows):    # that 1 was the previous row's last target
             return []
         row, missing = [], self.T + 1
         while missing and self.documents:
@@ -286,7 +286,7 @@ class FlatPacker:
         return [ref._replace(token=self.at if i == 0 else 0) for i, (_, ref) in enumerate(self.documents)]
 
     def restore(self, ids, ref):
-        self.at = self.at if self.documents else ref.token    # only the first can be delivered in part
+        self.at = self.at if self.documents else ref.token    # only the first may be partly delivered
         self.documents.append((ids, ref._replace(token=0)))
         self.n_tokens += len(ids) - ref.token
 
@@ -352,8 +352,8 @@ def fill_gap(gap, lengths, copies):
     Choose buffered documents that fill `gap` tokens exactly, or else as much of it as possible.
 
     lengths: sorted and distinct; copies[n]: the documents of n tokens. Tries one document; then two, as close
-    in length as possible; then any number: subset sum in one integer, whose bit k says that some choice
-    leaves k tokens open, the longest documents first, and 1, 2, 4, ... of one length at a time.
+    in length as possible; then any number: subset sum in one integer. Its bit k is set if some subset leaves
+    k tokens open. Adds longer documents first, and equal ones in groups of 1, 2, 4, ...
     Example: lengths [2, 3, 4, 7], one copy each: gap=10 -> [7, 3];  gap=8 -> [7], one token stays open
     """
     if gap in copies:
@@ -362,12 +362,12 @@ def fill_gap(gap, lengths, copies):
     for n in reversed(lengths[:half]):
         if gap - n in copies and (2 * n < gap or len(copies[n]) > 1):
             return [gap - n, n]
-    left, steps = 1 << gap, []    # steps: (length, number of copies, `left` without them)
+    left, steps = 1 << gap, []    # steps: (length, number of copies, `left` before them)
     for n in lengths[half:bisect_right(lengths, gap)]:
         left |= 1 << gap - n    # a filling holds at most one document longer than half the gap
     for length in reversed(lengths[:half]):
         available, n = min(len(copies[length]), gap // length), 1
-        while available and not left & 1 and len(steps) * gap < 1 << 25:    # 4 MB
+        while available and not left & 1 and len(steps) * gap < 1 << 25:    # `steps`: 4 MB
             n = min(n, available)
             steps.append((length, n, left))
             left |= left >> n * length
@@ -388,9 +388,9 @@ class ExactFitPacker:
 
     The oldest document opens the row, so none waits for more rows than there were documents before it. A
     document longer than a row fills one row at a time; the rest returns to the end of the buffer. fill_gap
-    closes the gap with documents of which nothing was delivered yet. If no subset fits, the oldest long
-    document gives the missing tokens and returns to the end, since it is cut anyway; without a long one, the
-    shortest that is longer than the gap does. `buffer_size` counts documents shorter than a row.
+    fills the gap with untouched documents. If no subset fits exactly, a piece of the oldest long document,
+    which is cut anyway, fills the rest; without a long one, a piece of the shortest document that is longer
+    than the rest. `buffer_size` counts documents that fit in a row.
     """
     options, default_buffer_size = ("buffer_size",), 256
 
@@ -399,14 +399,14 @@ class ExactFitPacker:
         self.rows, self.counts = 0, {"documents": 0, "dropped": 0, "cut": 0}
         self.buffer = {}                     # Ref -> ids, oldest first
         self.long = collections.deque()      # Refs of those longer than a row, oldest first
-        self.copies, self.lengths = {}, []   # length -> Refs of the complete others; its keys, sorted
+        self.copies, self.lengths = {}, []   # length -> Refs of untouched short ones; sorted lengths
         self.n_short = self.n_tokens = 0     # documents in `copies`; tokens of all
 
     def row(self, pull):
         while self._wants_more() and (document := pull()) is not None:
             ids, ref = document
             self.counts["documents"] += 1
-            # A long document stays for long, and a view of it would keep its row group in memory.
+            # Long documents stay buffered for long; a view would keep the row group in memory.
             self.restore(ids.copy() if len(ids) > self.R else ids, ref)
         if not self.buffer:
             return []
@@ -421,16 +421,16 @@ class ExactFitPacker:
 
     def _wants_more(self):
         """
-        Until `size` short documents are buffered. Long ones hold many tokens: at most 2 * size rows of those,
-        but at least size / 4 documents, which keep the rows of one apart. The buffer starts with 32 documents
-        and grows with the lane's first rows, so that many lanes give their first batch soon.
+        True until `size` short documents are buffered, or 2 * size rows of tokens in size / 4 documents:
+        long documents need memory, but the rows of one must stay apart. `size` starts at 32 and grows with
+        the lane's first rows, so that the first batch comes early even with many lanes.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
         return self.n_tokens < self.R or (self.n_short < size and (
             self.n_tokens < 2 * size * self.R or len(self.buffer) < size // 4))
 
     def _cut_to_fit(self, missing):
-        """Fill what no subset fits; a row stays short only if a finite run has nothing more."""
+        """Fill the rest of the gap with pieces; a row stays short only at the end of a finite run."""
         pieces = []
         while missing and self.buffer:
             if self.long:
@@ -461,7 +461,7 @@ class ExactFitPacker:
         return pieces
 
     def restore(self, ids, ref):
-        n = len(ids) - max(0, ref.token - 1)    # tokens to deliver: BOS opens a later piece, too
+        n = len(ids) - max(0, ref.token - 1)    # tokens to deliver; a later piece repeats BOS
         self.buffer[ref] = ids
         self.n_tokens += n
         if n > self.R:
@@ -474,7 +474,7 @@ class ExactFitPacker:
             self.copies[n].append(ref)
 
     def _pop(self, ref):
-        """Always the oldest of its kind: of all, of the long ones, or of its length."""
+        """`ref` is always the oldest: of all, of the long ones, or of its length."""
         ids = self.buffer.pop(ref)
         n = len(ids) - max(0, ref.token - 1)
         self.n_tokens -= n
@@ -496,7 +496,7 @@ PACKINGS: dict[str, Any] = {"flat": FlatPacker, "bestfit": BestFitPacker, "exact
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Lanes and batches: which source gives a row; rows from the lanes in turn, packed ahead by one thread
+# Lanes and batches: choose each row's source; one thread packs rows ahead, from the lanes in turn
 
 def source_of_row(row, bounds):
     """
@@ -508,8 +508,11 @@ def source_of_row(row, bounds):
 
 
 def bounds_of(weights, row):
-    """Cumulative weights, scaled to 2**64. Below 0 counts as 0; weights that are all 0 count as equal."""
-    scaled = [int(max(0, weight(row) if callable(weight) else weight) * 2**64) for weight in weights]
+    """Cumulative weights, scaled to 2**64. Negative weights count as 0; if all are 0, as equal."""
+    values = [max(weight(row) if callable(weight) else weight, 0) for weight in weights]
+    if not sum(values) < 1e18:    # also NaN
+        raise ValueError(f"the weights of row {row} are {values}; expected numbers of at most 1e9")
+    scaled = [int(value * 2**64) for value in values]
     cumulative = list(itertools.accumulate(scaled if any(scaled) else [1] * len(scaled)))
     return [number * 2**64 // cumulative[-1] for number in cumulative]
 
@@ -518,7 +521,7 @@ class LaneState(NamedTuple):
     """Where a lane is in one source. The default is the beginning."""
     next: Ref = Ref()                   # the next document to pull
     buffered: tuple[Ref, ...] = ()      # documents in the packer, oldest first
-    rows: int = 0                       # given so far
+    rows: int = 0                       # delivered so far
     ended: bool = False                 # a finite source has no more rows
 
 
@@ -563,7 +566,7 @@ class Stream:
 
 
 def rows_of_lane(streams, weights, numbers):
-    """The arrays of a lane's rows, then [] for ever. A source that ends leaves its part to the others."""
+    """Yield the arrays of a lane's rows, then [] forever. The other sources take over from one that ends."""
     for number in numbers:
         row = []
         while not row and (names := [name for name, stream in streams.items() if not stream.ended]):
@@ -580,13 +583,13 @@ class Position(NamedTuple):
 class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
-    position: Position    # after it
+    position: Position    # after this batch
     full: bool            # no lane gave an empty row
     more: bool            # False: this batch and all later ones are empty
 
 
 class Pipeline:
-    """The threads and lanes of a loader from one position on; another position is another Pipeline."""
+    """A loader's threads and lanes, from one position on; another position needs a new Pipeline."""
 
     def __init__(self, loader):
         self.position, self.world_size = loader.position, loader.world_size
@@ -603,13 +606,13 @@ class Pipeline:
             self.lanes[number], self.rows[number] = streams, rows_of_lane(streams, loader.weights, numbers)
         self.turns, self.packing = itertools.cycle(self.lanes), ThreadPoolExecutor(1, "pack")
         self.pin, index = loader.device.type == "cuda", loader.device.index
-        if self.pin:    # else each rank would keep a context of hundreds of MB on GPU 0
+        if self.pin:    # else each rank would hold a CUDA context (hundreds of MB) on GPU 0
             index = torch.cuda.current_device() if index is None else index
             self.packing.submit(torch.cuda.set_device, index)
         self.ready = collections.deque(self.packing.submit(self._pack) for _ in range(1 + loader.prefetch))
 
     def next_batch(self, position):
-        """The batch after this position; the same one until its own position is passed."""
+        """The batch after `position`. A call with the same position returns it again."""
         began = time.perf_counter()
         batch = self.ready[0].result()
         if batch.position is position:
@@ -635,7 +638,7 @@ class Pipeline:
         self.position = Position(self.position.rows + B * self.world_size, {**self.position.lanes, **moved})
         n_empty = sum(n == 0 for _, n in short)
         more = n_empty < B or any(map(self._look_ahead, self.lanes))
-        inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)    # always new memory
+        inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)    # always copies
         for b, n in short:
             targets[b, max(0, n - 1):] = -100
         both = torch.from_numpy(inputs), torch.from_numpy(targets)
@@ -663,16 +666,15 @@ class PackedLoader(IterableDataset):
 
     tokenizer: see as_encoder in tokenizer.py; transform(ids, ref, location): see Encoder
     packing: "flat", "bestfit" or "exactfit"; buffer_size: documents that the packer chooses from
-    data_dir: a folder or URI of shards, or {folder: weight}. A weight is a share of the rows: a number, or a
-        function of the row's number, which a state knows by name. Default: what dataset.find_data finds
+    data_dir: a folder or URI of shards, or {folder: weight}. Weights are proportions of rows: numbers, or
+        functions of the row number, which a state stores by name. Default: what dataset.find_data finds
     rank, world_size: default: torch.distributed's if initialised, else RANK and WORLD_SIZE
-    num_lanes: world sizes that divide it give the same rows. Default: a multiple of 8 and of world_size, or
-        the number of a loaded state
+    num_lanes: world sizes that divide it give the same rows. Default: lcm(8, world_size), or a state's
     shuffle_seed: None: documents in file order; an int: a new order every epoch
     epochs: n, or {folder: n}: a finite run. Its ranks end together if torch.distributed is initialised.
         uneven: if lanes differ in length, "pad" delivers masked rows until the longest ends (sum the losses,
         divide by the targets of all ranks), "stop" stops with the shortest
-    threads: that encode; default: this rank's cores. prefetch: batches packed ahead
+    threads: for encoding; default: this rank's cores. prefetch: batches packed ahead
     """
 
     def __init__(self, tokenizer, B: int, T: int, split: str, *, packing: str = "exactfit",
@@ -694,10 +696,10 @@ class PackedLoader(IterableDataset):
         self.weights, self.epochs = sources_of(data_dir, epochs)
         sources = [Source(name, list_shards(name, split), self.num_lanes, shuffle_seed)
                    for name in self.weights]
-        # Folders that moved, or that hold the tokens of the same text, keep this order.
+        # By fingerprint: the same order for moved folders, and for tokens of the same text.
         sources.sort(key=lambda source: (source.fingerprint, source.name))
         self.sources = {source.name: source for source in sources}
-        if num_lanes is not None:    # else a state may bring fewer
+        if num_lanes is not None:    # else a loaded state may have fewer
             check_fed(self)
         self.in_step = all(self.epochs.values()) and self.world_size > 1    # endless ranks need not agree
         self.position = self._beginning()
@@ -718,7 +720,7 @@ class PackedLoader(IterableDataset):
         return {name: getattr(self, name) for name in PACKINGS[self.packing].options}
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        if self._finished:    # the same run again, like any iterable
+        if self._finished:    # start the run again, like any iterable
             self._go_to(self._beginning())
         return self
 
@@ -740,7 +742,7 @@ class PackedLoader(IterableDataset):
                 self._finished = True
                 raise StopIteration
             tensors = tuple(part.to(self.device, non_blocking=True) for part in batch[:2])
-            self.position = batch.position    # last: an interrupted call is repeated
+            self.position = batch.position    # last, so that an interrupted call repeats
             return tensors
 
     def _is_in_run(self, batch):
@@ -752,7 +754,7 @@ class PackedLoader(IterableDataset):
         return more and not (lacking and self.uneven == "stop")
 
     def close(self) -> None:
-        """End the threads. In a finite run on several ranks, the others get an error."""
+        """Stop the threads. In a finite run on several ranks, the other ranks get an error."""
         self._closed, group, self._group = True, self._group, None
         if self._pipeline and self._pid == os.getpid():
             self._pipeline.close()
@@ -768,7 +770,7 @@ class PackedLoader(IterableDataset):
 
     def state_dict(self, position: Position | None = None) -> dict:
         """
-        Of this rank, as plain JSON: references to documents, never tokens. gather_states joins all ranks'.
+        This rank's state as plain JSON: references to documents, no tokens. gather_states merges all ranks'.
         position: the value of loader.position at an earlier time, for callers that fetch batches ahead.
         """
         rows, lanes = position or self.position
@@ -780,20 +782,20 @@ class PackedLoader(IterableDataset):
                             "lanes": lanes})
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume; also at another T, B or world size. ValueError, and nothing changed, if it does not fit."""
+        """Resume, also with another T, B or world size; ValueError, changing nothing, if it does not fit."""
         with self._lock:
             position, changed = read_state(self, state)
             self._go_to(position, **changed)
 
     def _go_to(self, position, **changed):
-        """In one step: a Ctrl-C leaves the old run or the new one."""
+        """Atomic: Ctrl-C leaves either the old run or the new one."""
         old = self._pipeline
         vars(self).update(changed, position=position, _pipeline=None, _finished=False)
         if old:
             old.close()
 
     def stats(self) -> dict:
-        """Since the first batch, load or error, in this process, including batches packed ahead."""
+        """Counts since the start, or the last load or error, in this process; includes prefetched batches."""
         if not (pipeline := self._pipeline):
             return {}
         counts = collections.Counter()
@@ -821,7 +823,6 @@ def ranks_of_this_process():
 
 
 def cores_of_this_rank():
-    """This rank's share of the cores of its node."""
     return max(1, cores() // (env_int("LOCAL_WORLD_SIZE", least=1) or 1))
 
 
@@ -836,8 +837,8 @@ def env_int(name, least):
 # ---------------------------------------------------------------------------------------------------------
 # States: plain JSON
 #
-# config: what must be equal for the rows to be equal. sources: other shards are an error, weights and epochs
-# may change at a resume. lanes: a LaneState for each lane and source. digest: so that damage is one error
+# config: must match for the rows to match. sources: their shards must match; weights and epochs may change
+# on resume. lanes: a LaneState for each lane and source. digest: detects any damage
 
 VERSION = 4    # the rows of a version never change
 
@@ -854,7 +855,7 @@ def config_of(loader):
 
 
 def with_digest(state):
-    """As plain JSON, with a SHA-256 of each lane and the rest (each: DCP may load it on another rank)."""
+    """The state as plain JSON, with a SHA-256 for each lane: DCP may load lanes on other ranks."""
     state = json.loads(json.dumps({**state, "digest": {}}))
     for number, lane in state["lanes"].items():
         part = json.dumps({**state, "digest": {}, "lanes": {number: lane}}, sort_keys=True)
@@ -891,19 +892,19 @@ def read_state(loader, state):
 
 
 def saved_names(saved, sources):
-    """{name: its name in the state} of the sources that the state has; a folder may have moved since."""
+    """{name: its name in the state} for sources in the state; a folder may have moved."""
     moved = {entry["fingerprint"]: name for name, entry in saved.items() if name not in sources}
     known = {name: name if name in saved else moved[source.fingerprint] for name, source in sources.items()
              if name in saved or source.fingerprint in moved}
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
-    if changed or not known:
+    if changed or not known or len({*known.values()}) < len(known):
         raise ValueError(f"the state's sources are {sorted(saved)}, these are {sorted(sources)}; names or "
                          f"sizes of shards differ in {changed or 'all'}. Put new shards in another folder")
     return known
 
 
 def gather_states(loader, position=None) -> dict | None:
-    """merge_states of all ranks of torch.distributed on rank 0, None on the others. All call it together."""
+    """The merged state of all ranks on rank 0, None on the others. Every rank must call it."""
     state = loader.state_dict(position)
     if not (dist.is_available() and dist.is_initialized()):
         return merge_states([state])
@@ -918,7 +919,7 @@ def gather_states(loader, position=None) -> dict | None:
 
 
 def merge_states(states: list[dict]) -> dict:
-    """The states of all ranks, taken at one step, as one that every allowed world size loads."""
+    """Merge all ranks' states of one step into one that any allowed world size can load."""
     for state in states:
         check_state(state)
         for key in ("rows", "config", "sources"):
@@ -942,8 +943,8 @@ class Piece(NamedTuple):
 
 def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
     """
-    Yields, for each batch after a state (default: the loader's), B lists of the row's Pieces. The loader
-    runs again, with ids that number documents and tokens, so this cannot differ from what was trained on.
+    For each batch after a state (default: the loader's), yield a list of Pieces per row. This runs a second
+    loader whose ids number documents and tokens, so it cannot differ from what was trained on.
     A later piece of a document is two Pieces: its BOS, and the rest.
     """
     found, numbers = {}, itertools.count(1)
@@ -953,16 +954,16 @@ def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
             return None
         number = next(numbers)
         found[number] = location, ref
-        return np.arange(len(ids)) + (number << 32)
+        return np.arange(len(ids)) + loader.tokenizer.bos + (number << 32)
 
     changed = {"rank": loader.rank, "world_size": loader.world_size, "device": "cpu"}
     with PackedLoader(**loader.arguments | changed) as tracer:
         tracer.transform, tracer.in_step, tracer.sources = number_tokens, False, loader.sources
         tracer.load_state_dict(state or loader.state_dict())
         for n, (inputs, targets) in enumerate(tracer, 1):
-            rows = torch.cat([inputs[:, :1], targets], dim=1).numpy()
+            rows = torch.cat([inputs[:, :1], targets], dim=1).numpy() - loader.tokenizer.bos
             yield [pieces_of_row(row, found) for row in rows]
-            if n % 1000 == 0:    # start again from here, to forget the documents that were delivered
+            if n % 1000 == 0:    # restart from here, to free the delivered documents
                 tracer.load_state_dict(tracer.state_dict())
                 found.clear()
 
@@ -977,7 +978,7 @@ def pieces_of_row(row, found):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Guards: arguments, states and surroundings that do not fit
+# Guards: reject unusable arguments, states and environments
 
 def check_arguments(loader):
     for name, allowed in {"packing": tuple(PACKINGS), "uneven": ("pad", "stop")}.items():
@@ -1023,7 +1024,7 @@ def source_name(path):    # a, a/ and ./a are one source
 
 
 def check_start(loader):
-    """With a process group that is younger than the loader, every rank would get the same rows."""
+    """If the process group is initialised after the loader, every rank would get the same rows."""
     seen, now = (loader.rank, loader.world_size), ranks_of_this_process()
     if loader.arguments["rank"] is None and seen != now:
         raise RuntimeError(f"made for rank {seen[0]} of {seen[1]}, but this is {now[0]} of {now[1]}: make "
@@ -1034,7 +1035,7 @@ def check_start(loader):
 def check_fed(loader):
     for source in loader.sources.values():
         if (n := source.group_sizes.sum()) < loader.num_lanes:
-            raise ValueError(f"{source.name}: {n} documents cannot feed {loader.num_lanes} lanes; lower it")
+            raise ValueError(f"{source.name}: {n} documents for {loader.num_lanes} lanes; lower num_lanes")
 
 
 def check_state(state):
@@ -1046,5 +1047,4 @@ def check_state(state):
 
 def check_lanes(needed, lanes):
     if len(needed) > len(lanes) or any(str(number) not in lanes for number in needed):
-        raise ValueError(f"the state lacks lanes: it has {len(lanes)}, like that of one rank; load what "
-                         "gather_states or merge_states returned")
+        raise ValueError(f"the state lacks lanes (it has {len(lanes)}, like one rank's); use gather_states")

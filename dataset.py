@@ -85,13 +85,13 @@ def describe_split(folder, shards):
 
 
 def list_parquet_files(data_dir: str | None = None, warn_on_legacy: bool = False) -> list[str]:
-    """nanochat's: full paths (or URIs) of the shards in a folder, sorted. There is no legacy to warn of."""
+    """nanochat's: full paths (or URIs) of the shards in a folder, sorted. `warn_on_legacy` is ignored."""
     folder = data_dir or default_data_dir()
     return [join_name(folder, name) for name, _, _ in list_files(folder)]
 
 
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1, data_dir: str | None = None):
-    """nanochat's: the documents of every `step`-th row group of each shard from `start` on, a list each."""
+    """nanochat's: a list of documents for every `step`-th row group of each shard, from `start` on."""
     for shard in list_shards(data_dir, split):
         for row_group in range(start, len(shard.rows), step):
             yield [text for text in shard.read(row_group).to_pylist() if text is not None]
@@ -112,7 +112,7 @@ def shards_of(folder, index):
     dtype = index["dtype"] and np.dtype(index["dtype"]).newbyteorder("<")
     return [Shard(folder, name, entry["bytes"], entry["text_bytes"], entry["rows"], index["kind"], dtype,
                   index["tokenizer"])
-            for name, entry in sorted(index["shards"].items()) if any(entry["rows"])]    # Spark: empty ones
+            for name, entry in sorted(index["shards"].items()) if any(entry["rows"])]    # skips Spark's empty
 
 
 def read_index(folder: str) -> dict | None:
@@ -122,7 +122,7 @@ def read_index(folder: str) -> dict | None:
      {"shard_00000.parquet": {"bytes": 1925, "text_bytes": 1925, "rows": [1024, 700]}, ...}}
     rows: documents of each row group; text_bytes: size of the text shard, also if this one holds its tokens.
     """
-    filesystem_of(folder)    # an error here is not one of the index
+    filesystem_of(folder)    # first: its errors are not the index's
     where, command = join_name(folder, INDEX), f"python dataset.py index {shlex.quote(folder)}"
     try:
         index = json.loads(retry(lambda: open_file(folder, INDEX).read(), folder))
@@ -138,8 +138,8 @@ def read_index(folder: str) -> dict | None:
         raise ValueError(f"{where} cannot be used ({type(error).__name__}: {printable(error)}); if it is "
                          f"damaged: {command}") from error
     if "://" not in folder and (differ := sizes ^ {(name, size) for name, size, _ in list_files(folder)}):
-        raise ValueError(f"{where} does not fit its folder: {min(differ)[0]} is new, missing or of another "
-                         f"size; if the folder is complete: {command}")
+        raise ValueError(f"{where} does not match its folder: {min(differ)[0]} is new, missing or resized; "
+                         f"if the folder is complete: {command}")
     return index
 
 
@@ -154,7 +154,7 @@ def cached_index(folder):
             return json.load(file)
         index = make_index(folder, files)
         if index["kind"] == "tokens":
-            raise ValueError(f"{folder}: token shards without {INDEX}, which tokenize writes last")
+            raise ValueError(f"{folder}: token shards without {INDEX}: run tokenize again to finish them")
         print(describe_split(folder, shards_of(folder, index)), file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):    # a full disk: the next start reads the footers again
             write_whole(path, json.dumps(index).encode())
@@ -176,7 +176,7 @@ def make_index(folder, files):
 
 
 def read_entry(folder, file):
-    """(name, what an index says of all shards of a folder, what it says of this one), from its footer."""
+    """(name, index fields shared by the folder, index entry of this shard), from its footer."""
     name, size, _ = file
     with errors_named(folder, name, "footer"):
         metadata, checksums = retry(lambda: read_footer(folder, name, size), folder)
@@ -221,7 +221,7 @@ class Shard:
     folder: str
     name: str
     file_size: int
-    size: int                  # bytes of the text shard, also of its tokens: one fingerprint for both
+    size: int                  # bytes of the text shard, even in its token shard: same fingerprint
     rows: list[int]            # documents in each row group
     kind: str                  # 'text' or 'tokens'
     dtype: np.dtype | None     # of the token ids
@@ -262,7 +262,7 @@ def read_footer(folder, name, size):
 
 @contextlib.contextmanager
 def errors_named(folder, name, part, advice=None):
-    """Whatever pyarrow raises on damaged bytes becomes an error that names the shard, and what to type."""
+    """Turn any error inside into a ShardError that names the shard and says what to type."""
     try:
         yield
     except Exception as error:
@@ -347,7 +347,7 @@ def complete_or_absent(path):
 # ---------------------------------------------------------------------------------------------------------
 # Which data: the given folder, or the default one, or a built-in corpus: the standard library's sources
 
-BUILTIN_VERSION, BUILTIN_TRAIN_SHARDS, BUILTIN_VAL_BYTES = 1, 4, 1_000_000    # a new recipe: a new version
+BUILTIN_VERSION, BUILTIN_TRAIN_SHARDS, BUILTIN_VAL_BYTES = 1, 4, 1_000_000    # change with the recipe
 BUILTIN_ROW_GROUPS = 16    # in a shard, so that 2, 4, 8 and 16 lanes get an even share
 
 
@@ -373,7 +373,7 @@ def build_builtin_corpus(folder: str) -> None:
             documents.append(file.read())
     documents = [text for text in documents if text]
     size = sum(map(len, documents))
-    print(f"no data yet (python dataset.py -n 8 gets some): making a corpus of Python's library, "
+    print(f"no data yet (to download: python dataset.py -n 8): building a corpus of Python's library, "
           f"{len(documents):,} files, {size / 1e6:.1f} MB", flush=True)
     # Every k-th document by size is val: a fair sample, although a few files hold much of the text.
     by_size = sorted(range(len(documents)), key=lambda i: (len(documents[i]), i))
@@ -431,7 +431,7 @@ def list_files(folder: str) -> list[tuple[str, int, int]]:
 
 
 def list_local(folder, prefix, deep, seen):
-    """pyarrow's FileSelector would skip links to nothing silently, and follow links in circles."""
+    """pyarrow's FileSelector would silently skip broken symlinks, and follow symlink loops."""
     seen.add(os.path.realpath(folder))
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         if entry.is_dir():
@@ -471,14 +471,14 @@ def open_file(folder, name, size=None):
         if size is None:
             return pa.BufferReader(fs.handler.fs.cat_file(path))
         return pa.PythonFile(fs.handler.fs.open(path, size=size, cache_type="none"), mode="r")
-    file = fs.open_input_file(path)    # no memory map: truncated meanwhile, it would kill us
+    file = fs.open_input_file(path)    # no memory map: truncating the file would kill us
     if size not in (None, file.size()):
         raise OSError(f"it has {file.size():,} bytes, but {size:,} when the folder was listed")
     return file
 
 
 def retry(work: Callable, folder: str, attempts: int = 6):
-    """work(); for a remote folder again after growing waits. A missing file is an answer."""
+    """Call work(); for a remote folder, retry with backoff, except on a missing file."""
     for attempt in range(attempts):
         try:
             return work()
@@ -525,14 +525,14 @@ def printable(text) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """A mistake in the arguments is one line."""
+    """Reports a bad argument in one line."""
     def error(self, message):
         self.exit(2, f"error: {printable(message)}; see {self.prog} --help\n")
 
 
 @contextlib.contextmanager
 def errors_in_one_line():
-    """For commands: what a user, a disk or a network can cause is one line and no traceback."""
+    """For commands: print user, disk and network errors in one line, without a traceback."""
     try:
         yield
     except BrokenPipeError:    # as in `| head`
@@ -564,7 +564,7 @@ def download(n_train: int, folder: str, workers: int = 4) -> None:
     names = [f"shard_{number:05d}.parquet" for number in (MAX_SHARD, *range(n_train))]
     pool = ThreadPoolExecutor(workers)
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(folder, INDEX))    # it will not fit until all are there
+        os.unlink(os.path.join(folder, INDEX))    # stale until all are there
     try:
         for batch in (names[:1], names[1:]):    # val first: else another shard would be val meanwhile
             fetched = pool.map(lambda name: retry(lambda: fetch(name), "hf://", attempts=3), batch)

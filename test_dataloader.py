@@ -22,6 +22,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -715,7 +716,8 @@ def test_transform_that_filters_what_the_state_holds_is_an_error(corpus):
 
 @pytest.mark.parametrize("result", [
     lambda ids: ids * 0.5, lambda ids: ids.reshape(1, -1), lambda ids: ids.astype(np.uint64) + 2**63,
-    lambda ids: "tokens", lambda ids: ids > 0], ids=["floats", "2-D", "beyond int64", "a string", "bools"])
+    lambda ids: "tokens", lambda ids: ids > 0, lambda ids: ids[1:], lambda ids: -ids],
+    ids=["floats", "2-D", "beyond int64", "a string", "bools", "no BOS", "negative"])
 def test_transform_that_returns_no_tokens_is_an_error_that_names_the_document(corpus, result):
     loader = make(corpus, transform=lambda ids, ref, location: result(ids))
     with pytest.raises(RuntimeError, match=r"00000.parquet, row group 0, row 0: \w+: transform returned"):
@@ -994,6 +996,20 @@ def test_batches_of_a_loader_have_their_shares(letters, weights, lanes, world, B
     assert got == letters_by_golden_ratio(data, range(len(rows)))
 
 
+@pytest.mark.parametrize("weight", [math.nan, math.inf, 1e30])
+def test_weight_that_is_no_number_of_rows_is_an_error_that_names_the_row(letters, weight):
+    loader = make({letters[0]: 1, letters[1]: lambda row: weight if row == 5 else 1.0}, num_lanes=4)
+    with pytest.raises(ValueError, match="weights of row 5 are"):
+        steps_of_ranks([loader], 4)
+
+
+def test_two_equal_folders_that_both_moved_are_refused(corpus, tmp_path):
+    folders = [str(shutil.copytree(corpus, tmp_path / name)) for name in "abcd"]
+    state = make(dict.fromkeys(folders[:2], 1), num_lanes=2).state_dict()
+    with pytest.raises(ValueError, match="the state's sources are"):
+        make(dict.fromkeys(folders[2:], 1), num_lanes=2).load_state_dict(state)
+
+
 def test_weights_change_at_a_resume_and_may_be_functions_of_the_row(letters):
     a, b, c = letters
     same = {"num_lanes": 4, "B": 4}
@@ -1195,7 +1211,7 @@ def test_states_of_ranks_are_merged_or_refused(corpus):
     """One rank's state lacks lanes; states of different steps are no state."""
     loaders = [make(corpus, rank=rank, world_size=2, num_lanes=4) for rank in range(2)]
     one, two = (loader.state_dict() for loader in loaders)
-    with pytest.raises(ValueError, match=r"lacks lanes.*merge_states"):
+    with pytest.raises(ValueError, match=r"lacks lanes.*gather_states"):
         make(corpus, num_lanes=4).load_state_dict(one)
     with pytest.raises(ValueError, match="lacks lanes"):
         merge_states([one, one])
@@ -1754,17 +1770,6 @@ def test_training_that_is_stopped_and_resumed_is_the_uninterrupted_one(tmp_path,
     assert not train.main(["--resume", "auto", "--out", "stopped"])
     assert 10 < len(stopped) < 15 and len(log_of("whole")) == 22
     assert log_of("stopped") == log_of("whole")
-
-
-def test_hash_of_rows_depends_on_their_order_and_not_on_batches():
-    """What train.py prints, so that runs can be compared."""
-    import train
-
-    rows = torch.arange(12).view(3, 4)
-    n, whole = train.count_and_hash(rows, rows + 1, 0, 0)
-    _, first = train.count_and_hash(rows[:1], rows[:1] + 1, 0, 0)
-    assert n == 12 and train.count_and_hash(rows[1:], rows[1:] + 1, 1, first)[1] == whole
-    assert train.count_and_hash(rows.flip(0), rows.flip(0) + 1, 0, 0)[1] != whole
 
 
 def test_nothing_imports_pickle():

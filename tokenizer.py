@@ -50,7 +50,7 @@ from dataset import (
 SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
                   "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>"]
 
-# How text is split before bytes are merged. gpt4: as tiktoken writes cl100k_base's
+# How text is split before bytes are merged. gpt4: cl100k_base's, as written in tiktoken
 PATTERNS = {
     "gpt4": (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
              r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"),
@@ -59,7 +59,7 @@ PATTERNS = {
 }
 
 # ---------------------------------------------------------------------------------------------------------
-# Engines: tiktoken, whose ids are the right ones, and gigatoken
+# Engines: tiktoken, the reference, and gigatoken
 
 def encode_text(enc: tiktoken.Encoding, text: str) -> np.ndarray:
     """tiktoken's ids of any text; a lone surrogate counts as U+FFFD, as in its encode_ordinary."""
@@ -67,7 +67,7 @@ def encode_text(enc: tiktoken.Encoding, text: str) -> np.ndarray:
         return enc.encode_to_numpy(text, disallowed_special=())
     except UnicodeEncodeError:
         return encode_text(enc, replace_surrogates(text))
-    except ValueError:    # a million spaces overflow the stack of its regex engine; this one has none
+    except ValueError:    # a million spaces overflow its regex engine's stack, but not this one's
         words = regex.finditer(enc._pat_str, text)
         return np.array([id for word in words for id in enc._encode_single_piece(word[0])], np.uint32)
 
@@ -79,8 +79,8 @@ def replace_surrogates(text: str) -> str:
 # gigatoken's names of the split patterns of tiktoken's gpt2, cl100k_base and o200k_base, by their sha256
 SCHEMES = {"bf51d578af571878": "gpt2", "f021c3d976978e62": "gpt4", "2d1b8dc11e89af71": "o200k"}
 
-# All characters that tiktoken 0.14 (Unicode 16) and gigatoken 0.10 (Unicode 17) may take for different kinds,
-# and the first bytes of their UTF-8: bytes are found at 7 GB/s, a regex runs at 0.8 GB/s.
+# All characters that tiktoken 0.14 (Unicode 16) and gigatoken 0.10 (Unicode 17) may classify differently,
+# and their first UTF-8 bytes: a search for these runs at 7 GB/s, the regex at 0.8 GB/s.
 NEWER_CHARACTERS = (
     "[\u0295\u088f\u0c5c\u0cdc\u1acf-\u1aeb\ua7ce-\ua7d4\ua7f1\U00010940-\U00010959\U00010ec5-\U00010efb"
     "\U00011b60-\U00011b67\U00011db0-\U00011de9\U00016ea0-\U00016ed3\U00016ff2-\U00016ff6"
@@ -88,7 +88,7 @@ NEWER_CHARACTERS = (
     "\U0002cea2-\U0002cead\U000323b0-\U00033479]")
 NEWER_BYTES = b"\xca\xe0\xe1\xea\xf0"
 
-# Joins documents for gigatoken, which knows it as BOS: one call a chunk takes 0.7 of the time of its batches.
+# Separates documents; gigatoken encodes it as BOS. One call per chunk: 0.7 of the time of its batches.
 BETWEEN = "\x02\x1cdocument\x1c\x03"
 
 # gigatoken remembers every word: 0.13 GB after 440 MB of code, 2 GB after 270 MB of random letters.
@@ -97,8 +97,8 @@ FORGET_AFTER = 1 << 29    # bytes of text
 
 class Engine:
     """
-    tiktoken, or with a scheme gigatoken: the same ids about ten times as fast. One thread at a time uses it:
-    8 threads that share a tiktoken spend 30 % more CPU (2 cores, 2026-11), with a gigatoken only one runs.
+    tiktoken, or with a scheme gigatoken: the same ids about ten times as fast. Used by one thread at a time:
+    8 threads sharing a tiktoken spend 30 % more CPU (2 cores, 2026-11); sharing gigatoken, they run in turn.
     """
 
     def __init__(self, enc: tiktoken.Encoding, bos: int, scheme: str | None):
@@ -130,7 +130,7 @@ class Engine:
                 self.model = gigatoken.Tokenizer.from_tiktoken(path, self.scheme, {BETWEEN: self.bos})
             self.n_bytes = 0
         self.n_bytes += len(data)
-        # Only its calls for batches let other threads run. parallel: by its own threads, which a fork loses.
+        # Only its batch calls release the GIL. parallel=True would start threads, which a fork loses.
         return self.model.encode_batch_padded(gigatoken.BytesSource(data), 0, parallel=False)[0][0]
 
 
@@ -368,8 +368,8 @@ class RustBPETokenizer:
         for i in check:
             want = [] if documents[i] is None else encode_text(self.enc, documents[i].decode())
             if not np.array_equal(ids[bounds[i]:bounds[i + 1]][1:], want):
-                raise ValueError(f"document {i} of {len(documents)}: {self.engine}, gives other ids than "
-                                 "tiktoken; resume with NANOLOADER_ENGINE=tiktoken")
+                raise ValueError(f"document {i} of {len(documents)}: {self.engine}: its ids differ from "
+                                 "tiktoken's; resume with NANOLOADER_ENGINE=tiktoken")
         return ids, bounds
 
 
@@ -416,7 +416,7 @@ class AnyTokenizer:
         return np.concatenate([np.zeros(0, self.dtype), *arrays]), np.cumsum([0, *lengths])
 
     def _as_dtype(self, ids):
-        """Ids that would wrap or be rounded are an error."""
+        """ValueError if ids would wrap or be rounded."""
         ids = np.asarray(ids)
         largest = min(np.iinfo(self.dtype).max, self.size - 1)
         if len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > largest):
@@ -431,7 +431,7 @@ class AnyTokenizer:
         unit = " ".join(map(str, range(100, 350))) + " "
         ids, bounds = self.encode(pa.array(["a", None, unit, 100 * unit]))
         if bounds.dtype.kind not in "iu" or len(bounds) != 5 or bounds[0] or bounds[-1] != len(ids):
-            return f"of 4 texts it makes the bounds {bounds}; expected 5 integers from 0 to {len(ids)}"
+            return f"for 4 texts it returned bounds {bounds}; expected 5 integers from 0 to {len(ids)}"
         small, null, middle, large = np.diff(bounds).tolist()
         if null or (ids[bounds[[0, 2, 3]]] != self.bos).any() or np.count_nonzero(ids == self.bos) != 3:
             return f"not every text begins with BOS ({self.bos}) and has no other, or None has tokens"
@@ -448,7 +448,7 @@ class AnyTokenizer:
 
 
 def as_encoder(tokenizer) -> AnyTokenizer:
-    """What the loader calls, for any tokenizer; one that cannot be used is an error with a wrapper for it."""
+    """Adapt any tokenizer to the loader; ValueError, with a pointer to a wrapper, if it is unusable."""
     return tokenizer if isinstance(tokenizer, AnyTokenizer) else AnyTokenizer(tokenizer)
 
 

@@ -65,7 +65,7 @@ FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what i
     ("log_every", 50, 1, "steps between printed lines"),
     ("vocab_size", 2048, 32768, "tokens of the tokenizer that is trained if there is none"),
 ]
-# Steps of 8 rows want 0.012 (1.091 -> 1.086 bits per byte), the demo's steps of 4 rows less (1.102 -> 1.100).
+# 0.012 is better for steps of 8 rows (1.091 -> 1.086 bits per byte), 0.009 for the demo's 4 (1.102 -> 1.100).
 LR = {"muon": (0.009, 0.02), "adamw": (0.0025, 0.0025)}
 CHOICES = [
     ("optimizer", ["muon", "adamw"], "muon: for the blocks' matrices; AdamW for the rest"),
@@ -94,12 +94,12 @@ def parse_flags(argv=None):
     p.add_argument("--lr", type=float, help="peak rate of the matrices (muon 0.009, cuda 0.02; adamw 0.0025)")
     p.add_argument("--data", nargs="+", default=[], metavar="PATH[:WEIGHT]", help="folder or URI of shards, "
                    "WEIGHT: share of the rows (default: dataset.py's download, else a built-in corpus)")
-    p.add_argument("--tokenizer", metavar="DIR", help="default: the one trained on the data, now if need be")
+    p.add_argument("--tokenizer", metavar="DIR", help="default: trained on the data, now if missing")
     p.add_argument("--shuffle", action="store_true", help="shuffle documents, by --seed")
     p.add_argument("--num_lanes", type=int, metavar="N", help="world sizes that divide it give the same run "
                    "(default: the smallest multiple of 8 that the world size divides; fewer for tiny data)")
     p.add_argument("--doc_mask", action="store_true", help="attention stays inside documents")
-    p.add_argument("--seed", type=int, default=1, help="of the first weights and of --shuffle")
+    p.add_argument("--seed", type=int, default=1, help="for the initial weights and --shuffle")
     p.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/DATE-TIME)")
     p.add_argument("--resume", default="none", metavar="auto|none|FILE", help="auto: from the newest "
                    "checkpoint in --out, or of the newest run; it brings the flags that are not given")
@@ -154,6 +154,8 @@ def train(flags, at_exit):
     """at_exit: an ExitStack, which ends what the run has started. -> exit status"""
     # Ranks: each makes an equal part of a step's rows
     device, rank, world = start_ranks(flags)
+    if dist.is_initialized():    # also after an error: its threads would abort the exit
+        at_exit.callback(dist.destroy_process_group)
     signals = []
 
     def stop():    # asked by all ranks together
@@ -217,8 +219,8 @@ def train(flags, at_exit):
     equal = [settings, first, rows_hash, tokenizer.fingerprint(), val_files, loader.state_dict()["sources"]]
     digest = torch.tensor(int(hashlib.sha256(json.dumps(equal).encode()).hexdigest()[:12], 16))
     if sum_over_ranks(digest.clone()) != world * digest:
-        raise ValueError(f"rank {rank} and others differ in flags, data, tokenizer or checkpoint; start all "
-                         "ranks with the same")
+        raise ValueError(f"ranks differ in flags, data, tokenizer or checkpoint (seen on rank {rank}); start "
+                         "all ranks with the same")
 
     # Optimizers
     compile_parts(model, flags.compile)
@@ -585,7 +587,7 @@ class Windows(NamedTuple):
 
 
 def val_windows(tokenizer, source, flags):
-    """The first --eval_rows: of each document T + 1 tokens, then the others, each after T // 4 of context."""
+    """The first --eval_rows windows of documents: T + 1 tokens each; later ones repeat T // 4 as context."""
     made_by, T = source.shards[0].fingerprint, flags.seq_len
     if made_by not in (None, tokenizer.fingerprint()):
         raise ValueError(f"{source.name} holds tokens of tokenizer {made_by[:16]}, this one is "
@@ -727,7 +729,7 @@ def checkpoint_path(folder, step):
 
 
 def settle(flags, saved, path, names=None):
-    """Flags (names: only these) that were not given become the checkpoint's. -> those that changed"""
+    """Take flags that were not typed from the checkpoint (only `names`, if given). -> those that changed"""
     theirs = {name: value for name, value in saved["flags"].items() if names is None or name in names}
     changed = [name for name in theirs if name in flags.given and theirs[name] != getattr(flags, name)]
     if refused := [name for name in changed if name in OF_RUN]:
@@ -840,7 +842,7 @@ class Log:
         self.path, self.flags = os.path.join(folder, "log.jsonl"), flags
         self.mfu_of_one_token, self.times, self.seconds, self.failed = mfu_of_one_token, [], 0.0, False
         if ranks_of_this_process()[0] == 0:
-            # Remove what a resumed run does again. A full disk keeps the old lines, and stops nothing.
+            # Remove lines of steps that the resumed run repeats. On a full disk, they stay.
             kept = [record for record in read_log(self.path) if record.get("step", -1) < header["from_step"]]
             with contextlib.suppress(OSError):
                 write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
@@ -850,13 +852,13 @@ class Log:
     def write(self, record):
         if ranks_of_this_process()[0] != 0:
             return
-        # >>> wandb, TensorBoard and the like go here: every record comes by, on rank 0. <<<
+        # >>> wandb, TensorBoard and the like go here: every record passes here, on rank 0. <<<
         try:
             with open(self.path, "a") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:    # a full disk stops no training, and is reported once
             if not self.failed:
-                print0(f"warning: {self.path}: {error}; it will lack lines")
+                print0(f"warning: {self.path}: {error}; some lines will be missing")
             self.failed = True
 
     def step(self, step, loss, lr, norm, seconds, waited, rows_hash):
@@ -890,9 +892,7 @@ def main(argv=None):
         except RuntimeError as error:
             if "onnection" not in str(error):    # of gloo: "Connection closed by peer", "Connection reset"
                 raise
-            raise ValueError("the connection to another rank is lost; if it failed, it says why") from None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+            raise ValueError("lost the connection to another rank; see its output") from None
         return status
 
 

@@ -49,18 +49,18 @@ def show(tokenizer, data_dir, T, columns=72, colour=False):
             inputs, targets = next(loader)
             dropped, cut = shares(loader)
         yield f"{packing}   dropped {dropped:.1%}, fit a row but cut {cut:.2%}"
-        for row in torch.cat([inputs[-5:, :1], targets[-5:]], dim=1).tolist():
+        for row in (torch.cat([inputs[-5:, :1], targets[-5:]], dim=1) >> 32).tolist():
             yield "  " + draw_row(row, columns, colour)
         yield ""
 
 
 def outline(ids, ref, location):
-    """Instead of a document's ids: whether each is its first, second or last."""
+    """Marks each id in its upper half: whether it is the document's first, second or last."""
     marks = np.zeros(len(ids), np.int64)
     marks[:1] |= FIRST
     marks[1:2] |= SECOND
     marks[-1:] |= LAST
-    return marks
+    return ids | marks << 32
 
 
 def draw_row(row, columns, colour):

@@ -136,7 +136,7 @@ def building_folder(out):
 
 
 def pool_of(executor, n):
-    """The given executor; else n processes; instead of one process, a thread of this one."""
+    """The given executor, else n processes, or one thread if n is 1."""
     if executor or n == 1:
         return contextlib.nullcontext(executor) if executor else ThreadPoolExecutor(1)
     context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
@@ -156,7 +156,7 @@ def dask_executor(address):
 
 
 def end_with_parent():
-    """A worker ends when its parent is killed, and leaves Ctrl-C to it."""
+    """In a worker: exit with the parent, and leave Ctrl-C to the parent."""
     def wait():
         multiprocessing.parent_process().join()
         os._exit(1)
@@ -219,7 +219,7 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
                 continue
             position = b"%d %d %d" % (seed, file_number, index)
             key = int.from_bytes(hashlib.blake2b(position, digest_size=8).digest(), "big")
-            # The last documents are val: a document with much of all text must not be among them.
+            # Val gets the last keys; halving the key keeps documents that are too large out of it.
             keys.append(key // 2 if len(text) > max_in_val else key)
             texts.append(text)
             kept.append([record.get(name) for name in keep])
@@ -264,7 +264,7 @@ def open_runs(building):
 
 
 def keys_and_lengths(building):
-    """Of all documents, in the order of their keys."""
+    """(keys, lengths) of all documents, sorted by key."""
     runs = open_runs(building)
     keys = np.concatenate([np.zeros(0, np.uint64), *(run[KEY].to_numpy() for run in runs)])
     lengths = np.concatenate([np.zeros(0, np.int64), *(pc.binary_length(run[DOCUMENT]) for run in runs)])
@@ -427,7 +427,7 @@ def kind_of(name, as_text=()):
 
 
 def kind_seen(stream):
-    """What the first bytes of a file say that it is; None if they say nothing."""
+    """The kind of a file by its first bytes; None if unknown."""
     head = stream.read(PIECE)
     stream.seek(0)
     seen = next((seen for magic, seen in MAGIC.items() if head.startswith(magic)), None)
@@ -435,7 +435,7 @@ def kind_seen(stream):
 
 
 def advise(file, seen):
-    """What to type for a file that cannot be read as it is named; seen: its kind by its first bytes."""
+    """Say what to type for a file whose content does not match its name; seen: kind by its first bytes."""
     path, suffix = shlex.quote(file.path), os.path.splitext(file.path.lower())[1]
     if archive := re.search(r"\.(zip|tar|tgz)(\.\w+)?$", file.path.lower()):
         module = "zipfile" if archive[1] == "zip" else "tarfile"

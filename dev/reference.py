@@ -5,7 +5,7 @@ loader with it. Both use the same `Ref` and packers; every other decision is wri
 1. order: an epoch is the row groups of all shards, in file order, or permuted by the seed.
 2. lane: number k of that order goes to lane k % num_lanes; row g of the run comes from lane g % num_lanes.
 3. source: the weights divide [0, 1) among the sources, and frac(g * golden ratio) is in the part of one.
-4. document: a lane reads the documents of a source one at a time; nulls and empty ones do not count.
+4. document: a lane reads the documents of a source one at a time; nulls do not count.
 5. packer: one for each lane and source turns documents into rows of T + 1 tokens.
 6. rank: row g goes to rank g % world_size. Here there is only one.
 """

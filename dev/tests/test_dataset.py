@@ -72,7 +72,7 @@ def test_builtin_corpus_is_made_once_and_is_always_the_same(tmp_path, monkeypatc
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
     with ThreadPoolExecutor(3) as pool:
         (folder,) = set(pool.map(dataset.find_data, [None] * 3))
-    assert capsys.readouterr().out.count("making a corpus of Python's library") == 1
+    assert capsys.readouterr().out.count("building a corpus of Python's library") == 1
     train, val = dataset.list_shards(folder, "train"), dataset.list_shards(folder, "val")
     assert len(train) == 4 and len(val) == 1 and all(len(shard.rows) % 8 == 0 for shard in train + val)
     texts = read_all(folder)
@@ -142,7 +142,7 @@ def write_tokens(folder, *names):
 
 
 FULL = {"bytes": 1, "text_bytes": 1, "rows": [1]}
-DIFFERS = r"does not fit its folder: %s.parquet is new, missing or .*: python dataset.py index \S+/data$"
+DIFFERS = r"does not match its folder: %s.parquet is new, missing or .*: python dataset.py index \S+/data$"
 ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* --text_key COLUMN --out \S+$"
 
 
@@ -164,7 +164,7 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
     (lambda folder: [make_shards(folder), (folder / "a.parquet").symlink_to("/nowhere")], "data/a.parquet"),
     (spoiled("_delta_log/0.json", b"{}"), "files of older versions"),
     (lambda folder: [make_shards(folder / "snapshots" / v) for v in "ab"], "name the folder of one version"),
-    (lambda folder: write_tokens(folder, "a", "b"), "token shards without index.json, which tokenize writes"),
+    (lambda folder: write_tokens(folder, "a", "b"), "token shards without index.json: run tokenize again"),
     (lambda folder: [make_shards(folder), write_tokens(folder, "a")], "two kinds, .*a.parquet.*shard_00002"),
     *((indexed(change), r"index.json cannot be used .*python dataset.py index \S+/data$") for change in (
         b"", b"{", b"[]", b"3", b"[" * 200_000, b"\xff", {"format": 2}, {"dtype": "nothing"}, {"shards": []},

@@ -93,7 +93,7 @@ def text_of_loops():
 
 def snippets():
     """{first bold words: code} of loops.md; the first one, which all need, is under ""."""
-    found = re.findall(r"(?:^\*\*([^*]+)\*\*|^Each snippet)(?:(?!```).)*```python\n(.*?)```", text_of_loops(),
+    found = re.findall(r"(?:^\*\*([^*]+)\*\*|^# In other)(?:(?!```).)*```python\n(.*?)```", text_of_loops(),
                        re.M | re.S)
     return {name.rstrip("."): code for name, code in found}
 

@@ -629,7 +629,7 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     assert re.search(f"{first.name} +PROBLEM  it contradicts index.json; type:", capsys.readouterr().out)
     shutil.copy(first, tmp_path / "shard_00004.parquet")
     line = command("verify", "--data", tmp_path)
-    assert re.search(r"index.json does not fit .*00004.*python dataset.py index", line)
+    assert re.search(r"index.json does not match .*00004.*python dataset.py index", line)
     dataset.write_index(str(tmp_path))
     assert command("verify", "--data", tmp_path) == 0
 
