@@ -164,7 +164,7 @@ def cached_index(folder):
 def make_index(folder, files):
     """From the footers of these files."""
     if not files:
-        what = "has no parquet files" if "://" in folder or os.path.exists(folder) else "does not exist"
+        what = "is no folder of shards" if "://" in folder or os.path.exists(folder) else "does not exist"
         raise FileNotFoundError(f"{folder} {what}; get some: python dataset.py -n 8, or {CONVERT} FILES")
     with ThreadPoolExecutor(32) as pool:
         read = pool.map(functools.partial(read_entry, folder), files)

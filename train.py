@@ -1,7 +1,7 @@
 """
 Train a GPT on packed token batches: one process, one node or many, on CPUs or GPUs.
 
-    python train.py                                      the demo: Python's own library, 3 minutes
+    python train.py                                      the demo: Python's own library, 2.5 minutes
     torchrun --standalone --nproc_per_node=2 train.py    the same rows and the same result, by 2 ranks
     python train.py --resume auto                        resume the newest run; its checkpoint has the flags
     python train.py --sample "def "                      text from the newest checkpoint
@@ -790,10 +790,10 @@ def load_checkpoint(path):
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         wrong = [name for name, kind in CONTENT.items() if not isinstance(content.get(name), kind)]
         if wrong or content["version"] != VERSION:
-            raise ValueError(f"it lacks {', '.join(wrong) or f'version {VERSION}'}")
+            raise ValueError(f"this code reads version {VERSION}; it lacks {', '.join(wrong) or 'that'}")
     except Exception as error:    # a file that is not torch's raises almost anything
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise ValueError(f"{path} is damaged, or no checkpoint of this train.py ({why})") from None
+        what = "is damaged, or no checkpoint of this train.py" if os.path.exists(path) else "does not exist"
+        raise ValueError(f"{path} {what} ({type(error).__name__}: {str(error).splitlines()[0]})") from None
     return content
 
 

@@ -148,8 +148,8 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
 
 @pytest.mark.parametrize("spoil, words", [
     (lambda folder: None, r"data does not exist; get some: python dataset.py -n 8, or .*convert FILES$"),
-    (lambda folder: folder.mkdir(), "data has no parquet files; get some: "),
-    (lambda folder: folder.write_text("a file"), "data has no parquet files; get some: "),
+    (lambda folder: folder.mkdir(), "data is no folder of shards; get some: "),
+    (lambda folder: folder.write_text("a file"), "data is no folder of shards; get some: "),
     (lambda folder: make_shards(folder, (8,)), "0 train shards, 1 val; val is the last file, shard_00000.parq"
      r"uet .*; train and val need a file each; make more: python -m dev.prepare convert \S+/data --out \S+$"),
     (lambda folder: [make_shards(folder / split, (8,)) for split in ("train", "test")],

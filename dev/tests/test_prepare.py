@@ -628,8 +628,12 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     assert command("verify", "--data", tmp_path) == 1
     assert re.search(f"{first.name} +PROBLEM  it contradicts index.json; type:", capsys.readouterr().out)
     shutil.copy(first, tmp_path / "shard_00004.parquet")
-    line = command("verify", "--data", tmp_path)
-    assert re.search(r"index.json does not match .*00004.*python dataset.py index", line)
+    os.truncate(tmp_path / "shard_00004.parquet", 200)
+    assert command("verify", "--data", tmp_path) == 1
+    words = capsys.readouterr().out
+    assert re.search(r"PROBLEM  .*index.json does not match .*00004.*python dataset.py index", words)
+    assert re.search(r"shard_00004.parquet +PROBLEM ", words) and "5 shards, 2 problems" in words
+    os.unlink(tmp_path / "shard_00004.parquet")
     dataset.write_index(str(tmp_path))
     assert command("verify", "--data", tmp_path) == 0
 

@@ -427,7 +427,7 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--data", "tokens"], "tokens holds tokens"),
     (["--data", "tokens", "--tokenizer", "other"], "pass the one that made them: --tokenizer DIR"),
     (["--tokenizer", "nowhere"], "nowhere"),
-    (["--resume", "nowhere.pt"], "nowhere.pt is damaged, or no checkpoint of this train.py (FileNotFound"),
+    (["--resume", "nowhere.pt"], "nowhere.pt does not exist (FileNotFound"),
     (["--resume", "text.pt"], "text.pt is damaged, or no checkpoint of this train.py (RuntimeError"),
     (["--init", "tensor.pt"], "tensor.pt is damaged, or no checkpoint of this train.py (AttributeError"),
     (["--eval", "handmade.pt"], "handmade.pt is damaged, or no checkpoint of this train.py (ValueError"),
