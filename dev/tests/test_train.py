@@ -488,6 +488,11 @@ def test_not_finite_loss_names_the_command_that_lists_its_documents(command, res
     assert train.list_checkpoints("good") == ["good/step_0000003.pt"]
 
 
+def test_not_finite_norm_stops_the_run_although_the_loss_is_finite(command, monkeypatch):
+    monkeypatch.setattr(train, "train_step", lambda *args: (1.0, math.nan))
+    assert "error: step 0: loss 1.0, gradient norm nan" in command("--steps", 2, status=1)
+
+
 def test_changed_val_files_of_a_resumed_run_are_one_line(command, resume, base):
     shutil.copytree(base / "a", "data")
     os.rename("data/shard_00002.parquet", "data/val-0.parquet")
@@ -503,6 +508,8 @@ def test_tiny_data_gets_fewer_lanes(command, resume):
     told = command("--data", "tiny", "--steps", 2)
     assert "a source has only 3 documents: --num_lanes 3" in told and "done at step 2" in told
     assert "changed: --steps 3 from --steps 2" in resume("--steps", 3)
+    first, _ = outputs_of(start_two(*TOY, "--data", "tiny", "--steps", 2, "--out", "two"))
+    assert "a source has only 3 documents: --num_lanes 2" in first    # both ranks have as many
 
 
 def test_run_that_cut_many_documents_says_so(command):
