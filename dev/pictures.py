@@ -51,6 +51,8 @@ def rows_picture(tokenizer, data_dir, T, n_rows=8):
 def speed_picture(lines):
     """For each packing and engine the line with the most threads, which is the last; a scale per kind."""
     jobs = [line.split()[:5] for line in lines if line.startswith(("text ", "tokens "))]
+    if not jobs:
+        raise ValueError("no lines on standard input; type: python -m dev.bench bench | ... speed")
     figure = Figure((9, 6), layout="constrained")
     for panel, kind in zip(figure.subplots(2), ("text", "tokens"), strict=True):
         bars = {f"{packing}, {engine}".removesuffix(", -"): (float(speed), threads)

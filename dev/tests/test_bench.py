@@ -174,6 +174,8 @@ def test_bars_of_a_row_fill_it(base, pictures, tmp_path):
 
 
 def test_speeds_are_those_with_the_most_threads(pictures):
+    with pytest.raises(ValueError, match="no lines on standard input; type: "):
+        pictures.speed_picture(["a header"])
     lines = ["from    packing", "text    flat   tiktoken    1    2.00    0.99",
              "text    flat   tiktoken    2    3.50    0.97", "tokens  exactfit    -    2    99.00"]
     upper, lower = pictures.speed_picture(lines).axes
