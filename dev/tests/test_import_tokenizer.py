@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dev import prepare
+from dev.tests.test_prepare import command
 from tokenizer import RustBPETokenizer
 
 library = pytest.importorskip("tokenizers")
@@ -41,15 +42,6 @@ def small_tokenizer(path, pattern=None, **changes):
     described |= changes
     path.write_text(json.dumps(described))
     return made, described
-
-
-def command(*arguments):
-    """The error line with which `python -m dev.prepare ...` ends; None if all went well."""
-    try:
-        prepare.main([*map(str, arguments)])
-    except SystemExit as end:
-        return end.code
-    return None
 
 
 @pytest.mark.parametrize("pattern, changes", [
