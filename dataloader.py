@@ -132,7 +132,7 @@ class Encoder:
     def __init__(self, tokenizer, threads, transform=None):
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
         self.bos, self.dtype = self.tokenizer.bos, np.dtype(np.int64) if transform else self.tokenizer.dtype
-        self.executor = ThreadPoolExecutor(1 if self.tokenizer.threads_of_its_own else threads, "encode")
+        self.executor = ThreadPoolExecutor(1 if self.tokenizer.is_multithreaded else threads, "encode")
         self.readers = ThreadPoolExecutor(8, "read")    # 8: remote reads mostly wait
         self.row_groups = weakref.WeakValueDictionary()    # Futures, alive as long as some task holds them
 
@@ -146,11 +146,11 @@ class Encoder:
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
         first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
         # Keeps two extra tasks per stream of text in flight, plus two per thread.
-        ahead = 2 + 2 * self.threads // n_streams if source.shards[0].kind == "text" else 1
-        encoded = in_order(self.executor, self._encode, itertools.chain(first, tasks), ahead + 1)
+        in_flight = 3 + 2 * self.threads // n_streams if source.shards[0].kind == "text" else 2
+        encoded = in_order(self.executor, self._encode, itertools.chain(first, tasks), in_flight)
         return itertools.chain.from_iterable(documents for _, documents in encoded)
 
-    def encode_again(self, source, refs):
+    def reencode(self, source, refs):
         """{Ref with token 0: ids} for these documents, to refill a buffer on resume."""
         wanted, found = sorted({ref._replace(token=0) for ref in refs}), {}
         groups = (list(group) for _, group in itertools.groupby(wanted, key=lambda ref: ref[:2]))
@@ -175,14 +175,14 @@ class Encoder:
                 part, docs, size = docs[:n], docs[n:], min(2 * size, TASK_BYTES)
                 refs = [Ref(ref.epoch, ref.group, doc) for doc in part.tolist()]
                 yield Task(refs, shard, row_group, rows[part], array)
-                ahead = following and self.read(*following[2:4])    # noqa: F841, prefetch, kept alive
+                prefetched = following and self.read(*following[2:4])    # noqa: F841, kept alive
 
     def close(self):
         for executor in (self.executor, self.readers):    # running tasks finish; nothing waits for them
             executor.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, task):
-        """[(ids, Ref)]; an error names shard, row group and row."""
+        """Pairs of ids and Ref; an error names shard, row group and row."""
         path, row_group, rows, array = task.shard.path, task.row_group, task.rows, task.array.result()
         in_sequence = (np.diff(rows) == 1).all()    # a slice needs no copy
         array = array[int(rows[0]):int(rows[-1]) + 1] if in_sequence else array.take(pa.array(rows))
@@ -190,18 +190,17 @@ class Encoder:
             encode = self._encode_text if is_text(array.type) else self._view_tokens
             ids, bounds = encode(array, task)
             check_documents(ids, bounds, array, self.bos)
-            cuts = itertools.pairwise(bounds.tolist())
-            documents = [(ids[a:b], ref) for (a, b), ref in zip(cuts, task.docs, strict=True)]
+            documents = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
             if self.transform:
-                documents = [(self._transformed(ids, ref, Location(path, row_group, int(row))), ref)
-                             for (ids, ref), row in zip(documents, rows, strict=True)]
+                documents = [self._transformed(ids, ref, Location(path, row_group, int(row)))
+                             for ids, ref, row in zip(documents, task.docs, rows, strict=True)]
         except BaseException as error:    # tiktoken's panics are not Exceptions
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
                     self._encode(task._replace(docs=task.docs[i:i + 1], rows=rows[i:i + 1]))
             where = f"{path}, row group {row_group}, row {rows[0]}"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
-        return documents
+        return zip(documents, task.docs, strict=True)
 
     def _encode_text(self, array, task):
         # The primes vary which documents are checked, by row group and epoch.
@@ -246,7 +245,7 @@ def check_documents(ids, bounds, array, bos):
 #
 # row(pull): the arrays of the next row, T + 1 tokens or fewer (the batch masks the missing ones), [] at the
 #     end. pull() returns the next (ids, Ref), or None at the end
-# buffered(): the Refs of the buffered documents, oldest first; with `rows`, the packer's whole state
+# buffered(): a tuple, the Refs of the buffered documents, oldest first; with `rows`, the packer's whole state
 # restore(ids, ref) for each of them, in order, rebuilds the buffer; ids: the whole document
 # options: the constructor's arguments besides T; the loader has them as attributes
 # counts: "documents" pulled, tokens "dropped", documents "cut" that would fit in a row
@@ -283,7 +282,7 @@ class FlatPacker:
         return row
 
     def buffered(self):
-        return [ref._replace(token=self.at if i == 0 else 0) for i, (_, ref) in enumerate(self.documents)]
+        return tuple(Ref(*ref[:3], 0 if i else self.at) for i, (_, ref) in enumerate(self.documents))
 
     def restore(self, ids, ref):
         self.at = self.at if self.documents else ref.token    # only the first may be partly delivered
@@ -340,7 +339,7 @@ class BestFitPacker:
             self.restore(*document)
 
     def buffered(self):
-        return list(self.buffer)
+        return tuple(self.buffer)
 
     def restore(self, ids, ref):
         insort(self.sizes, (len(ids), ref))
@@ -352,8 +351,8 @@ def fill_gap(gap, lengths, copies):
     Choose buffered documents that fill `gap` tokens exactly, or else as much of it as possible.
 
     lengths: sorted and distinct; copies[n]: the documents of n tokens. Tries one document; then two, as close
-    in length as possible; then any number: subset sum in one integer. Its bit k is set if some subset leaves
-    k tokens open. Adds longer documents first, and equal ones in groups of 1, 2, 4, ...
+    in length as possible; then any number, by subset sum: bit k of the integer `reachable` is set if some
+    subset leaves k tokens open. Adds longer documents first, and equal ones in groups of 1, 2, 4, ...
     Example: lengths [2, 3, 4, 7], one copy each: gap=10 -> [7, 3];  gap=8 -> [7], one token stays open
     """
     if gap in copies:
@@ -362,24 +361,24 @@ def fill_gap(gap, lengths, copies):
     for n in reversed(lengths[:half]):
         if gap - n in copies and (2 * n < gap or len(copies[n]) > 1):
             return [gap - n, n]
-    left, steps = 1 << gap, []    # steps: (length, number of copies, `left` before them)
+    reachable, steps = 1 << gap, []    # steps: (length, number of copies, `reachable` before them)
     for n in lengths[half:bisect_right(lengths, gap)]:
-        left |= 1 << gap - n    # a filling holds at most one document longer than half the gap
+        reachable |= 1 << gap - n    # a filling holds at most one document longer than half the gap
     for length in reversed(lengths[:half]):
         available, n = min(len(copies[length]), gap // length), 1
-        while available and not left & 1 and len(steps) * gap < 1 << 25:    # `steps`: 4 MB
+        while available and not reachable & 1 and len(steps) * gap < 1 << 25:    # `steps`: 4 MB
             n = min(n, available)
-            steps.append((length, n, left))
-            left |= left >> n * length
+            steps.append((length, n, reachable))
+            reachable |= reachable >> n * length
             available, n = available - n, 2 * n
-        if left & 1:
+        if reachable & 1:
             break
-    chosen, still_open = [], (left & -left).bit_length() - 1
+    chosen, unfilled = [], (reachable & -reachable).bit_length() - 1
     for length, n, before in reversed(steps):
-        if not before >> still_open & 1:
+        if not before >> unfilled & 1:
             chosen += [length] * n
-            still_open += n * length
-    return [gap - still_open, *chosen] if still_open < gap else chosen
+            unfilled += n * length
+    return [gap - unfilled, *chosen] if unfilled < gap else chosen
 
 
 class ExactFitPacker:
@@ -403,7 +402,7 @@ class ExactFitPacker:
         self.n_short = self.n_tokens = 0     # documents in `copies`; tokens of all
 
     def row(self, pull):
-        while self._wants_more() and (document := pull()) is not None:
+        while self._should_pull() and (document := pull()) is not None:
             ids, ref = document
             self.counts["documents"] += 1
             # Long documents stay buffered for long; a view would keep the row group in memory.
@@ -419,7 +418,7 @@ class ExactFitPacker:
         self.rows += 1
         return row
 
-    def _wants_more(self):
+    def _should_pull(self):
         """
         True until `size` short documents are buffered, or 2 * size rows of tokens in size / 4 documents:
         long documents need memory, but the rows of one must stay apart. `size` starts at 32 and grows with
@@ -455,7 +454,7 @@ class ExactFitPacker:
         else:
             pieces, stop = [ids[:1], ids[token:token + n - 1]], token + n - 1
         if stop < len(ids):
-            self.restore(ids, ref._replace(token=stop))
+            self.restore(ids, Ref(*ref[:3], stop))
             if token == 0 and len(ids) <= self.R:
                 self.counts["cut"] += 1
         return pieces
@@ -489,7 +488,7 @@ class ExactFitPacker:
         return ids
 
     def buffered(self):
-        return list(self.buffer)
+        return tuple(self.buffer)
 
 
 PACKINGS: dict[str, Any] = {"flat": FlatPacker, "bestfit": BestFitPacker, "exactfit": ExactFitPacker}
@@ -539,7 +538,7 @@ class Stream:
     def row(self):
         """The arrays of the next row; [] at the end."""
         if self.to_restore:
-            found = self.encoder.encode_again(self.source, self.to_restore)
+            found = self.encoder.reencode(self.source, self.to_restore)
             for ref in self.to_restore:
                 self.packer.restore(found[ref._replace(token=0)], ref)
             self.to_restore = ()
@@ -550,7 +549,7 @@ class Stream:
     def pull(self):
         """The next document that has tokens, and its Ref; None at the end."""
         for ids, ref in self.documents:
-            self.next = ref._replace(doc=ref.doc + 1)
+            self.next = Ref(ref.epoch, ref.group, ref.doc + 1)
             if ids is not None and len(ids):
                 self.epoch_with_tokens = ref.epoch
                 return ids, ref
@@ -561,17 +560,20 @@ class Stream:
         return None
 
     def state(self):
-        buffered = tuple(self.to_restore or self.packer.buffered())
-        return LaneState(self.next, buffered, self.packer.rows, self.ended)
+        return LaneState(self.next, self.to_restore or self.packer.buffered(), self.packer.rows, self.ended)
 
 
 def rows_of_lane(streams, weights, numbers):
     """Yield the arrays of a lane's rows, then [] forever. The other sources take over from one that ends."""
+    names = [name for name, stream in streams.items() if not stream.ended]
     for number in numbers:
         row = []
-        while not row and (names := [name for name, stream in streams.items() if not stream.ended]):
+        while names and not row:
             bounds = bounds_of([weights[name] for name in names], number) if len(names) > 1 else []
-            row = streams[names[source_of_row(number, bounds)]].row()
+            name = names[source_of_row(number, bounds)]
+            row = streams[name].row()
+            if not row:
+                names.remove(name)
         yield row
 
 
@@ -595,13 +597,13 @@ class Pipeline:
         self.position, self.world_size = loader.position, loader.world_size
         self.B, self.R = loader.B, loader.T + 1
         self.encoder = Encoder(loader.tokenizer, loader.threads, loader.transform)
-        self.lanes, self.rows, self.ahead, self.waited = {}, {}, {}, 0.0    # ahead: see _look_ahead
+        self.lanes, self.rows, self.next_rows, self.waited = {}, {}, {}, 0.0    # next_rows: see _look_ahead
         mine = lanes_of_rank(self.position.rows, loader.rank, loader.world_size, loader.num_lanes)
         n_streams = len(mine) * len(loader.sources)
         for i, number in enumerate(mine):
             streams = {name: Stream(loader, loader.sources[name], number, state, self.encoder, n_streams)
                        for name, state in self.position.lanes[number].items()}
-            first = self.position.rows + loader.rank + i * loader.world_size
+            first = self.position.rows + loader.rank + i * self.world_size
             numbers = itertools.count(first, loader.num_lanes)
             self.lanes[number], self.rows[number] = streams, rows_of_lane(streams, loader.weights, numbers)
         self.turns, self.packing = itertools.cycle(self.lanes), ThreadPoolExecutor(1, "pack")
@@ -626,30 +628,29 @@ class Pipeline:
         B, R = self.B, self.R
         pieces, short, numbers = [], [], list(itertools.islice(self.turns, B))
         for b, number in enumerate(numbers):
-            row = self.ahead.pop(number, None) or next(self.rows[number])
+            row = self.next_rows.pop(number, None) or next(self.rows[number])
             pieces += row
             if (n := sum(map(len, row))) < R:
                 pieces.append(np.full(R - n, self.encoder.bos, self.encoder.dtype))
                 short.append((b, n))
         # np.concatenate would release the GIL at every piece, and wait to get it back.
         rows = np.frombuffer(b"".join(pieces), self.encoder.dtype).reshape(B, R)
-        moved = {number: {name: stream.state() for name, stream in self.lanes[number].items()}
-                 for number in set(numbers)}
-        self.position = Position(self.position.rows + B * self.world_size, {**self.position.lanes, **moved})
+        states = {number: {name: stream.state() for name, stream in self.lanes[number].items()}
+                  for number in set(numbers)}
+        self.position = Position(self.position.rows + B * self.world_size, self.position.lanes | states)
         n_empty = sum(n == 0 for _, n in short)
         more = n_empty < B or any(map(self._look_ahead, self.lanes))
-        inputs, targets = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)    # always copies
+        both = [torch.from_numpy(ids.astype(np.int64)) for ids in (rows[:, :-1], rows[:, 1:])]    # copies
         for b, n in short:
-            targets[b, max(0, n - 1):] = -100
-        both = torch.from_numpy(inputs), torch.from_numpy(targets)
+            both[1][b, max(0, n - 1):] = -100
         both = [part.pin_memory() for part in both] if self.pin else both
         return Batch(*both, self.position, n_empty == 0, more)
 
     def _look_ahead(self, number):
         """Packs the next row of a lane for a later batch; it is not part of this batch's position."""
-        if number not in self.ahead:
-            self.ahead[number] = next(self.rows[number])
-        return self.ahead[number]
+        if number not in self.next_rows:
+            self.next_rows[number] = next(self.rows[number])
+        return self.next_rows[number]
 
     def close(self):
         self.packing.shutdown(wait=False, cancel_futures=True)
@@ -701,7 +702,7 @@ class PackedLoader(IterableDataset):
         self.sources = {source.name: source for source in sources}
         if num_lanes is not None:    # else a loaded state may have fewer
             check_fed(self)
-        self.in_step = all(self.epochs.values()) and self.world_size > 1    # endless ranks need not agree
+        self.ends_together = all(self.epochs.values()) and self.world_size > 1    # endless ranks need not
         self.position = self._beginning()
         self._pipeline, self._group, self._finished, self._closed = None, None, False, False
         self._pid, self._lock = os.getpid(), threading.Lock()
@@ -712,7 +713,7 @@ class PackedLoader(IterableDataset):
 
     def _start(self):
         check_start(self)
-        if self.in_step and self._group is None and dist.is_available() and dist.is_initialized():
+        if self.ends_together and self._group is None and dist.is_available() and dist.is_initialized():
             self._group = dist.new_group(backend="gloo")
         return Pipeline(self)
 
@@ -776,8 +777,7 @@ class PackedLoader(IterableDataset):
         rows, lanes = position or self.position
         sources = {name: {"epochs": self.epochs[name], "fingerprint": source.fingerprint}
                    for name, source in self.sources.items()}
-        lanes = {str(number): {name: state._asdict() for name, state in lane.items()}
-                 for number, lane in lanes.items()}
+        lanes = {n: {name: state._asdict() for name, state in lane.items()} for n, lane in lanes.items()}
         return with_digest({"version": VERSION, "rows": rows, "config": config_of(self), "sources": sources,
                             "lanes": lanes})
 
@@ -958,7 +958,7 @@ def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
 
     changed = {"rank": loader.rank, "world_size": loader.world_size, "device": "cpu"}
     with PackedLoader(**loader.arguments | changed) as tracer:
-        tracer.transform, tracer.in_step, tracer.sources = number_tokens, False, loader.sources
+        tracer.transform, tracer.ends_together, tracer.sources = number_tokens, False, loader.sources
         tracer.load_state_dict(state or loader.state_dict())
         for n, (inputs, targets) in enumerate(tracer, 1):
             rows = torch.cat([inputs[:, :1], targets], dim=1).numpy() - loader.tokenizer.bos

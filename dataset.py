@@ -157,7 +157,7 @@ def cached_index(folder):
             raise ValueError(f"{folder}: token shards without {INDEX}: run tokenize again to finish them")
         print(describe_split(folder, shards_of(folder, index)), file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):    # a full disk: the next start reads the footers again
-            write_whole(path, json.dumps(index).encode())
+            write_atomic(path, json.dumps(index).encode())
     return index
 
 
@@ -201,7 +201,7 @@ def write_index(folder: str, out: str | None = None) -> dict:
     if out is None and "://" in folder:
         raise ValueError(f"cannot write to {folder}; pass --out {INDEX}, and copy that file there")
     index = make_index(folder, list_files(folder))
-    write_whole(out or os.path.join(folder, INDEX), json.dumps(index).encode())
+    write_atomic(out or os.path.join(folder, INDEX), json.dumps(index).encode())
     return index
 
 
@@ -311,7 +311,7 @@ def write_shard(path: str, row_groups: Iterable[pa.Array | pa.Table], column: st
     checksums, first = [], next(tables, schema.empty_table())
     # A dictionary would give the same size and 5 % less speed: documents hardly ever repeat.
     options = {"use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
-    with complete_or_absent(path) as part, \
+    with atomic_file(path) as part, \
             pq.ParquetWriter(part, first.schema, compression=compression, **options) as writer:
         for table in itertools.chain([first], tables):
             writer.write_table(table, row_group_size=max(1, len(table)))
@@ -319,14 +319,14 @@ def write_shard(path: str, row_groups: Iterable[pa.Array | pa.Table], column: st
         writer.add_key_value_metadata({CHECKSUMS: json.dumps(checksums)} | (metadata or {}))
 
 
-def write_whole(path: str, data: bytes) -> None:
+def write_atomic(path: str, data: bytes) -> None:
     """`path` appears atomically, once complete and on disk."""
-    with complete_or_absent(path) as part, open(part, "wb") as file:
+    with atomic_file(path) as part, open(part, "wb") as file:
         file.write(data)
 
 
 @contextlib.contextmanager
-def complete_or_absent(path):
+def atomic_file(path):
     """Yields a temporary name, which becomes `path` at the end, or is removed after an error."""
     part = f"{path}.{os.getpid()}.tmp"
     try:

@@ -23,6 +23,7 @@ import os
 import random
 import re
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -35,16 +36,8 @@ import rustbpe
 import tiktoken
 from tqdm import tqdm
 
-from dataset import (
-    Parser,
-    errors_in_one_line,
-    find_data,
-    get_base_dir,
-    list_shards,
-    locked,
-    parquets_iter_batched,
-    write_whole,
-)
+import dataset
+from dataset import find_data, get_base_dir, list_shards, locked, parquets_iter_batched, write_atomic
 
 # nanochat's special tokens; their ids follow those of the merges. All but the first are for chat.
 SPECIAL_TOKENS = ["<|bos|>", "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
@@ -89,7 +82,7 @@ NEWER_CHARACTERS = (
 NEWER_BYTES = b"\xca\xe0\xe1\xea\xf0"
 
 # Separates documents; gigatoken encodes it as BOS. One call per chunk: 0.7 of the time of its batches.
-BETWEEN = "\x02\x1cdocument\x1c\x03"
+SEPARATOR = "\x02\x1cdocument\x1c\x03"
 
 # gigatoken remembers every word: 0.13 GB after 440 MB of code, 2 GB after 270 MB of random letters.
 FORGET_AFTER = 1 << 29    # bytes of text
@@ -97,8 +90,8 @@ FORGET_AFTER = 1 << 29    # bytes of text
 
 class Engine:
     """
-    tiktoken, or with a scheme gigatoken: the same ids about ten times as fast. Used by one thread at a time:
-    8 threads sharing a tiktoken spend 30 % more CPU (2 cores, 2026-11); sharing gigatoken, they run in turn.
+    tiktoken, or with a scheme gigatoken: the same ids about ten times as fast. A tiktoken serves one thread:
+    others take 1.3 times the CPU (its regex caches lock; 2 cores, 2026-11). A gigatoken runs one at a time.
     """
 
     def __init__(self, enc: tiktoken.Encoding, bos: int, scheme: str | None):
@@ -110,9 +103,9 @@ class Engine:
         suspects = [text for text in texts if not text.isascii() and any(b in text for b in NEWER_BYTES)]
         newer = pc.match_substring_regex(pa.array(suspects, pa.large_string()), NEWER_CHARACTERS)
         if self.scheme and texts and not pc.any(newer).as_py():
-            ids = self._call_gigatoken(BETWEEN.encode().join([b"", *texts]))
+            ids = self._call_gigatoken(SEPARATOR.encode().join([b"", *texts]))
             begins = np.flatnonzero(ids == self.bos)
-            if len(begins) == len(texts):    # else one contains BETWEEN
+            if len(begins) == len(texts):    # else one contains SEPARATOR
                 return ids, np.append(begins, len(ids))
         if self.scheme and len(texts) > 1:    # only those that need it go to tiktoken
             arrays = [self.encode([text])[0] for text in texts]
@@ -127,7 +120,7 @@ class Engine:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "ranks.tiktoken")
                 path.write_bytes(format_ranks(self.enc._mergeable_ranks))
-                self.model = gigatoken.Tokenizer.from_tiktoken(path, self.scheme, {BETWEEN: self.bos})
+                self.model = gigatoken.Tokenizer.from_tiktoken(path, self.scheme, {SEPARATOR: self.bos})
             self.n_bytes = 0
         self.n_bytes += len(data)
         # Only its batch calls release the GIL. parallel=True would start threads, which a fork loses.
@@ -221,7 +214,8 @@ class RustBPETokenizer:
             raise ValueError(f"BOS is {bos_token!r}; the special tokens are {sorted(enc._special_tokens)}")
         self.enc, self.bos_token, self.bos_token_id = enc, bos_token, enc._special_tokens[bos_token]
         self.dtype = np.dtype(np.uint16 if enc.n_vocab <= 1 << 16 else np.uint32)
-        self.idle: list[Engine] = []    # that no thread uses now; each knows the words it has seen
+        self.idle: list[Engine] = []      # gigatoken's: they remember words, so any thread reuses them
+        self.local = threading.local()    # tiktoken's: see Engine
 
     @classmethod
     def train_from_iterator(cls, text_iterator: Iterable[str], vocab_size: int,
@@ -254,8 +248,9 @@ class RustBPETokenizer:
                 raise ValueError(f"the format is {saved['format']!r}, expected {FORMAT!r}")
             return cls.from_dict(saved)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{tokenizer_dir} holds no tokenizer of ours, or a damaged one; train one with "
-                             f"python tokenizer.py --out DIR ({type(error).__name__}: {error})") from None
+            raise ValueError(f"{tokenizer_dir} holds no tokenizer of ours ({type(error).__name__}: {error}); "
+                             "train one: python tokenizer.py --out DIR, or convert a tokenizer.json: "
+                             "python -m dev.prepare import_tokenizer") from None
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str) -> "RustBPETokenizer":
@@ -287,8 +282,8 @@ class RustBPETokenizer:
     def save(self, tokenizer_dir: str) -> None:
         os.makedirs(tokenizer_dir, exist_ok=True)
         saved = {"format": FORMAT, **self.as_dict()}
-        write_whole(os.path.join(tokenizer_dir, RANKS_FILE), saved.pop("ranks").encode())
-        write_whole(os.path.join(tokenizer_dir, JSON_FILE), (json.dumps(saved, indent=1) + "\n").encode())
+        write_atomic(os.path.join(tokenizer_dir, RANKS_FILE), saved.pop("ranks").encode())
+        write_atomic(os.path.join(tokenizer_dir, JSON_FILE), (json.dumps(saved, indent=1) + "\n").encode())
 
     def fingerprint(self) -> str:
         """Hex sha256 of ranks, pattern and special tokens: tokenizers that share it give the same ids."""
@@ -356,12 +351,14 @@ class RustBPETokenizer:
             documents = texts.cast(pa.large_string()).cast(pa.large_binary()).to_pylist()
         else:
             documents = [None if text is None else replace_surrogates(text).encode() for text in texts]
+        scheme = self._engine[0]
+        idle = self.idle if scheme else vars(self.local).setdefault("idle", [])
         try:
-            engine = self.idle.pop()
+            engine = idle.pop()
         except IndexError:
-            engine = Engine(self.enc, self.bos_token_id, self._engine[0])
+            engine = Engine(self.enc, self.bos_token_id, scheme)
         ids, bounds = engine.encode([text for text in documents if text is not None])
-        self.idle.append(engine)    # not reached by an engine that has failed
+        idle.append(engine)    # not reached by an engine that has failed
         lengths = np.zeros(len(documents), np.int64)
         lengths[[text is not None for text in documents]] = np.diff(bounds)
         ids, bounds = ids.astype(self.dtype), np.cumsum([0, *lengths])
@@ -381,13 +378,13 @@ class AnyTokenizer:
     What the loader calls: encode(Arrow array of texts) -> (ids, bounds), as encode_documents returns them.
 
     bos, dtype: of its ids. fingerprint: its own, or else a hash of its ids for three texts.
-    threads_of_its_own: whether it starts threads itself; then one thread of a loader at a time calls it.
+    is_multithreaded: whether it starts threads itself; then one thread of a loader at a time calls it.
     """
 
     def __init__(self, tokenizer):
         self.tokenizer, self.dtype = tokenizer, np.dtype(getattr(tokenizer, "dtype", np.uint32))
         self.is_ours = isinstance(tokenizer, RustBPETokenizer)
-        self.threads_of_its_own = not hasattr(tokenizer, "encode_documents")
+        self.is_multithreaded = not hasattr(tokenizer, "encode_documents")
         try:
             self.bos = tokenizer.get_bos_token_id()
             self.size = int(getattr(tokenizer, "get_vocab_size", lambda: 1 << 32)())
@@ -405,7 +402,7 @@ class AnyTokenizer:
         if self.is_ours:
             return self.tokenizer.encode_documents(array, check)
         texts = array.to_pylist()
-        if not self.threads_of_its_own:
+        if not self.is_multithreaded:
             ids, bounds = self.tokenizer.encode_documents(texts)
             return self._as_dtype(ids), np.asarray(bounds)
         strings = [text for text in texts if text is not None]
@@ -529,14 +526,14 @@ def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
 # python tokenizer.py
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(description="Train a tokenizer on the train split and save it.")
+    parser = dataset.Parser(description="Train a tokenizer on the train split and save it.")
     parser.add_argument("--vocab_size", type=int, default=32768, help="tokens, the special ones included")
     parser.add_argument("--data", help="folder or URI of parquet shards (default: as in train.py)")
     parser.add_argument("--out", help="folder to save it in (default: where train.py and dev/ look for it)")
     parser.add_argument("--pattern", choices=PATTERNS, default="gpt4", help="what splits text (default gpt4)")
     parser.add_argument("--max_chars", type=int, default=2 * 10**9, help="characters to train on, at most")
     flags = parser.parse_args(argv)
-    with errors_in_one_line():
+    with dataset.errors_in_one_line():
         train_and_save(find_data(flags.data), flags)
 
 

@@ -47,7 +47,7 @@ from torch.utils._pytree import tree_map_only
 import dataloader
 import dataset
 from dataloader import Encoder, PackedLoader, Ref, Source, gather_states, ranks_of_this_process
-from dataset import complete_or_absent, find_data, list_shards, printable, write_whole
+from dataset import atomic_file, find_data, list_shards, printable, write_atomic
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
 # ---------------------------------------------------------------------------------------------------------
@@ -73,9 +73,9 @@ CHOICES = [
     ("compile", ["auto", "on", "off"], "auto: on CUDA, if there are gcc or clang and Python.h"),
     ("dtype", ["float32", "bfloat16"], "of activations (cpu float32, cuda bfloat16); weights are float32"),
 ]
-OF_MODEL = ["depth", "vocab_size", "tokenizer"]    # a run with --init FILE has these from FILE
+MODEL_FLAGS = ["depth", "vocab_size", "tokenizer"]    # a run with --init FILE has these from FILE
 # A resumed run keeps these:
-OF_RUN = [*OF_MODEL, "optimizer", "packing", "shuffle", "seed", "doc_mask", "num_lanes", "init"]
+FIXED_FLAGS = [*MODEL_FLAGS, "optimizer", "packing", "shuffle", "seed", "doc_mask", "num_lanes", "init"]
 NOT_SAVED = ["given", "device", "out", "resume", "sample", "eval"]
 USABLE_WITH = {"sample": ["out", "resume", "device", "dtype"],
                "eval": ["data", "eval_rows", "seq_len", "micro_batch_size", "device", "dtype"]}
@@ -168,7 +168,7 @@ def train(flags, at_exit):
     saved = load_checkpoint(origin) if origin else None
     first, rows_hash, constant_since = 0, 0, 0    # constant_since: the first step with rows of these flags
     if saved:
-        changed = settle(flags, saved, origin, None if checkpoint else OF_MODEL)
+        changed = settle(flags, saved, origin, None if checkpoint else MODEL_FLAGS)
     if resumes:
         first, rows_hash, constant_since = saved["step"], saved["rows_hash"], saved["constant_since"]
         if {"batch_size", "seq_len", "data"} & set(changed):
@@ -732,7 +732,7 @@ def settle(flags, saved, path, names=None):
     """Take flags that were not typed from the checkpoint (only `names`, if given). -> those that changed"""
     theirs = {name: value for name, value in saved["flags"].items() if names is None or name in names}
     changed = [name for name in theirs if name in flags.given and theirs[name] != getattr(flags, name)]
-    if refused := [name for name in changed if name in OF_RUN]:
+    if refused := [name for name in changed if name in FIXED_FLAGS]:
         raise ValueError(f"{as_typed(vars(flags), refused)} does not fit {path}, which has: "
                          f"{as_typed(theirs, refused)}; leave these flags out, or start a new run: "
                          "--resume none --out OTHER")
@@ -768,7 +768,7 @@ class Checkpoints:
 
     def _write(self, step, content):
         try:
-            with complete_or_absent(checkpoint_path(self.folder, step)) as part:
+            with atomic_file(checkpoint_path(self.folder, step)) as part:
                 torch.save(content, part)
         except (OSError, RuntimeError) as error:    # torch turns a full disk into a RuntimeError
             self.failed = True
@@ -845,7 +845,7 @@ class Log:
             # Remove lines of steps that the resumed run repeats. On a full disk, they stay.
             kept = [record for record in read_log(self.path) if record.get("step", -1) < header["from_step"]]
             with contextlib.suppress(OSError):
-                write_whole(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+                write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
         self.write(header)
         print0("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB     left")
 

@@ -117,7 +117,8 @@ def spoiled(name, data):
     """Three shards, and a file of that name: bytes, or a table made of these arguments."""
     def spoil(folder):
         make_shards(folder)
-        dataset.write_whole(os.path.join(folder, os.fsdecode(name)), b"" if isinstance(data, tuple) else data)
+        content = b"" if isinstance(data, tuple) else data
+        dataset.write_atomic(os.path.join(folder, os.fsdecode(name)), content)
         if isinstance(data, tuple):
             pq.write_table(pa.table(*data), folder / name)
     return spoil
@@ -237,13 +238,13 @@ def test_a_file_is_complete_or_absent(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda a, b: calls.append(b) or replace(a, b))
     shard, file = f"{tmp_path}/new/a.parquet", f"{tmp_path}/new/b"
     dataset.write_shard(shard, [pa.array(["text"])])
-    dataset.write_whole(file, b"data")
+    dataset.write_atomic(file, b"data")
     assert calls == ["sync", shard, "sync", file]
     for error, words in ((OSError(errno.ENOSPC, "No space left on device"), f"on device: '{file}'"),
                          (dataset.ShardError("other.parquet is damaged"), "^other.parquet is damaged$")):
         monkeypatch.setattr(os, "fsync", lambda file, error=error: (_ for _ in ()).throw(error))
         with pytest.raises(OSError, match=words):
-            dataset.write_whole(file, b"more")
+            dataset.write_atomic(file, b"more")
         assert files_of(tmp_path / "new").keys() == {"a.parquet", "b"}
     assert (tmp_path / "new/b").read_bytes() == b"data"
 
@@ -613,7 +614,7 @@ def test_download_from_a_hub_that_misbehaves_ends_complete(hub):
 
 
 def test_download_of_a_wrong_size_or_stopped_by_ctrl_c_is_not_complete(hub):
-    dataset.write_whole(f"{hub.data}/index.json", b"{}")    # of an earlier download: it would not fit
+    dataset.write_atomic(f"{hub.data}/index.json", b"{}")    # of an earlier download: it would not fit
     hub.faults = {"shard_06542.parquet": ["long"] * 99}
     process = hub.start("-n", "1")
     _, err = process.communicate(timeout=100)

@@ -87,7 +87,7 @@ def test_encode_is_nanochats():
 
 
 def test_documents_of_every_kind_in_one_chunk():
-    tok, texts = small(), [SOURCES[3][:3000] + "é漢😀<|bos|>", None, "", "\ud800 a" + module.BETWEEN, None]
+    tok, texts = small(), [SOURCES[3][:3000] + "é漢😀<|bos|>", None, "", "\ud800 a" + module.SEPARATOR, None]
     lists = [[] if text is None else [1015, *tok.enc.encode_ordinary(text)] for text in texts]
     ids, bounds = tok.encode_documents(texts, check=range(5))
     assert ids.tolist() == list(itertools.chain(*lists)) and ids.dtype == tok.dtype == np.uint16
@@ -195,6 +195,26 @@ def test_an_engine_serves_one_thread_at_a_time_forgets_words_and_is_dropped_when
     assert len(tok.idle) == 2 and encode_all() == want
 
 
+def test_each_thread_has_its_own_tiktoken(monkeypatch):
+    """tiktoken's regex caches are fast for one thread only: the first, which may be the loader's probe."""
+    monkeypatch.setenv("NANOLOADER_ENGINE", "tiktoken")
+    tok, threads, raw, together = fresh(), {}, Engine.encode, threading.Barrier(2)
+
+    def encode(engine, texts):
+        threads.setdefault(engine, set()).add(threading.get_ident())
+        return raw(engine, texts)
+
+    def encode_twice():
+        together.wait()    # else one thread may do the work of both
+        return [tok.encode_documents([text])[0].tolist() for text in ("a", "b")]
+
+    monkeypatch.setattr(Engine, "encode", encode)
+    tok.encode_documents(["a"])
+    with ThreadPoolExecutor(2) as pool:
+        first, second = (job.result() for job in [pool.submit(encode_twice) for _ in range(2)])
+    assert first == second and [len(ids) for ids in threads.values()] == [1, 1, 1]
+
+
 def stub(function=None, **methods):
     """A tokenizer with BOS 256; function: bytes of a text -> its ids, by nanochat's interface."""
     tok = SimpleNamespace(**{"get_bos_token_id": lambda: 256} | methods)
@@ -218,7 +238,7 @@ def test_every_interface_gives_the_same_documents_and_fingerprint():
         assert ids.dtype == encoder.dtype and bounds.dtype.kind == "i" and encoder.bos == 256
         assert as_encoder(encoder) is encoder and (encoder is documents or encoder.tokenizer.threads == 3)
         assert [part.tolist() for part in encoder.encode(pa.nulls(2, pa.string()))] == [[], [0, 0, 0]]
-    assert [encoder.threads_of_its_own for encoder in encoders] == [False, False, True, True, True]
+    assert [encoder.is_multithreaded for encoder in encoders] == [False, False, True, True, True]
     assert [encoder.dtype for encoder in encoders[:3]] == [np.uint16, np.uint16, np.uint32]
     assert documents.fingerprint == lists.fingerprint and ours.fingerprint == small().fingerprint()
     assert len({encoder.fingerprint for encoder in encoders}) == 4

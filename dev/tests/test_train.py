@@ -275,7 +275,7 @@ def test_given_flags_that_change_the_run_are_refused_all_at_once(command, resume
     assert "--depth 2 --packing flat --shuffle does not fit runs/" in told
     assert "which has: --depth 1 --packing exactfit no --shuffle; leave these flags out" in told
     assert told.count("\n") == 1 and len(glob.glob("runs/*/step*")) == 1
-    for name in train.OF_RUN:    # each alone
+    for name in train.FIXED_FLAGS:    # each alone
         value = {"optimizer": "adamw", "packing": "flat", "tokenizer": "tok", "init": "a.pt"}.get(name, "7")
         if name == "tokenizer":
             RustBPETokenizer.train_from_iterator(["something else"], 265).save("tok")
@@ -377,7 +377,7 @@ def test_file_system_without_locks_or_space_trains_on(command, resume, monkeypat
 
     def full(*_):
         raise OSError(28, "No space left on device")
-    monkeypatch.setattr(train, "write_whole", full)
+    monkeypatch.setattr(train, "write_atomic", full)
     monkeypatch.setattr(torch, "save", full)
     told = resume("--out", "run", "--steps", 5, status=1)
     assert "warning: step 5 is not saved: [Errno 28] No space left" in told and "step is NOT saved" in told
