@@ -45,7 +45,7 @@ class Ref(NamedTuple):
     epoch: int = 1
     group: int = 0    # index of the row group (or part of one) in the epoch's order
     doc: int = 0      # index of the document within it
-    token: int = 0    # tokens of the document already delivered
+    token: int = 0    # index of its next token to deliver
 
 
 def shuffled(n, seed, *key):
@@ -66,7 +66,7 @@ class Source:
         self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
         self.first_group = np.cumsum([0, *(len(shard.rows) for shard in shards)])
         self.group_sizes = np.array([n for shard in shards for n in shard.rows], np.int64)
-        named = [[shard.name, shard.size] for shard in shards]    # of the text, even for token shards
+        named = [[shard.name, shard.size] for shard in shards]    # the text's, also for token shards
         self.fingerprint = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
         self.order = lru_cache(maxsize=4)(self._order)
 
@@ -85,7 +85,7 @@ class Source:
         return np.repeat(numbers, counts), part_of, n_parts
 
     def deal(self, lane, start, epochs=None):
-        """The first Refs of a lane's row groups from `start` on; endless unless `epochs` is a number."""
+        """For each row group of a lane, the Ref to start at, from `start` on; endless without `epochs`."""
         epoch, group = start.epoch, start.group
         while epochs is None or epoch <= epochs:
             first = group + (lane - group) % self.num_lanes
@@ -142,10 +142,10 @@ class Encoder:
         return future
 
     def documents(self, source, lane, start, epochs=None, n_streams=1):
-        """Yields (ids, Ref) of a lane's documents. Null ones have no ids; filtered ones have None as ids."""
+        """Yields (ids, Ref) of a lane's documents. ids: empty for null documents, None for filtered ones."""
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
         first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
-        # Keeps two extra tasks per stream of text in flight, plus two per thread.
+        # The next task and two more of each stream of text, plus this stream's share of two per thread.
         in_flight = 3 + 2 * self.threads // n_streams if source.shards[0].kind == "text" else 2
         encoded = in_order(self.executor, self._encode, itertools.chain(first, tasks), in_flight)
         return itertools.chain.from_iterable(documents for _, documents in encoded)
@@ -162,9 +162,9 @@ class Encoder:
         return found
 
     def _tasks(self, source, groups):
-        """groups: (Ref, docs); docs: indices of documents in the row group; None: all from the Ref on."""
+        """groups: (Ref, docs); docs: indices into the delivered rows; None: all from the Ref on."""
         located = ((ref, docs, *source.find(ref)) for ref, docs in groups)
-        located = (group for group in located if group[0].doc < len(group[-1]))    # a state may be at the end
+        located = (group for group in located if group[0].doc < len(group[-1]))    # else at its end
         size = TASK_BYTES >> 4    # small first tasks: all lanes start early
         for this, following in itertools.pairwise(itertools.chain(located, [None])):
             ref, docs, shard, row_group, rows = this
@@ -182,7 +182,7 @@ class Encoder:
             executor.shutdown(wait=False, cancel_futures=True)
 
     def _encode(self, task):
-        """Pairs of ids and Ref; an error names shard, row group and row."""
+        """Pairs of ids and Ref; an encoding error names shard, row group and row."""
         path, row_group, rows, array = task.shard.path, task.row_group, task.rows, task.array.result()
         in_sequence = (np.diff(rows) == 1).all()    # a slice needs no copy
         array = array[int(rows[0]):int(rows[-1]) + 1] if in_sequence else array.take(pa.array(rows))
@@ -210,7 +210,7 @@ class Encoder:
     def _view_tokens(self, array, task):
         shard = task.shard
         if shard.fingerprint != self.tokenizer.fingerprint:
-            raise ValueError(f"made by tokenizer {shard.fingerprint}, not by {self.tokenizer.fingerprint}")
+            raise ValueError(f"tokens of tokenizer {shard.fingerprint}, not of {self.tokenizer.fingerprint}")
         data, offsets, _ = column_views(array)
         if (np.diff(offsets) % shard.dtype.itemsize).any():
             raise ValueError(f"a document's bytes are not a whole number of {shard.dtype} tokens")
@@ -226,7 +226,7 @@ class Encoder:
             return None
         is_valid = array.ndim == 1 and array.dtype.kind in "iu" and array.astype(np.int64).min() >= 0
         if not is_valid or array[0] & 0xFFFFFFFF != self.bos:    # packers repeat BOS; the upper half is free
-            raise TypeError(f"transform returned {array.dtype} {array.shape}; expected int64 (n,), BOS first")
+            raise TypeError(f"transform returned {array.dtype} {array.shape}; expected ids >= 0, BOS first")
         return array.astype(self.dtype)
 
 
@@ -245,14 +245,14 @@ def check_documents(ids, bounds, array, bos):
 #
 # row(pull): the arrays of the next row, T + 1 tokens or fewer (the batch masks the missing ones), [] at the
 #     end. pull() returns the next (ids, Ref), or None at the end
-# buffered(): a tuple, the Refs of the buffered documents, oldest first; with `rows`, the packer's whole state
+# buffered(): a tuple, the Refs of the buffered documents, oldest first; they and `rows` are the whole state
 # restore(ids, ref) for each of them, in order, rebuilds the buffer; ids: the whole document
-# options: the constructor's arguments besides T; the loader has them as attributes
+# options: the constructor's arguments besides T, and their defaults; the loader has them as attributes
 # counts: "documents" pulled, tokens "dropped", documents "cut" that would fit in a row
 
 class FlatPacker:
     """All documents in sequence, cut every T tokens; the last token of a row opens the next."""
-    options, default_buffer_size = (), 1
+    options: dict[str, int] = {}
 
     def __init__(self, T):
         self.T, self.rows, self.counts = T, 0, {"documents": 0, "dropped": 0, "cut": 0}
@@ -263,7 +263,7 @@ class FlatPacker:
             self.documents.append(document)
             self.n_tokens += len(document[0])
             self.counts["documents"] += 1
-        if self.n_tokens <= min(1, self.rows):    # that 1 was the previous row's last target
+        if self.n_tokens <= min(1, self.rows):    # the 1: the previous row's last target, kept as input
             return []
         row, missing = [], self.T + 1
         while missing and self.documents:
@@ -306,10 +306,10 @@ def choose_best_fit(sizes, free):
 class BestFitPacker:
     """
     nanochat's rows (github.com/karpathy/nanochat): always the longest buffered document that fits; if none
-    does, the shortest, cut to fill the row. `buffer_size` documents or more are buffered before every choice.
+    does, the shortest, cut to fill the row. Before every choice, the buffer is refilled to `buffer_size`.
     Long documents pile up in the buffer, so each keeps only the tokens that a row can take.
     """
-    options, default_buffer_size = ("buffer_size",), 1000
+    options = {"buffer_size": 1000}
 
     def __init__(self, T, buffer_size):
         self.R, self.buffer_size = T + 1, buffer_size
@@ -346,27 +346,27 @@ class BestFitPacker:
         self.buffer[ref] = ids[:self.R].copy()
 
 
-def fill_gap(gap, lengths, copies):
+def fill_gap(gap, lengths, by_length):
     """
-    Choose buffered documents that fill `gap` tokens exactly, or else as much of it as possible.
+    Choose the lengths of buffered documents that fill `gap` tokens exactly, or else nearly.
 
-    lengths: sorted and distinct; copies[n]: the documents of n tokens. Tries one document; then two, as close
-    in length as possible; then any number, by subset sum: bit k of the integer `reachable` is set if some
-    subset leaves k tokens open. Adds longer documents first, and equal ones in groups of 1, 2, 4, ...
-    Example: lengths [2, 3, 4, 7], one copy each: gap=10 -> [7, 3];  gap=8 -> [7], one token stays open
+    lengths: sorted and distinct; by_length[n]: the documents of n tokens. Tries one document; then two, close
+    in length; then any number, by subset sum: bit k of the integer `reachable` is set if some subset leaves
+    k tokens open. Adds longer documents first, and equal ones in groups of 1, 2, 4, ...
+    Example: lengths [2, 3, 4, 7], one document each: gap=10 -> [7, 3];  gap=8 -> [7], one token stays open
     """
-    if gap in copies:
+    if gap in by_length:
         return [gap]
     half = bisect_right(lengths, gap // 2)
     for n in reversed(lengths[:half]):
-        if gap - n in copies and (2 * n < gap or len(copies[n]) > 1):
+        if gap - n in by_length and (2 * n < gap or len(by_length[n]) > 1):
             return [gap - n, n]
-    reachable, steps = 1 << gap, []    # steps: (length, number of copies, `reachable` before them)
+    reachable, steps = 1 << gap, []    # steps: (length, number of documents, `reachable` before)
     for n in lengths[half:bisect_right(lengths, gap)]:
         reachable |= 1 << gap - n    # a filling holds at most one document longer than half the gap
     for length in reversed(lengths[:half]):
-        available, n = min(len(copies[length]), gap // length), 1
-        while available and not reachable & 1 and len(steps) * gap < 1 << 25:    # `steps`: 4 MB
+        available, n = min(len(by_length[length]), gap // length), 1
+        while available and not reachable & 1 and len(steps) * gap < 1 << 25:    # `steps`: at most 4 MB
             n = min(n, available)
             steps.append((length, n, reachable))
             reachable |= reachable >> n * length
@@ -391,15 +391,15 @@ class ExactFitPacker:
     which is cut anyway, fills the rest; without a long one, a piece of the shortest document that is longer
     than the rest. `buffer_size` counts documents that fit in a row.
     """
-    options, default_buffer_size = ("buffer_size",), 256
+    options = {"buffer_size": 256}
 
     def __init__(self, T, buffer_size):
         self.R, self.buffer_size = T + 1, buffer_size
         self.rows, self.counts = 0, {"documents": 0, "dropped": 0, "cut": 0}
         self.buffer = {}                     # Ref -> ids, oldest first
         self.long = collections.deque()      # Refs of those longer than a row, oldest first
-        self.copies, self.lengths = {}, []   # length -> Refs of untouched short ones; sorted lengths
-        self.n_short = self.n_tokens = 0     # documents in `copies`; tokens of all
+        self.by_length, self.lengths = {}, []   # length -> Refs of untouched short ones; sorted lengths
+        self.n_short = self.n_tokens = 0     # documents in `by_length`; tokens of all
 
     def row(self, pull):
         while self._should_pull() and (document := pull()) is not None:
@@ -412,30 +412,30 @@ class ExactFitPacker:
         row = self._deliver(next(iter(self.buffer)), self.R)
         gap = self.R - sum(map(len, row))
         if gap:
-            filling = fill_gap(gap, self.lengths, self.copies)
-            row += [self._pop(self.copies[length][0]) for length in filling]
+            filling = fill_gap(gap, self.lengths, self.by_length)
+            row += [self._pop(self.by_length[length][0]) for length in filling]
             row += self._cut_to_fit(gap - sum(filling))
         self.rows += 1
         return row
 
     def _should_pull(self):
         """
-        True until `size` short documents are buffered, or 2 * size rows of tokens in size / 4 documents:
-        long documents need memory, but the rows of one must stay apart. `size` starts at 32 and grows with
-        the lane's first rows, so that the first batch comes early even with many lanes.
+        True until `size` short documents are buffered, or 2 * size rows of tokens in at least size / 4
+        documents: the tokens limit memory, the documents keep the rows of a long one apart. `size` starts at
+        32 and grows with the lane's rows: the first batch comes early, even with many lanes.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
         return self.n_tokens < self.R or (self.n_short < size and (
             self.n_tokens < 2 * size * self.R or len(self.buffer) < size // 4))
 
     def _cut_to_fit(self, missing):
-        """Fill the rest of the gap with pieces; a row stays short only at the end of a finite run."""
+        """Fill the rest of the gap with pieces; a row stays short only at the end of a finite source."""
         pieces = []
         while missing and self.buffer:
             if self.long:
                 ref = self.long[0]
             elif longer := self.lengths[bisect_right(self.lengths, missing):]:
-                ref = self.copies[longer[0]][0]
+                ref = self.by_length[longer[0]][0]
             else:
                 ref = next(iter(self.buffer))
             piece = self._deliver(ref, missing)
@@ -467,10 +467,10 @@ class ExactFitPacker:
             self.long.append(ref)
         elif ref.token == 0:
             self.n_short += 1
-            if n not in self.copies:
-                self.copies[n] = collections.deque()
+            if n not in self.by_length:
+                self.by_length[n] = collections.deque()
                 insort(self.lengths, n)
-            self.copies[n].append(ref)
+            self.by_length[n].append(ref)
 
     def _pop(self, ref):
         """`ref` is always the oldest: of all, of the long ones, or of its length."""
@@ -481,9 +481,9 @@ class ExactFitPacker:
             self.long.popleft()
         elif ref.token == 0:
             self.n_short -= 1
-            self.copies[n].popleft()
-            if not self.copies[n]:
-                del self.copies[n]
+            self.by_length[n].popleft()
+            if not self.by_length[n]:
+                del self.by_length[n]
                 self.lengths.pop(bisect_left(self.lengths, n))
         return ids
 
@@ -499,15 +499,15 @@ PACKINGS: dict[str, Any] = {"flat": FlatPacker, "bestfit": BestFitPacker, "exact
 
 def source_of_row(row, bounds):
     """
-    The index of the source that gives row `row` of the run. Multiples of the golden ratio fill [0, 1) as
-    evenly as any sequence (three-distance theorem): in 400,000 rows, no batch of 4 to 1,024 rows was more
-    than 2.7 rows off a source's share. Example: bounds_of([2, 1], ...), rows 0 to 9 -> 0 0 0 1 0 0 1 0 1 0
+    The index of the source that gives row `row` of the run. The fractional parts of the golden ratio's
+    multiples fill [0, 1) evenly (three-distance theorem): in 400,000 rows, no batch of 4 to 1,024 rows was
+    over 2.7 rows off a source's share. Example: bounds_of([2, 1], ...), rows 0 to 9 -> 0 0 0 1 0 0 1 0 1 0
     """
     return bisect_right(bounds, row * 0x9E3779B97F4A7C15 % 2**64)    # 2**64 / golden ratio
 
 
 def bounds_of(weights, row):
-    """Cumulative weights, scaled to 2**64. Negative weights count as 0; if all are 0, as equal."""
+    """Cumulative weights, scaled to 2**64. Negative weights count as 0; if all are 0, they are equal."""
     values = [max(weight(row) if callable(weight) else weight, 0) for weight in weights]
     if not sum(values) < 1e18:    # also NaN
         raise ValueError(f"the weights of row {row} are {values}; expected numbers of at most 1e9")
@@ -516,8 +516,8 @@ def bounds_of(weights, row):
     return [number * 2**64 // cumulative[-1] for number in cumulative]
 
 
-class LaneState(NamedTuple):
-    """Where a lane is in one source. The default is the beginning."""
+class StreamState(NamedTuple):
+    """Where a stream is: one lane in one source. The default is the beginning."""
     next: Ref = Ref()                   # the next document to pull
     buffered: tuple[Ref, ...] = ()      # documents in the packer, oldest first
     rows: int = 0                       # delivered so far
@@ -525,15 +525,15 @@ class LaneState(NamedTuple):
 
 
 class Stream:
-    """One source in one lane: its documents and its packer."""
+    """One lane in one source: its documents and its packer."""
 
-    def __init__(self, loader, source, lane, state, encoder, n_streams):
-        self.source, self.encoder, self.epochs = source, encoder, loader.epochs[source.name]
+    def __init__(self, loader, name, lane, state, encoder, n_streams):
+        self.source, self.encoder, self.epochs = loader.sources[name], encoder, loader.epochs[name]
         self.next, self.to_restore, self.rows_before, self.ended = state
         self.epoch_with_tokens, self.counts = self.next.epoch, {"null_documents": 0, "filtered_documents": 0}
         self.packer = PACKINGS[loader.packing](loader.T, **loader.packer_options())
         self.packer.rows = state.rows
-        self.documents = encoder.documents(source, lane, self.next, self.epochs, n_streams)
+        self.documents = encoder.documents(self.source, lane, self.next, self.epochs, n_streams)
 
     def row(self):
         """The arrays of the next row; [] at the end."""
@@ -560,7 +560,7 @@ class Stream:
         return None
 
     def state(self):
-        return LaneState(self.next, self.to_restore or self.packer.buffered(), self.packer.rows, self.ended)
+        return StreamState(self.next, self.to_restore or self.packer.buffered(), self.packer.rows, self.ended)
 
 
 def rows_of_lane(streams, weights, numbers):
@@ -579,14 +579,14 @@ def rows_of_lane(streams, weights, numbers):
 
 class Position(NamedTuple):
     rows: int      # of the run so far, by all ranks
-    lanes: dict    # of this rank: {lane: {source: LaneState}}
+    lanes: dict    # of this rank: {lane: {source: StreamState}}
 
 
 class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
     position: Position    # after this batch
-    full: bool            # no lane gave an empty row
+    full: bool            # every lane gave a row
     more: bool            # False: this batch and all later ones are empty
 
 
@@ -597,15 +597,15 @@ class Pipeline:
         self.position, self.world_size = loader.position, loader.world_size
         self.B, self.R = loader.B, loader.T + 1
         self.encoder = Encoder(loader.tokenizer, loader.threads, loader.transform)
-        self.lanes, self.rows, self.next_rows, self.waited = {}, {}, {}, 0.0    # next_rows: see _look_ahead
+        self.lanes, self.row_iterators, self.next_rows, self.waited = {}, {}, {}, 0.0    # see _look_ahead
         mine = lanes_of_rank(self.position.rows, loader.rank, loader.world_size, loader.num_lanes)
         n_streams = len(mine) * len(loader.sources)
         for i, number in enumerate(mine):
-            streams = {name: Stream(loader, loader.sources[name], number, state, self.encoder, n_streams)
-                       for name, state in self.position.lanes[number].items()}
+            self.lanes[number] = {name: Stream(loader, name, number, state, self.encoder, n_streams)
+                                  for name, state in self.position.lanes[number].items()}
             first = self.position.rows + loader.rank + i * self.world_size
             numbers = itertools.count(first, loader.num_lanes)
-            self.lanes[number], self.rows[number] = streams, rows_of_lane(streams, loader.weights, numbers)
+            self.row_iterators[number] = rows_of_lane(self.lanes[number], loader.weights, numbers)
         self.turns, self.packing = itertools.cycle(self.lanes), ThreadPoolExecutor(1, "pack")
         self.pin, index = loader.device.type == "cuda", loader.device.index
         if self.pin:    # else each rank would hold a CUDA context (hundreds of MB) on GPU 0
@@ -614,7 +614,7 @@ class Pipeline:
         self.ready = collections.deque(self.packing.submit(self._pack) for _ in range(1 + loader.prefetch))
 
     def next_batch(self, position):
-        """The batch after `position`. A call with the same position returns it again."""
+        """The batch after `position`: ready[0], until the caller's position is that of ready[0]."""
         began = time.perf_counter()
         batch = self.ready[0].result()
         if batch.position is position:
@@ -628,7 +628,7 @@ class Pipeline:
         B, R = self.B, self.R
         pieces, short, numbers = [], [], list(itertools.islice(self.turns, B))
         for b, number in enumerate(numbers):
-            row = self.next_rows.pop(number, None) or next(self.rows[number])
+            row = self.next_rows.pop(number, None) or next(self.row_iterators[number])
             pieces += row
             if (n := sum(map(len, row))) < R:
                 pieces.append(np.full(R - n, self.encoder.bos, self.encoder.dtype))
@@ -649,7 +649,7 @@ class Pipeline:
     def _look_ahead(self, number):
         """Packs the next row of a lane for a later batch; it is not part of this batch's position."""
         if number not in self.next_rows:
-            self.next_rows[number] = next(self.rows[number])
+            self.next_rows[number] = next(self.row_iterators[number])
         return self.next_rows[number]
 
     def close(self):
@@ -663,18 +663,18 @@ class Pipeline:
 class PackedLoader(IterableDataset):
     """
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs shifted by one, and -100
-    (torch's ignore_index) where a row is short. A yielded batch is never written again.
+    (torch's ignore_index) where a row is short. A yielded batch is never overwritten.
 
     tokenizer: see as_encoder in tokenizer.py; transform(ids, ref, location): see Encoder
     packing: "flat", "bestfit" or "exactfit"; buffer_size: documents that the packer chooses from
     data_dir: a folder or URI of shards, or {folder: weight}. Weights are proportions of rows: numbers, or
-        functions of the row number, which a state stores by name. Default: what dataset.find_data finds
+        functions of the row number (a state stores their names). Default: what dataset.find_data finds
     rank, world_size: default: torch.distributed's if initialised, else RANK and WORLD_SIZE
-    num_lanes: world sizes that divide it give the same rows. Default: lcm(8, world_size), or a state's
+    num_lanes: world sizes that divide it give the same rows. Default: lcm(8, world_size), or a loaded state's
     shuffle_seed: None: documents in file order; an int: a new order every epoch
-    epochs: n, or {folder: n}: a finite run. Its ranks end together if torch.distributed is initialised.
-        uneven: if lanes differ in length, "pad" delivers masked rows until the longest ends (sum the losses,
-        divide by the targets of all ranks), "stop" stops with the shortest
+    epochs: n, or {folder: n}; other folders are endless. The ranks of a finite run end together if
+        torch.distributed is initialised. uneven: if lanes differ in length, "pad" delivers masked rows until
+        the longest ends (so divide summed losses by the targets of all ranks), "stop" stops with the shortest
     threads: for encoding; default: this rank's cores. prefetch: batches packed ahead
     """
 
@@ -691,7 +691,7 @@ class PackedLoader(IterableDataset):
         self.num_lanes = math.lcm(8, self.world_size or 1) if num_lanes is None else num_lanes
         self.threads = cores_of_this_rank() if threads is None else threads
         if buffer_size is None and packing in PACKINGS:
-            self.buffer_size = PACKINGS[packing].default_buffer_size
+            self.buffer_size = PACKINGS[packing].options.get("buffer_size", 1)
         check_arguments(self)
         self.tokenizer, self.device = as_encoder(tokenizer), torch.device(device)
         self.weights, self.epochs = sources_of(data_dir, epochs)
@@ -700,16 +700,16 @@ class PackedLoader(IterableDataset):
         # By fingerprint: the same order for moved folders, and for tokens of the same text.
         sources.sort(key=lambda source: (source.fingerprint, source.name))
         self.sources = {source.name: source for source in sources}
-        if num_lanes is not None:    # else a loaded state may have fewer
+        if num_lanes is not None:    # else a loaded state may have fewer lanes
             check_fed(self)
-        self.ends_together = all(self.epochs.values()) and self.world_size > 1    # endless ranks need not
+        self.ends_together = all(self.epochs.values()) and self.world_size > 1    # endless ones never wait
         self.position = self._beginning()
         self._pipeline, self._group, self._finished, self._closed = None, None, False, False
         self._pid, self._lock = os.getpid(), threading.Lock()
 
     def _beginning(self):
         lanes = lanes_of_rank(0, self.rank, self.world_size, self.num_lanes)
-        return Position(0, {number: dict.fromkeys(self.sources, LaneState()) for number in lanes})
+        return Position(0, {number: dict.fromkeys(self.sources, StreamState()) for number in lanes})
 
     def _start(self):
         check_start(self)
@@ -727,7 +727,7 @@ class PackedLoader(IterableDataset):
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         if os.getpid() != self._pid or get_worker_info() is not None:
-            raise RuntimeError("a PackedLoader works in the process that made it; pass num_workers=0")
+            raise RuntimeError("a PackedLoader works only in the process that made it; pass num_workers=0")
         with self._lock:
             if self._closed:
                 raise RuntimeError("this PackedLoader is closed; make a new one and load the state into it")
@@ -743,7 +743,7 @@ class PackedLoader(IterableDataset):
                 self._finished = True
                 raise StopIteration
             tensors = tuple(part.to(self.device, non_blocking=True) for part in batch[:2])
-            self.position = batch.position    # last, so that an interrupted call repeats
+            self.position = batch.position    # last: after an interrupt, the batch comes again
             return tensors
 
     def _is_in_run(self, batch):
@@ -782,7 +782,7 @@ class PackedLoader(IterableDataset):
                             "lanes": lanes})
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume, also with another T, B or world size; ValueError, changing nothing, if it does not fit."""
+        """Resume, also with another T, B or world size. A state that does not fit: ValueError, no change."""
         with self._lock:
             position, changed = read_state(self, state)
             self._go_to(position, **changed)
@@ -795,7 +795,7 @@ class PackedLoader(IterableDataset):
             old.close()
 
     def stats(self) -> dict:
-        """Counts since the start, or the last load or error, in this process; includes prefetched batches."""
+        """Counts in this process since the start, last load or last error; prefetched batches included."""
         if not (pipeline := self._pipeline):
             return {}
         counts = collections.Counter()
@@ -837,25 +837,25 @@ def env_int(name, least):
 # ---------------------------------------------------------------------------------------------------------
 # States: plain JSON
 #
-# config: must match for the rows to match. sources: their shards must match; weights and epochs may change
-# on resume. lanes: a LaneState for each lane and source. digest: detects any damage
+# config: must match for the rows to match. sources: their shards must match; epochs and numeric weights may
+# change on resume. lanes: a StreamState for each lane and source. digest: detects any damage
 
 VERSION = 4    # the rows of a version never change
 
 
 def config_of(loader):
     """T, B, world size and threads are not in it: references to documents do not depend on them."""
-    weights = {source.fingerprint: loader.weights[name] for name, source in loader.sources.items()}
-    functions = {None: loader.arguments["transform"], **weights}    # trace changes loader.transform
-    named = {key: getattr(function, "__name__", type(function).__name__)
+    functions = {source.fingerprint: loader.weights[name] for name, source in loader.sources.items()}
+    functions["transform"] = loader.arguments["transform"]    # trace changes loader.transform
+    names = {key: getattr(function, "__name__", type(function).__name__)
              for key, function in functions.items() if callable(function)}
     return {"split": loader.split, "num_lanes": loader.num_lanes, "shuffle_seed": loader.shuffle_seed,
             "packing": loader.packing, **loader.packer_options(), "tokenizer": loader.tokenizer.fingerprint,
-            "transform": named.pop(None, None), "weight_functions": named}
+            "transform": names.pop("transform", None), "weight_functions": names}
 
 
 def with_digest(state):
-    """The state as plain JSON, with a SHA-256 for each lane: DCP may load lanes on other ranks."""
+    """The state as plain JSON, with a SHA-256 for each lane: torch's DCP may load lanes on other ranks."""
     state = json.loads(json.dumps({**state, "digest": {}}))
     for number, lane in state["lanes"].items():
         part = json.dumps({**state, "digest": {}, "lanes": {number: lane}}, sort_keys=True)
@@ -875,15 +875,15 @@ def read_state(loader, state):
                 raise ValueError(f"{key} is {theirs.get(key)!r} in the state, here it is {ours.get(key)!r}")
         rows, rank, world_size, num_lanes = state["rows"], loader.rank, loader.world_size, ours["num_lanes"]
         check_shared(num_lanes, world_size)
-        check_lanes(range((rows + rank) % world_size, num_lanes, world_size), state["lanes"])
+        mine = lanes_of_rank(rows, rank, world_size, num_lanes)
+        check_lanes(mine, state["lanes"])
         names = saved_names(saved, loader.sources)
-        lanes = {number: dict.fromkeys(loader.sources, LaneState())
-                 for number in lanes_of_rank(rows, rank, world_size, num_lanes)}
+        lanes = {number: dict.fromkeys(loader.sources, StreamState()) for number in mine}
         for (number, streams), (name, old) in itertools.product(lanes.items(), names.items()):
             at = state["lanes"][str(number)][old]
             ended = at["ended"] and saved[old]["epochs"] == loader.epochs[name]
             buffered = tuple(Ref(*ref) for ref in at["buffered"])
-            streams[name] = LaneState(Ref(*at["next"]), buffered, at["rows"], ended)
+            streams[name] = StreamState(Ref(*at["next"]), buffered, at["rows"], ended)
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"this state is damaged: {type(error).__name__}: {error}") from error
     sources = {name: type(source)(name, source.shards, num_lanes, source.seed)
@@ -898,7 +898,7 @@ def saved_names(saved, sources):
              if name in saved or source.fingerprint in moved}
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
     if changed or not known or len({*known.values()}) < len(known):
-        raise ValueError(f"the state's sources are {sorted(saved)}, these are {sorted(sources)}; names or "
+        raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; names or "
                          f"sizes of shards differ in {changed or 'all'}. Put new shards in another folder")
     return known
 
@@ -924,7 +924,7 @@ def merge_states(states: list[dict]) -> dict:
         check_state(state)
         for key in ("rows", "config", "sources"):
             if state[key] != states[0][key]:
-                raise ValueError(f"states of different steps: {key} is {state[key]!r} and {states[0][key]!r}")
+                raise ValueError(f"states do not belong together: {key}: {state[key]!r}, {states[0][key]!r}")
     lanes = {number: part for state in states for number, part in state["lanes"].items()}
     check_lanes(range(states[0]["config"]["num_lanes"]), lanes)
     return with_digest({**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))})
@@ -934,7 +934,7 @@ def merge_states(states: list[dict]) -> dict:
 # What a batch holds: the documents of its tokens, and where they begin
 
 class Piece(NamedTuple):
-    """Consecutive tokens of a document in a row: start to stop - 1 of its ids; token 0 is its BOS."""
+    """Tokens start to stop - 1 of a document, in one row of a batch; token 0 is the document's BOS."""
     location: Location
     ref: Ref
     start: int
@@ -943,9 +943,9 @@ class Piece(NamedTuple):
 
 def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
     """
-    For each batch after a state (default: the loader's), yield a list of Pieces per row. This runs a second
-    loader whose ids number documents and tokens, so it cannot differ from what was trained on.
-    A later piece of a document is two Pieces: its BOS, and the rest.
+    For each batch after a state (default: the loader's), yield a list of Pieces per row. A second loader
+    packs (document, token) numbers as ids, so the trace cannot differ from what was trained on.
+    A later piece in exactfit is two Pieces: its BOS, and the rest.
     """
     found, numbers = {}, itertools.count(1)
 
@@ -998,7 +998,7 @@ def check_arguments(loader):
 def check_shared(lanes, world_size):
     if lanes % world_size:
         raise ValueError(f"{lanes} lanes cannot be shared evenly by {world_size} ranks; choose a world size "
-                         "that divides them, or for a new run num_lanes as a multiple of it")
+                         f"that divides {lanes}, or, in a new run, a num_lanes divisible by {world_size}")
 
 
 def sources_of(data_dir, epochs):
@@ -1024,11 +1024,11 @@ def source_name(path):    # a, a/ and ./a are one source
 
 
 def check_start(loader):
-    """If the process group is initialised after the loader, every rank would get the same rows."""
+    """A process group initialised after the loader would give every rank the same rows."""
     seen, now = (loader.rank, loader.world_size), ranks_of_this_process()
     if loader.arguments["rank"] is None and seen != now:
-        raise RuntimeError(f"made for rank {seen[0]} of {seen[1]}, but this is {now[0]} of {now[1]}: make "
-                           "it after torch.distributed is initialised, or pass rank and world_size")
+        raise RuntimeError(f"made as rank {seen[0]} of {seen[1]}, used as rank {now[0]} of {now[1]}: make "
+                           "the loader after torch.distributed is initialised, or pass rank and world_size")
     check_fed(loader)
 
 

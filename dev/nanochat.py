@@ -22,7 +22,7 @@ from dataset import default_data_dir
 
 
 class NanochatSource(Source):
-    """Each shard is dealt by itself: its row group i goes to lane i % num_lanes."""
+    """Each shard is dealt separately: its row group i goes to lane i % num_lanes."""
 
     def _order(self, epoch):
         """Shards padded with -1 to a multiple of num_lanes. Example: 3 and 2, 2 lanes -> 0, 1, 2, -1, 3, 4"""
@@ -43,7 +43,7 @@ class NanochatBestFitPacker(BestFitPacker):
     Refills in blocks of `tokenizer_batch_size` documents of a row group. Only the next document shows that a
     block is complete: it is pulled `early` and waits for the next refill. buffered() gives it token 1.
     """
-    options = ("buffer_size", "tokenizer_batch_size")
+    options = {"buffer_size": 1000, "tokenizer_batch_size": 128}
 
     def __init__(self, T, buffer_size, tokenizer_batch_size):
         super().__init__(T, buffer_size)
@@ -62,7 +62,7 @@ class NanochatBestFitPacker(BestFitPacker):
         return ref.epoch, ref.group, ref.doc // self.block_size
 
     def buffered(self):
-        return super().buffered() + ([self.early[1]._replace(token=1)] if self.early else [])
+        return super().buffered() + ((self.early[1]._replace(token=1),) if self.early else ())
 
     def restore(self, ids, ref):
         if ref.token:

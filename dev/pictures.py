@@ -43,7 +43,7 @@ def rows_picture(tokenizer, data_dir, T, n_rows=8):
                 if start == 0:
                     panel.barh(y, T / 400, left=x, color="#222")
                 x += stop - start
-                if 1 < stop < lengths[location]:    # 1: the BOS of a later piece, which is a Piece by itself
+                if 1 < stop < lengths[location]:    # 1: the BOS of a later piece, which is a separate Piece
                     panel.plot(x - T / 300, y, "<", color="white", markersize=5)
     return figure
 
