@@ -768,12 +768,12 @@ class Checkpoints:
 
     def _write(self, step, content):
         try:
-            with atomic_file(checkpoint_path(self.folder, step)) as part:
-                torch.save(content, part)
-        except (OSError, RuntimeError) as error:    # torch turns a full disk into a RuntimeError
+            with atomic_file(checkpoint_path(self.folder, step)) as part, open(part, "wb") as file:
+                torch.save(content, file)    # with a path, it reports a full disk as "unexpected pos"
+        except OSError as error:
             self.failed = True
             last = max(list_checkpoints(self.folder), default="none")
-            print0(f"warning: step {step} is not saved: {str(error).splitlines()[0]}; the last one: {last}")
+            print0(f"warning: step {step} is not saved: {error}; the last one: {last}")
         else:
             for path in list_checkpoints(self.folder)[:-2]:
                 os.remove(path)
