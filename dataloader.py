@@ -5,11 +5,11 @@ Pack documents from parquet shards into (B, T) batches for pretraining, with thr
     inputs, targets = next(loader)        # int64 (B, T) each
     state = loader.state_dict()           # loading it resumes with exactly the next batch
 
-    index -> Source.deal -> read -> encode -> packer.row(pull) -> lane -> batch -> (inputs, targets)
+    shards -> Source.deal -> read -> encode -> packer.row(pull) -> lane -> batch -> (inputs, targets)
 
-Each stage pulls from the one on its left. Read dev/reference.py first: it defines the rows, without threads.
-An epoch's row groups are dealt to lanes, and row g of the run comes from lane g % num_lanes, for any number
-of ranks. The trade-off: a state has references instead of tokens, so a resume re-encodes buffered documents.
+Each stage pulls from the one on its left. Read dev/reference.py first: it has all rules but packing, without
+threads. Row groups are dealt to lanes, and row g of the run comes from lane g % num_lanes, for any number of
+ranks. The trade-off: a state has references instead of tokens, so a resume re-encodes buffered documents.
 """
 
 import collections
@@ -26,7 +26,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -41,11 +41,11 @@ from tokenizer import as_encoder
 # Sources: which documents go to which lane
 
 class Ref(NamedTuple):
-    """A position in a source. Refs compare in reading order."""
+    """A place in a source. Refs compare in reading order."""
     epoch: int = 1
     group: int = 0    # index of the row group (or part of one) in the epoch's order
-    doc: int = 0      # index of the document within it
-    token: int = 0    # index of its next token to deliver
+    doc: int = 0      # index of the document in this group's order
+    token: int = 0    # index of the document's next token to deliver
 
 
 def shuffled(n, seed, *key):
@@ -66,7 +66,7 @@ class Source:
         self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
         self.first_group = np.cumsum([0, *(len(shard.rows) for shard in shards)])
         self.group_sizes = np.array([n for shard in shards for n in shard.rows], np.int64)
-        named = [[shard.name, shard.size] for shard in shards]    # the text's, also for token shards
+        named = [[shard.name, shard.size] for shard in shards]    # size: of the text, for tokens too
         self.fingerprint = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
         self.order = lru_cache(maxsize=4)(self._order)
 
@@ -85,7 +85,7 @@ class Source:
         return np.repeat(numbers, counts), part_of, n_parts
 
     def deal(self, lane, start, epochs=None):
-        """For each row group of a lane, the Ref to start at, from `start` on; endless without `epochs`."""
+        """Yield a Ref to begin at in each row group of a lane, from `start` on; endless without `epochs`."""
         epoch, group = start.epoch, start.group
         while epochs is None or epoch <= epochs:
             first = group + (lane - group) % self.num_lanes
@@ -94,7 +94,7 @@ class Source:
             epoch, group = epoch + 1, 0
 
     def find(self, ref):
-        """(shard, row group, rows) for a Ref; rows in the order of delivery."""
+        """(shard, row group, rows) for a Ref. rows: of the row group, in the order in which a lane reads."""
         numbers, part_of, n_parts = self.order(ref.epoch)
         number = int(numbers[ref.group])
         shard = int(bisect_right(self.first_group, number)) - 1
@@ -112,15 +112,15 @@ class Location(NamedTuple):
 
 
 class Task(NamedTuple):
-    docs: list[Ref]     # of one row group, encoded together
+    refs: list[Ref]     # of documents of one row group, encoded together
     shard: Shard
     row_group: int
-    rows: np.ndarray    # where each document is in the row group
+    rows: np.ndarray    # in the row group, of each document
     array: Future       # the whole row group
 
 
-TASK_BYTES = 1 << 18    # compressed text per task
-CHECK_EVERY = 1000      # one document in 1,000 is also encoded with tiktoken, as a cross-check
+TASK_BYTES = 1 << 18    # bytes of compressed text per task
+CHECK_EVERY = 1000      # one document in 1,000 is also encoded with tiktoken (of our tokenizer)
 
 class Encoder:
     """
@@ -145,7 +145,7 @@ class Encoder:
         """Yields (ids, Ref) of a lane's documents. ids: empty for null documents, None for filtered ones."""
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
         first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
-        # The next task and two more of each stream of text, plus this stream's share of two per thread.
+        # Tasks in flight: for text, 3 plus this stream's share of two per thread; for tokens, 2.
         in_flight = 3 + 2 * self.threads // n_streams if source.shards[0].kind == "text" else 2
         encoded = in_order(self.executor, self._encode, itertools.chain(first, tasks), in_flight)
         return itertools.chain.from_iterable(documents for _, documents in encoded)
@@ -162,9 +162,9 @@ class Encoder:
         return found
 
     def _tasks(self, source, groups):
-        """groups: (Ref, docs); docs: indices into the delivered rows; None: all from the Ref on."""
+        """Yields Tasks for pairs (Ref, docs). docs: positions in find()'s rows; None: all from the Ref on."""
         located = ((ref, docs, *source.find(ref)) for ref, docs in groups)
-        located = (group for group in located if group[0].doc < len(group[-1]))    # else at its end
+        located = (item for item in located if item[0].doc < len(item[-1]))    # skip finished row groups
         size = TASK_BYTES >> 4    # small first tasks: all lanes start early
         for this, following in itertools.pairwise(itertools.chain(located, [None])):
             ref, docs, shard, row_group, rows = this
@@ -175,7 +175,7 @@ class Encoder:
                 part, docs, size = docs[:n], docs[n:], min(2 * size, TASK_BYTES)
                 refs = [Ref(ref.epoch, ref.group, doc) for doc in part.tolist()]
                 yield Task(refs, shard, row_group, rows[part], array)
-                prefetched = following and self.read(*following[2:4])    # noqa: F841, kept alive
+                prefetched = following and self.read(*following[2:4])    # noqa: F841, row_groups is weak
 
     def close(self):
         for executor in (self.executor, self.readers):    # running tasks finish; nothing waits for them
@@ -193,24 +193,24 @@ class Encoder:
             documents = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
             if self.transform:
                 documents = [self._transformed(ids, ref, Location(path, row_group, int(row)))
-                             for ids, ref, row in zip(documents, task.docs, rows, strict=True)]
+                             for ids, ref, row in zip(documents, task.refs, rows, strict=True)]
         except BaseException as error:    # tiktoken's panics are not Exceptions
             if len(rows) > 1:    # one by one, to find the culprit
                 for i in range(len(rows)):
-                    self._encode(task._replace(docs=task.docs[i:i + 1], rows=rows[i:i + 1]))
+                    self._encode(task._replace(refs=task.refs[i:i + 1], rows=rows[i:i + 1]))
             where = f"{path}, row group {row_group}, row {rows[0]}"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
-        return zip(documents, task.docs, strict=True)
+        return zip(documents, task.refs, strict=True)
 
     def _encode_text(self, array, task):
         # The primes vary which documents are checked, by row group and epoch.
-        start = -(task.docs[0].doc + 613 * task.docs[0].group + 7919 * task.docs[0].epoch) % CHECK_EVERY
+        start = -(task.refs[0].doc + 613 * task.refs[0].group + 7919 * task.refs[0].epoch) % CHECK_EVERY
         return self.tokenizer.encode(array, range(start, len(array), CHECK_EVERY), threads=self.threads)
 
     def _view_tokens(self, array, task):
         shard = task.shard
         if shard.fingerprint != self.tokenizer.fingerprint:
-            raise ValueError(f"tokens of tokenizer {shard.fingerprint}, not of {self.tokenizer.fingerprint}")
+            raise ValueError(f"made with tokenizer {shard.fingerprint}, not {self.tokenizer.fingerprint}")
         data, offsets, _ = column_views(array)
         if (np.diff(offsets) % shard.dtype.itemsize).any():
             raise ValueError(f"a document's bytes are not a whole number of {shard.dtype} tokens")
@@ -245,14 +245,14 @@ def check_documents(ids, bounds, array, bos):
 #
 # row(pull): the arrays of the next row, T + 1 tokens or fewer (the batch masks the missing ones), [] at the
 #     end. pull() returns the next (ids, Ref), or None at the end
-# buffered(): a tuple, the Refs of the buffered documents, oldest first; they and `rows` are the whole state
+# buffered(): a tuple, the Refs of the buffered documents, oldest first; with the count `rows`, its state
 # restore(ids, ref) for each of them, in order, rebuilds the buffer; ids: the whole document
 # options: the constructor's arguments besides T, and their defaults; the loader has them as attributes
-# counts: "documents" pulled, tokens "dropped", documents "cut" that would fit in a row
+# counts: "documents" pulled, tokens "dropped", documents "cut" although they fit in a row
 
 class FlatPacker:
     """All documents in sequence, cut every T tokens; the last token of a row opens the next."""
-    options: dict[str, int] = {}
+    options: ClassVar = {}
 
     def __init__(self, T):
         self.T, self.rows, self.counts = T, 0, {"documents": 0, "dropped": 0, "cut": 0}
@@ -263,7 +263,7 @@ class FlatPacker:
             self.documents.append(document)
             self.n_tokens += len(document[0])
             self.counts["documents"] += 1
-        if self.n_tokens <= min(1, self.rows):    # the 1: the previous row's last target, kept as input
+        if self.n_tokens <= min(1, self.rows):    # after a row, 1 token stays as the next input
             return []
         row, missing = [], self.T + 1
         while missing and self.documents:
@@ -305,11 +305,11 @@ def choose_best_fit(sizes, free):
 
 class BestFitPacker:
     """
-    nanochat's rows (github.com/karpathy/nanochat): always the longest buffered document that fits; if none
+    nanochat's rule (github.com/karpathy/nanochat): always the longest buffered document that fits; if none
     does, the shortest, cut to fill the row. Before every choice, the buffer is refilled to `buffer_size`.
     Long documents pile up in the buffer, so each keeps only the tokens that a row can take.
     """
-    options = {"buffer_size": 1000}
+    options: ClassVar = {"buffer_size": 1000}
 
     def __init__(self, T, buffer_size):
         self.R, self.buffer_size = T + 1, buffer_size
@@ -348,7 +348,7 @@ class BestFitPacker:
 
 def fill_gap(gap, lengths, by_length):
     """
-    Choose the lengths of buffered documents that fill `gap` tokens exactly, or else nearly.
+    Choose the lengths of buffered documents that fill `gap` tokens exactly, or as nearly as possible.
 
     lengths: sorted and distinct; by_length[n]: the documents of n tokens. Tries one document; then two, close
     in length; then any number, by subset sum: bit k of the integer `reachable` is set if some subset leaves
@@ -385,13 +385,13 @@ class ExactFitPacker:
     """
     Rows filled exactly with complete documents; every piece of a document begins with its BOS.
 
-    The oldest document opens the row, so none waits for more rows than there were documents before it. A
-    document longer than a row fills one row at a time; the rest returns to the end of the buffer. fill_gap
-    fills the gap with untouched documents. If no subset fits exactly, a piece of the oldest long document,
-    which is cut anyway, fills the rest; without a long one, a piece of the shortest document that is longer
-    than the rest. `buffer_size` counts documents that fit in a row.
+    The oldest document opens the row, so a document waits at most one row for each one buffered before it.
+    A document longer than a row fills one row at a time; its remainder returns to the end of the buffer.
+    fill_gap fills the gap with untouched documents. If no subset fits exactly, the open tokens get a piece of
+    the oldest long document, which is cut anyway, or else of the shortest untouched document that is longer
+    than the open part. `buffer_size` counts documents that fit in a row.
     """
-    options = {"buffer_size": 256}
+    options: ClassVar = {"buffer_size": 256}
 
     def __init__(self, T, buffer_size):
         self.R, self.buffer_size = T + 1, buffer_size
@@ -420,9 +420,9 @@ class ExactFitPacker:
 
     def _should_pull(self):
         """
-        True until `size` short documents are buffered, or 2 * size rows of tokens in at least size / 4
-        documents: the tokens limit memory, the documents keep the rows of a long one apart. `size` starts at
-        32 and grows with the lane's rows: the first batch comes early, even with many lanes.
+        True without tokens for a row, or until `size` short documents are buffered, or 2 * size rows of
+        tokens (to limit memory) in at least size / 4 documents (else a long one would open row after row).
+        `size` starts at 32 and grows with the rows: the first batch comes early, even with many lanes.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
         return self.n_tokens < self.R or (self.n_short < size and (
@@ -500,24 +500,24 @@ PACKINGS: dict[str, Any] = {"flat": FlatPacker, "bestfit": BestFitPacker, "exact
 def source_of_row(row, bounds):
     """
     The index of the source that gives row `row` of the run. The fractional parts of the golden ratio's
-    multiples fill [0, 1) evenly (three-distance theorem): in 400,000 rows, no batch of 4 to 1,024 rows was
-    over 2.7 rows off a source's share. Example: bounds_of([2, 1], ...), rows 0 to 9 -> 0 0 0 1 0 0 1 0 1 0
+    multiples fill [0, 1) evenly (three-distance theorem): in 400,000 rows, every batch of 4 to 1,024 rows
+    was within 2.7 rows of every share. Example: bounds_of([2, 1], ...), rows 0 to 9 -> 0 0 0 1 0 0 1 0 1 0
     """
     return bisect_right(bounds, row * 0x9E3779B97F4A7C15 % 2**64)    # 2**64 / golden ratio
 
 
 def bounds_of(weights, row):
-    """Cumulative weights, scaled to 2**64. Negative weights count as 0; if all are 0, they are equal."""
+    """Cumulative weights, scaled to 2**64. Negative weights count as 0; if all are 0, shares are equal."""
     values = [max(weight(row) if callable(weight) else weight, 0) for weight in weights]
     if not sum(values) < 1e18:    # also NaN
-        raise ValueError(f"the weights of row {row} are {values}; expected numbers of at most 1e9")
+        raise ValueError(f"the weights of row {row} are {values}; expected finite numbers, in all below 1e18")
     scaled = [int(value * 2**64) for value in values]
     cumulative = list(itertools.accumulate(scaled if any(scaled) else [1] * len(scaled)))
     return [number * 2**64 // cumulative[-1] for number in cumulative]
 
 
 class StreamState(NamedTuple):
-    """Where a stream is: one lane in one source. The default is the beginning."""
+    """The position of a stream, which is one lane of one source. The default is the beginning."""
     next: Ref = Ref()                   # the next document to pull
     buffered: tuple[Ref, ...] = ()      # documents in the packer, oldest first
     rows: int = 0                       # delivered so far
@@ -525,7 +525,7 @@ class StreamState(NamedTuple):
 
 
 class Stream:
-    """One lane in one source: its documents and its packer."""
+    """One lane of one source: its documents and its packer."""
 
     def __init__(self, loader, name, lane, state, encoder, n_streams):
         self.source, self.encoder, self.epochs = loader.sources[name], encoder, loader.epochs[name]
@@ -586,8 +586,8 @@ class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
     position: Position    # after this batch
-    full: bool            # every lane gave a row
-    more: bool            # False: this batch and all later ones are empty
+    full: bool            # no row of the batch is empty
+    more: bool            # False: this rank has no rows left
 
 
 class Pipeline:
@@ -597,7 +597,7 @@ class Pipeline:
         self.position, self.world_size = loader.position, loader.world_size
         self.B, self.R = loader.B, loader.T + 1
         self.encoder = Encoder(loader.tokenizer, loader.threads, loader.transform)
-        self.lanes, self.row_iterators, self.next_rows, self.waited = {}, {}, {}, 0.0    # see _look_ahead
+        self.lanes, self.row_iterators, self.looked_ahead, self.waited = {}, {}, {}, 0.0
         mine = lanes_of_rank(self.position.rows, loader.rank, loader.world_size, loader.num_lanes)
         n_streams = len(mine) * len(loader.sources)
         for i, number in enumerate(mine):
@@ -606,19 +606,19 @@ class Pipeline:
             first = self.position.rows + loader.rank + i * self.world_size
             numbers = itertools.count(first, loader.num_lanes)
             self.row_iterators[number] = rows_of_lane(self.lanes[number], loader.weights, numbers)
-        self.turns, self.packing = itertools.cycle(self.lanes), ThreadPoolExecutor(1, "pack")
+        self.turns, self.executor = itertools.cycle(self.lanes), ThreadPoolExecutor(1, "pack")
         self.pin, index = loader.device.type == "cuda", loader.device.index
-        if self.pin:    # else each rank would hold a CUDA context (hundreds of MB) on GPU 0
+        if self.pin:    # set_device, else each rank would hold a CUDA context (hundreds of MB) on GPU 0
             index = torch.cuda.current_device() if index is None else index
-            self.packing.submit(torch.cuda.set_device, index)
-        self.ready = collections.deque(self.packing.submit(self._pack) for _ in range(1 + loader.prefetch))
+            self.executor.submit(torch.cuda.set_device, index)
+        self.ready = collections.deque(self.executor.submit(self._pack) for _ in range(1 + loader.prefetch))
 
     def next_batch(self, position):
-        """The batch after `position`: ready[0], until the caller's position is that of ready[0]."""
+        """The batch after `position`. ready[0] stays until the next call, whose `position` shows its use."""
         began = time.perf_counter()
         batch = self.ready[0].result()
         if batch.position is position:
-            self.ready.append(self.packing.submit(self._pack))
+            self.ready.append(self.executor.submit(self._pack))
             self.ready.popleft()
             batch = self.ready[0].result()
         self.waited += time.perf_counter() - began
@@ -628,7 +628,7 @@ class Pipeline:
         B, R = self.B, self.R
         pieces, short, numbers = [], [], list(itertools.islice(self.turns, B))
         for b, number in enumerate(numbers):
-            row = self.next_rows.pop(number, None) or next(self.row_iterators[number])
+            row = self.looked_ahead.pop(number, None) or next(self.row_iterators[number])
             pieces += row
             if (n := sum(map(len, row))) < R:
                 pieces.append(np.full(R - n, self.encoder.bos, self.encoder.dtype))
@@ -648,12 +648,12 @@ class Pipeline:
 
     def _look_ahead(self, number):
         """Packs the next row of a lane for a later batch; it is not part of this batch's position."""
-        if number not in self.next_rows:
-            self.next_rows[number] = next(self.row_iterators[number])
-        return self.next_rows[number]
+        if number not in self.looked_ahead:
+            self.looked_ahead[number] = next(self.row_iterators[number])
+        return self.looked_ahead[number]
 
     def close(self):
-        self.packing.shutdown(wait=False, cancel_futures=True)
+        self.executor.shutdown(wait=False, cancel_futures=True)
         self.encoder.close()
 
 
@@ -674,7 +674,7 @@ class PackedLoader(IterableDataset):
     shuffle_seed: None: documents in file order; an int: a new order every epoch
     epochs: n, or {folder: n}; other folders are endless. The ranks of a finite run end together if
         torch.distributed is initialised. uneven: if lanes differ in length, "pad" delivers masked rows until
-        the longest ends (so divide summed losses by the targets of all ranks), "stop" stops with the shortest
+        the longest ends (so divide summed losses by the unmasked targets of all ranks); "stop": the shortest
     threads: for encoding; default: this rank's cores. prefetch: batches packed ahead
     """
 
@@ -701,8 +701,8 @@ class PackedLoader(IterableDataset):
         sources.sort(key=lambda source: (source.fingerprint, source.name))
         self.sources = {source.name: source for source in sources}
         if num_lanes is not None:    # else a loaded state may have fewer lanes
-            check_fed(self)
-        self.ends_together = all(self.epochs.values()) and self.world_size > 1    # endless ones never wait
+            check_enough_documents(self)
+        self.ends_together = all(self.epochs.values()) and self.world_size > 1    # endless runs never wait
         self.position = self._beginning()
         self._pipeline, self._group, self._finished, self._closed = None, None, False, False
         self._pid, self._lock = os.getpid(), threading.Lock()
@@ -747,7 +747,7 @@ class PackedLoader(IterableDataset):
             return tensors
 
     def _is_in_run(self, batch):
-        """The ranks of a finite run agree on this, and so end together."""
+        """Whether the batch belongs to the run. The ranks of a finite run agree, and so end together."""
         flags = torch.tensor([batch.more, not batch.full], dtype=torch.int64)
         if self._group:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
@@ -855,7 +855,7 @@ def config_of(loader):
 
 
 def with_digest(state):
-    """The state as plain JSON, with a SHA-256 for each lane: torch's DCP may load lanes on other ranks."""
+    """The state as plain JSON, with a SHA-256 for each lane, as torch's DCP may give a rank some lanes."""
     state = json.loads(json.dumps({**state, "digest": {}}))
     for number, lane in state["lanes"].items():
         part = json.dumps({**state, "digest": {}, "lanes": {number: lane}}, sort_keys=True)
@@ -898,8 +898,8 @@ def saved_names(saved, sources):
              if name in saved or source.fingerprint in moved}
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
     if changed or not known or len({*known.values()}) < len(known):
-        raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; names or "
-                         f"sizes of shards differ in {changed or 'all'}. Put new shards in another folder")
+        raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; shards of "
+                         f"{changed or 'all'} do not match (uniquely). Put new shards in another folder")
     return known
 
 
@@ -944,7 +944,7 @@ class Piece(NamedTuple):
 def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
     """
     For each batch after a state (default: the loader's), yield a list of Pieces per row. A second loader
-    packs (document, token) numbers as ids, so the trace cannot differ from what was trained on.
+    packs ids that say "token i of document n", so the trace cannot differ from what was trained on.
     A later piece in exactfit is two Pieces: its BOS, and the rest.
     """
     found, numbers = {}, itertools.count(1)
@@ -1029,10 +1029,10 @@ def check_start(loader):
     if loader.arguments["rank"] is None and seen != now:
         raise RuntimeError(f"made as rank {seen[0]} of {seen[1]}, used as rank {now[0]} of {now[1]}: make "
                            "the loader after torch.distributed is initialised, or pass rank and world_size")
-    check_fed(loader)
+    check_enough_documents(loader)
 
 
-def check_fed(loader):
+def check_enough_documents(loader):
     for source in loader.sources.values():
         if (n := source.group_sizes.sum()) < loader.num_lanes:
             raise ValueError(f"{source.name}: {n} documents for {loader.num_lanes} lanes; lower num_lanes")
@@ -1047,4 +1047,4 @@ def check_state(state):
 
 def check_lanes(needed, lanes):
     if len(needed) > len(lanes) or any(str(number) not in lanes for number in needed):
-        raise ValueError(f"the state lacks lanes (it has {len(lanes)}, like one rank's); use gather_states")
+        raise ValueError(f"the state has only {len(lanes)} lanes, as if saved by one rank; use gather_states")

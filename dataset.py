@@ -56,8 +56,7 @@ def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
     return val if split == "val" else train
 
 
-def split_shards(shards):
-    """(train, val)"""
+def split_shards(shards):    # (train, val)
     val = [shard for shard in shards if split_in_name(shard.name) == "val"]
     train = [shard for shard in shards if split_in_name(shard.name) in ("train", None)]
     return (train, val) if val else (train[:-1], train[-1:])
@@ -155,7 +154,8 @@ def cached_index(folder):
         index = make_index(folder, files)
         if index["kind"] == "tokens":
             raise ValueError(f"{folder}: token shards without {INDEX}: run tokenize again to finish them")
-        print(describe_split(folder, shards_of(folder, index)), file=sys.stderr, flush=True)
+        if len(index["shards"]) > 1:    # else list_shards raises an error with this line
+            print(describe_split(folder, shards_of(folder, index)), file=sys.stderr, flush=True)
         with contextlib.suppress(OSError):    # a full disk: the next start reads the footers again
             write_atomic(path, json.dumps(index).encode())
     return index

@@ -1211,9 +1211,9 @@ def test_states_of_ranks_are_merged_or_refused(corpus):
     """One rank's state lacks lanes; states of different steps are no state."""
     loaders = [make(corpus, rank=rank, world_size=2, num_lanes=4) for rank in range(2)]
     one, two = (loader.state_dict() for loader in loaders)
-    with pytest.raises(ValueError, match=r"lacks lanes.*gather_states"):
+    with pytest.raises(ValueError, match=r"only 2 lanes.*gather_states"):
         make(corpus, num_lanes=4).load_state_dict(one)
-    with pytest.raises(ValueError, match="lacks lanes"):
+    with pytest.raises(ValueError, match="has only"):
         merge_states([one, one])
     loaders[0].load_state_dict(one)    # its own lanes are enough
     next(loaders[1])

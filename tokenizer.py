@@ -22,9 +22,9 @@ import json
 import os
 import random
 import re
+import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -234,8 +234,8 @@ class RustBPETokenizer:
         ranks = {bytes(token): rank for token, rank in trained.get_mergeable_ranks()}
         special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         if (size := len(ranks) + len(special)) < vocab_size:
-            warnings.warn(f"the vocabulary has {size} tokens, not {vocab_size}: this text has no more pairs "
-                          "to merge", stacklevel=2)
+            print(f"warning: the vocabulary has {size} tokens, not {vocab_size}: this text has no more pairs "
+                  "to merge", file=sys.stderr)
         return cls(build_encoding(pattern, ranks, special), SPECIAL_TOKENS[0])
 
     @classmethod

@@ -549,11 +549,11 @@ def make_optimizers(model, kind, lr, tokens_per_step):
     1.083, 1.090). All with 500 steps of 8 rows, --lr 0.012, --eval_rows 1024, seed 1. Without gain:
     embeddings at 0.2 or 0.45, beta1 0.9, decay 2, three quarters of the keys' channels, hotter attention.
     """
-    scale = (model.embedding.embedding_dim / 768) ** -0.5 * min(1.0, tokens_per_step / 2 ** 19) ** 0.2
+    width, batch = model.embedding.embedding_dim / 768, min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     embeddings = [model.embedding.weight, *model.value_embeddings.parameters()]
-    groups = [{"params": embeddings, "lr": 0.3 * scale},
-              {"params": list(model.head.parameters()), "lr": 0.011 * scale},
-              {"params": [model.previous], "lr": 0.01}]
+    groups = [{"params": embeddings, "lr": 0.3 * batch / width ** 0.5},
+              {"params": list(model.head.parameters()), "lr": 0.0045 * batch / width},
+              {"params": [model.previous], "lr": 0.1}]
     matrices = list(model.blocks.named_parameters())
     if kind == "adamw":
         groups.append({"params": [p for _, p in matrices], "lr": lr})
@@ -629,7 +629,7 @@ def evaluate(step, model, tokenizer, val, micro, stop, write=lambda record: None
         bpb, zlib_bpb = nats / n_bytes / math.log(2), val[path].zlib_bpb if path in val else None
         write({"step": step, "val_bpb": bpb, "val_bytes": int(n_bytes), "zlib_bpb": zlib_bpb, "source": path})
         of = {"all": " over all sources"}.get(path, f" of {path}") if len(val) > 1 else ""
-        beside = f"; zlib -9: {zlib_bpb:.4f}" if zlib_bpb else ""
+        beside = f" (zlib -9: {zlib_bpb:.4f})" if zlib_bpb else ""
         print0(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}")
     inputs = next(iter(val.values())).inputs    # the prompt: the first five words of a val document
     words = tokenizer.decode([i for i in inputs[0, :64].tolist() if i != tokenizer.get_bos_token_id()])

@@ -2,7 +2,7 @@
 Look at the packings and measure them, on the data at hand.
 
     python -m dev.bench show       draw rows of every packing in the terminal
-    python -m dev.bench compare    what each packing drops, cuts and costs
+    python -m dev.bench compare    what each packing drops and cuts, and how long documents wait
     python -m dev.bench bench      tokens per second, from text and from tokens
     python -m dev.bench audit      which documents are in the rows of a run's steps
 
@@ -30,8 +30,8 @@ import numpy as np
 import torch
 
 from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, trace
-from dataset import Parser, column_views, cores, errors_in_one_line, find_data, list_shards
-from dev.prepare import tokenize
+from dataset import Parser, column_views, cores, errors_in_one_line, list_shards
+from dev.prepare import add_folder, at_least_1, counted, folder_of, row_groups_of, tokenize
 from tokenizer import RustBPETokenizer, find_tokenizer, get_tokenizer
 from train import load_checkpoint, peak_memory, sources_of
 
@@ -39,16 +39,17 @@ from train import load_checkpoint, peak_memory, sources_of
 # Show: rows of every packing, drawn in the terminal
 
 FIRST, SECOND, LAST = 1, 2, 4
+SHOWN, COMPARED = 256, 4096    # rows: what a packing drops and cuts depends on how many
 
 
 def show(tokenizer, data_dir, T, columns=72, colour=False):
     """Rows of every packing, a block per document: ] is its end, > a cut, < a piece that continues it."""
     for packing in PACKINGS:
-        with PackedLoader(tokenizer, 256, T, "train", data_dir=data_dir, num_lanes=1, prefetch=0,
+        with PackedLoader(tokenizer, SHOWN, T, "train", data_dir=data_dir, num_lanes=1, prefetch=0,
                           packing=packing, transform=outline) as loader:
             inputs, targets = next(loader)
             dropped, cut = shares(loader)
-        yield f"{packing}   dropped {dropped:.1%}, fit a row but cut {cut:.2%}"
+        yield f"{packing}   first {SHOWN:,} rows: dropped {dropped:.1%}, fit a row but cut {cut:.2%}"
         for row in (torch.cat([inputs[-5:, :1], targets[-5:]], dim=1) >> 32).tolist():
             yield "  " + draw_row(row, columns, colour)
         yield ""
@@ -83,21 +84,18 @@ def shares(loader):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Compare: what each packing drops, cuts and costs
+# Compare: what each packing drops and cuts, and how long documents wait
 
-def compare(tokenizer, data_dir, B, T, seconds=4.0):
-    """Lines of a table. Speed: from text, by all threads."""
-    yield f"{'packing':<12}{'dropped':>9}{'fit but cut':>13}{'longest wait':>14}{'M tokens/s':>12}"
+def compare(tokenizer, data_dir, T):
+    """Lines of a table."""
+    yield f"of the first {COMPARED:,} rows of one lane (show: {SHOWN:,})"
+    yield f"{'packing':<12}{'dropped':>9}{'fit but cut':>13}{'longest wait':>14}"
     for packing in PACKINGS:
-        options = {"data_dir": data_dir, "num_lanes": 1, "packing": packing}
-        with PackedLoader(tokenizer, 1, T, "train", **options) as loader:
-            wait = longest_wait(loader, 4096)
+        with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1,
+                          packing=packing) as loader:
+            wait = longest_wait(loader, COMPARED)
             dropped, cut = shares(loader)
-        with PackedLoader(tokenizer, B, T, "train", **options) as loader:
-            tokens = tokens_of(loader)
-            speed_of(tokens, seconds / 2)    # fills the buffer
-            speed = speed_of(tokens, seconds)
-        yield f"{packing:<12}{dropped:>9.1%}{cut:>13.2%}{wait:>9,} rows{speed / 1e6:>12.2f}"
+        yield f"{packing:<12}{dropped:>9.1%}{cut:>13.2%}{counted(wait, 'row'):>14}"
 
 
 def longest_wait(loader, n_rows):
@@ -108,19 +106,6 @@ def longest_wait(loader, n_rows):
         waits = {ref: waits.get(ref, 0) + 1 for ref in state.buffered if ref.token == 0}
         longest = max(longest, *waits.values(), 0)
     return longest
-
-
-def speed_of(counts, seconds):
-    """Tokens per second, from an iterator of numbers of tokens. What is ready at the start does not count."""
-    for duration in (min(0.3, seconds), seconds):
-        began, tokens = time.perf_counter(), 0
-        while time.perf_counter() - began < duration:
-            tokens += next(counts)
-    return tokens / (time.perf_counter() - began)
-
-
-def tokens_of(batches):
-    return (inputs.numel() for inputs, _ in batches)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -224,6 +209,19 @@ def speed_in_turn(counts, mine, theirs, seconds):
     return speed_of(counts, seconds)
 
 
+def speed_of(counts, seconds):
+    """Tokens per second, from an iterator of numbers of tokens. What is ready at the start does not count."""
+    for duration in (min(0.3, seconds), seconds):
+        began, tokens = time.perf_counter(), 0
+        while time.perf_counter() - began < duration:
+            tokens += next(counts)
+    return tokens / (time.perf_counter() - began)
+
+
+def tokens_of(batches):
+    return (inputs.numel() for inputs, _ in batches)
+
+
 def timed(action):
     began = time.perf_counter()
     result = action()
@@ -241,10 +239,9 @@ def memmap(job):
 
 def write_ids(tokens, path):
     with open(path, "wb") as file:
-        for shard in list_shards(tokens, "train"):
-            for row_group in range(len(shard.rows)):
-                data, offsets, _ = column_views(shard.read(row_group))
-                file.write(data[offsets[0]:offsets[-1]])
+        for shard, row_group in row_groups_of(list_shards(tokens, "train")):
+            data, offsets, _ = column_views(shard.read(row_group))
+            file.write(data[offsets[0]:offsets[-1]])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -324,14 +321,14 @@ def make_parser():
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("show", "draw rows of every packing"),
-                       ("compare", "what each packing drops, cuts and costs"),
+                       ("compare", "what each packing drops and cuts, and how long documents wait"),
                        ("bench", "tokens per second, from text and from tokens")):
         command = commands.add_parser(name, help=text, description=text)
-        command.add_argument("--data", help="folder or URI of text shards (default: what train.py takes)")
+        add_folder(command)
         command.add_argument("--tokenizer", help="its folder (default: the one trained on the data)")
-        command.add_argument("--T", type=int, default=2048, help="tokens in a row (default 2048)")
-        if name != "show":
-            command.add_argument("--B", type=int, default=32, help="rows in a batch (default 32)")
+        command.add_argument("--T", type=at_least_1, default=2048, help="tokens in a row (default 2048)")
+        if name == "bench":
+            command.add_argument("--B", type=at_least_1, default=32, help="rows in a batch (default 32)")
     command = commands.add_parser("audit", help="which documents are in the rows of a run's steps",
                                   description=audit.__doc__)
     command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
@@ -341,23 +338,23 @@ def make_parser():
 
 
 def parse_steps(text):
-    first, stop = map(int, text.split(":"))
-    if not 0 <= first < stop:
+    first, _, stop = text.partition(":")
+    if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
         raise argparse.ArgumentTypeError(f"{text}: expected A:B with 0 <= A < B")
-    return first, stop
+    return int(first), int(stop)
 
 
 def lines_of(flags):
     if flags.command == "audit":
         return audit(flags.resume, flags.steps, flags.json)
-    data_dir = find_data(flags.data)
+    data_dir = folder_of(flags)
     tokenizer, where = find_tokenizer(flags.tokenizer, [data_dir], 32768)
     print(f"data: {data_dir}; tokenizer: {where}", file=sys.stderr)
     if flags.command == "show":
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         return show(tokenizer, data_dir, flags.T, colour=colour)
     if flags.command == "compare":
-        return compare(tokenizer, data_dir, flags.B, flags.T)
+        return compare(tokenizer, data_dir, flags.T)
     return bench(where, data_dir, flags.B, flags.T)
 
 

@@ -12,6 +12,7 @@ Better than nanochat's: exact resume, threads that encode ahead, and no hang whe
 import itertools
 from collections.abc import Iterator
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -43,7 +44,7 @@ class NanochatBestFitPacker(BestFitPacker):
     Refills in blocks of `tokenizer_batch_size` documents of a row group. Only the next document shows that a
     block is complete: it is pulled `early` and waits for the next refill. buffered() gives it token 1.
     """
-    options = {"buffer_size": 1000, "tokenizer_batch_size": 128}
+    options: ClassVar = {"buffer_size": 1000, "tokenizer_batch_size": 128}
 
     def __init__(self, T, buffer_size, tokenizer_batch_size):
         super().__init__(T, buffer_size)

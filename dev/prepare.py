@@ -2,10 +2,10 @@
 Run once, before training: make shards from your own text, tokenize them, look at them, check and count them.
 
     python -m dev.prepare convert 'my/**/*.jsonl.gz' --text_key content   # your text -> shuffled shards
-    python -m dev.prepare tokenize --data DIR --out DIR                   # the same shards, with token ids
+    python -m dev.prepare tokenize DIR --out DIR                          # the same shards, with token ids
     python -m dev.prepare head DIR -n 5                                   # print some documents
-    python -m dev.prepare stats --data DIR                                # documents, lengths, lanes, cuts
-    python -m dev.prepare verify --data DIR                               # read all, compare all checksums
+    python -m dev.prepare stats DIR                                       # documents, lengths, lanes, cuts
+    python -m dev.prepare verify DIR                                      # read all, compare all checksums
     python -m dev.prepare import_tokenizer tokenizer.json --out DIR       # Hugging Face's -> our two files
 
 convert writes all text twice, and so shuffles any amount of it in bounded memory: about 200 MB of JSON lines
@@ -37,7 +37,6 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import NamedTuple
 
-import filelock
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -75,38 +74,42 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
     """
     Write the documents of files with one of KINDS as shards; the last shard, about 1 % of them, is val.
 
-    inputs: paths, folders, globs. keep: columns, such as strings or numbers, that stay beside the text.
-    as_text: patterns of names of files that are plain text. Each plain text is a document, or with cut_bytes
-    several that end at blank lines. `out` appears atomically, once complete. ValueError names file and line
-    of the first bad document; skip_bad reports bad documents and unreadable files instead. The workers of an
-    `executor` must see the same paths; `workers` says how many there are.
+    inputs: paths, folders, globs. keep: columns that stay beside the text. as_text: patterns of names; of
+    folders only files with such a name are read, as plain text. Each plain text is a document, or with
+    cut_bytes several that end at blank lines. `out` appears atomically, once complete. ValueError names file
+    and line of the first bad document; skip_bad reports bad documents and unreadable files instead. The
+    workers of an `executor` must see the same paths; `workers` says how many there are.
     """
     if "://" in out:
         raise ValueError(f"cannot write to {out}; name a local folder, then copy it there")
     if clash := {"text", "tokens", text_key} & {*keep}:
         raise ValueError(f"--keep {min(clash)}: shards hold the documents in a column of that name")
-    files, filtered = find_inputs(inputs, as_text)
+    files, ignored = find_inputs(inputs, as_text)
     total = sum(file.size for file in files)
-    scatter = functools.partial(scatter_task, text_key=text_key, keep=keep, skip_bad=skip_bad,
-                                cut_bytes=cut_bytes, seed=seed, max_in_val=total // 20)
     # While a process starts, another one converts 100 MB.
     workers = workers or max(1, min(cores(), total // BYTES_PER_PROCESS))
     with building_folder(out) as building, pool_of(executor, workers) as pool:
+        scatter = functools.partial(scatter_task, building=building, text_key=text_key, keep=keep,
+                                    skip_bad=skip_bad, cut_bytes=cut_bytes, seed=seed, max_in_val=total // 20)
         try:
-            reports = scatter_all(pool, files, functools.partial(scatter, building=building), 4 * workers)
-            counts = gather_all(pool, building, shard_bytes, 4 * workers)
+            reports = run_all(pool, scatter, list(group_files(files, total)), 4 * workers, "read")
+            keys, lengths = keys_and_lengths(building)
+            shards = list(enumerate(plan_shards(keys, lengths, shard_bytes)))
+            run_all(pool, functools.partial(gather_shard, building=building), shards, 4 * workers, "write")
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)    # so that workers end at their next write
             raise
         index = dataset.write_index(building + "/shards")
-        assert sum(sum(entry["rows"]) for entry in index["shards"].values()) == counts["documents"]
+        assert sum(sum(entry["rows"]) for entry in index["shards"].values()) == len(keys)
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(out)
         os.rename(building + "/shards", out)
     bad, shown, columns = zip(*reports, strict=True)
-    return {"files": len(files), "filtered": filtered, "bad": sum(bad),
+    return {"files": len(files), "documents": len(keys), "bytes": int(lengths.sum()), "shards": len(shards),
+            "ignored": ignored, "bad": sum(bad),
             "shown": [message for messages in shown for message in messages][:BAD_SHOWN],
-            "dropped": set().union(*columns) - {text_key, *keep}, **counts}
+            "strings": keep if any(file.kind in DELIMITERS for file in files) else (),
+            "dropped": set().union(*columns) - {text_key, *keep}}
 
 
 @contextlib.contextmanager
@@ -114,25 +117,19 @@ def building_folder(out):
     """A folder beside `out` for this process alone. It is removed at the end, or by the next run."""
     out = os.path.abspath(out)
     parent, building = f"{out}.convert", f"{out}.convert/{os.getpid()}"
-    lock = filelock.FileLock(parent + "/lock")
-    os.makedirs(parent, exist_ok=True)
-    try:
-        lock.acquire(timeout=0)
-    except filelock.Timeout:
-        raise ValueError(f"another convert is writing {out}; wait for it, or name another --out") from None
-    except (OSError, NotImplementedError):
-        pass    # a file system without locks: the run that begins last wins, the others can no longer write
-    try:
-        if os.path.isdir(out) and os.listdir(out):
-            raise ValueError(f"{out} is not empty; name a new folder with --out, or remove it first")
-        for old in glob.glob(glob.escape(parent) + "/[0-9]*"):
-            shutil.rmtree(old)
-        os.makedirs(building + "/runs")
-        os.makedirs(building + "/shards")
-        yield building
-    finally:
-        shutil.rmtree(parent, ignore_errors=True)
-        lock.release()
+    if os.path.exists(parent):
+        print(f"{parent} exists: another convert writes there (this one waits), or was killed", flush=True)
+    with dataset.locked(parent + "/lock"):    # without locks, the last to begin wins, others cannot write
+        try:
+            if os.path.isdir(out) and os.listdir(out):
+                raise ValueError(f"{out} is not empty; name a new folder with --out, or remove it first")
+            for old in glob.glob(glob.escape(parent) + "/[0-9]*"):
+                shutil.rmtree(old)
+            os.makedirs(building + "/runs")
+            os.makedirs(building + "/shards")
+            yield building
+        finally:
+            shutil.rmtree(parent, ignore_errors=True)
 
 
 def pool_of(executor, n):
@@ -165,22 +162,10 @@ def end_with_parent():
     threading.Thread(target=wait, daemon=True).start()
 
 
-def scatter_all(pool, files, scatter, ahead):
-    total, reports = sum(file.size for file in files), []
-    with tqdm(total=total, desc="read", unit="B", unit_scale=True, delay=1) as progress:
-        for (_, group), report in in_order(pool, scatter, group_files(files, total), ahead):
-            reports.append(report)
-            progress.update(sum(file.size for _, file in group))
-    return reports
-
-
-def gather_all(pool, building, shard_bytes, ahead):
-    keys, lengths = keys_and_lengths(building)
-    shards, n_bytes = list(enumerate(plan_shards(keys, lengths, shard_bytes))), int(lengths.sum())
-    with tqdm(total=n_bytes, desc="write", unit="B", unit_scale=True, delay=1) as progress:
-        for _, n in in_order(pool, functools.partial(gather_shard, building=building), shards, ahead):
-            progress.update(n)
-    return {"documents": len(keys), "bytes": n_bytes, "shards": len(shards)}
+def run_all(pool, function, tasks, ahead, label):
+    """[function(task), ...] in order, with a bar and at most `ahead` tasks in flight."""
+    done = in_order(pool, function, tasks, ahead)
+    return [result for _, result in tqdm(done, label, len(tasks), unit=" tasks", delay=1)]
 
 
 def group_files(files, total):
@@ -195,10 +180,7 @@ def group_files(files, total):
 
 
 def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_in_val):
-    """
-    Parse the files of a task into sorted runs on disk. Returns how many bad documents were skipped, messages
-    about the first of them, and the names of all columns.
-    """
+    """Write sorted runs; returns (bad documents skipped, messages about the first, names of all columns)."""
     number, files = task
     keys, texts, kept, size, n_runs = [], [], [], 0, 0
     bad, shown, columns = 0, [], set()
@@ -280,7 +262,7 @@ def plan_shards(keys, lengths, shard_bytes):
     n = len(keys)
     if n < 2:
         cut = min(10_000, 1 + int(lengths.sum()) // 16)
-        raise ValueError(f"{n} documents are too few for a train and a val shard"
+        raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard"
                          + (f"; to make more from one long text, add --cut_bytes {cut}" if n else ""))
     train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
     ends = np.cumsum(lengths + 1)    # + 1: all documents may be empty
@@ -302,21 +284,14 @@ def plan_row_groups(lengths, rows):
 
 
 def gather_shard(shard, building):
-    """Write one shard, a row group at a time; returns its bytes of text."""
+    """Write one shard, a row group at a time."""
     number, row_groups = shard
-    runs, sizes = open_runs(building), []
+    runs = open_runs(building)
     kept = list(pa.unify_schemas([run.schema for run in runs], promote_options="permissive"))[2:]
     if empty := [field.name for field in kept if pa.types.is_null(field.type)]:
         raise ValueError(f"--keep {empty[0]}: no document has a value there")
-
-    def gather():
-        for first, last in row_groups:
-            table = gather_row_group(runs, first, last, kept)
-            sizes.append(table["text"].nbytes)
-            yield table
-
-    dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", gather())
-    return sum(sizes)
+    tables = (gather_row_group(runs, first, last, kept) for first, last in row_groups)
+    dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables)
 
 
 def gather_row_group(runs, first, last, kept):
@@ -342,6 +317,7 @@ def gather_row_group(runs, first, last, kept):
 TEXT = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".txt", ".md")
 BINARY = {".parquet": ".parquet", ".pq": ".parquet", ".arrow": ".arrow", ".feather": ".arrow"}
 KINDS = (*TEXT, *BINARY)
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
 CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "Python's"}    # of text
 MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\x04\x22\x4d\x18": ".lz4",
          b"\xfd7zXZ": ".xz", b"PAR1": ".parquet", b"PARE": "encrypted", b"ARROW1": ".arrow",
@@ -359,17 +335,17 @@ class Input(NamedTuple):
 
 
 def find_inputs(inputs, as_text=()):
-    """(each file that paths, folders and globs name, once, sorted; {path: reason} of what is filtered)"""
-    found, filtered = {}, {}
+    """(each file that paths, folders and globs name, once, sorted; {path: reason} of what is ignored)"""
+    found, ignored = {}, {}
     for pattern in inputs:
-        is_path, files, others = os.path.exists(pattern), {}, {}
-        for path in [pattern] if is_path else glob.glob(pattern, recursive=True):
+        files, others = {}, {}
+        for path in [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True):
             names = {os.path.basename(path): path}
             if os.path.isdir(path):
                 dataset.list_files(path)    # refuses tables and caches that also hold deleted text
                 below = files_below(path)
                 names = {os.path.relpath(file, path).replace(os.sep, "/"): file for file in below}
-            reasons = {} if os.path.isfile(pattern) else reasons_to_filter(names, as_text)
+            reasons = {} if os.path.isfile(pattern) else reasons_to_ignore(names, as_text)
             for name, file in names.items():
                 (others if name in reasons else files)[os.path.abspath(file)] = reasons.get(name)
         listed = [Input(path, os.path.getsize(path), kind_of(path, as_text)) for path in files or others]
@@ -380,11 +356,12 @@ def find_inputs(inputs, as_text=()):
                 with open(file.path, "rb") as stream:
                     raise ValueError(f"cannot convert {file.path}; {advise(file, kind_seen(stream))}")
         if not files:
-            raise ValueError(f"{pattern}: no such files; expected {', '.join(KINDS)} (text also with "
-                             f"{', '.join(CODECS)}): a file, a folder or a glob in quotes")
+            raise ValueError(f"{pattern}: no such files; expected {', '.join(as_text or KINDS)} (text also "
+                             f"with {', '.join(CODECS)}): a file, a folder or a glob in quotes")
         found |= {file.path: file for file in listed}
-        filtered |= others
-    return sorted(found.values(), key=lambda file: os.path.split(file.path)), filtered
+        ignored |= others
+    ignored = {path: reason for path, reason in ignored.items() if path not in found}
+    return sorted(found.values(), key=lambda file: os.path.split(file.path)), ignored
 
 
 def files_below(folder):
@@ -401,29 +378,37 @@ def files_below(folder):
         seen.add(real)
 
 
-def reasons_to_filter(names, as_text):
+def reasons_to_ignore(names, as_text):
     """{name: reason} of the files below a folder that are not read."""
     splits, reasons = {}, {}
     for name in names:
         if "/." in f"/{name}":
             reasons[name] = "hidden"
-        elif os.path.basename(name) in ABOUT_DATA or not kind_of(name, as_text):
+        elif os.path.basename(name) in ABOUT_DATA:
+            reasons[name] = "about data, not documents; to convert one, name its path"
+        elif as_text and not has_name(name, as_text):
+            reasons[name] = "not named by --as_text; to convert one, name its path"
+        elif not kind_of(name, as_text):
             reasons[name] = "of another kind; if it is plain text, add --as_text '*.SUFFIX'"
         else:
             splits[name] = dataset.split_in_name(name)
     if "train" in splits.values():
         others = [name for name, split in splits.items() if split in ("val", "test")]
-        reasons |= dict.fromkeys(others, "of a val or test split; to convert it, name its folder")
+        reasons |= dict.fromkeys(others, "of a val or test split; to convert one, name its folder")
     return reasons
 
 
 def kind_of(name, as_text=()):
     """How a file is read: by its suffix, compression aside; None if it is not read."""
-    if any(fnmatch.fnmatch(os.path.basename(name), pattern) for pattern in as_text):
+    if has_name(name, as_text):
         return ".txt"
     stem, suffix = os.path.splitext(name.lower())
     kind = os.path.splitext(stem)[1] if suffix in CODECS else suffix
     return BINARY.get(suffix) or (kind if kind in TEXT else None)
+
+
+def has_name(path, patterns):
+    return any(fnmatch.fnmatch(os.path.basename(path), pattern) for pattern in patterns)
 
 
 def kind_seen(stream):
@@ -506,8 +491,8 @@ def records_in(file, stream, columns, cut_bytes):
     if stream.peek(3).startswith(BOM_UTF8):
         stream.read(3)
     lines = iter(lambda: stream.readline(LONGEST_DOCUMENT), b"")    # bounded memory, also for one long line
-    if file.kind in (".csv", ".tsv"):
-        yield from csv_records(lines, columns, "," if file.kind == ".csv" else "\t")
+    if file.kind in DELIMITERS:
+        yield from csv_records(lines, columns, DELIMITERS[file.kind])
     elif file.kind in (".txt", ".md"):
         for where, text in cut_text(read_all(stream), cut_bytes):
             yield where, {columns[0]: text}
@@ -570,8 +555,7 @@ def table_records(kind, stream, columns):
     if bad := [name for name in columns if schema.names.count(name) != 1]:
         seen = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
         raise ValueError(f"expected one column {bad[0]!r}, saw {seen}; add --text_key NAME, or {MAKE_JSONL}")
-    names = dict.fromkeys(schema.names)
-    row = itertools.count()
+    names, row = dict.fromkeys(schema.names), itertools.count()
     for batch in batches:
         for record in batch.select(columns).to_pylist():
             yield f"row {next(row)}", names | record
@@ -596,7 +580,7 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
         raise ValueError(f"cannot write to {out}; name another local folder with --out")
     shards = all_shards(data_dir)
     if shards[0].kind != "text":
-        raise ValueError(f"{data_dir} holds token ids already; --data takes a folder of text shards")
+        raise ValueError(f"{data_dir} holds token ids already; name a folder of text shards")
     if others := sorted({name for name, *_ in dataset.list_files(out)} - {shard.name for shard in shards}):
         raise ValueError(f"{out} holds {others[0]}, which {data_dir} does not; name a new folder with --out")
     tokenizer, where = find_tokenizer(tokenizer_dir, [data_dir], VOCAB_SIZE)
@@ -604,12 +588,8 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     print_dropped({*columns_of(shards[0])} - {"text", *keep})
     one = functools.partial(tokenize_shard, out=os.path.abspath(out), tokenizer=tokenizer,
                             threads=threads or cores(), compression=compression, keep=keep)
-    tokens, size = 0, sum(shard.file_size for shard in shards)
-    with (pool_of(executor, 1) as pool,
-          tqdm(total=size, desc="tokenize", unit="B", unit_scale=True, delay=1) as progress):
-        for shard, n in in_order(pool, one, shards, at_once):
-            tokens += n
-            progress.update(shard.file_size)
+    with pool_of(executor, 1) as pool:
+        tokens = sum(run_all(pool, one, shards, at_once, "tokenize"))
     dataset.write_index(out)
     return tokens
 
@@ -648,9 +628,8 @@ def encode_array(texts, tokenizer):
     ids = np.ascontiguousarray(ids, tokenizer.dtype.newbyteorder("<"))
     if ids.nbytes >= 2**31:
         raise ValueError(f"a row group of {len(ids):,} tokens is too large; convert makes smaller ones")
-    valid = np.packbits(texts.is_valid().to_numpy(zero_copy_only=False), bitorder="little")
-    buffers = [valid if texts.null_count else None, (bounds * ids.itemsize).astype(np.int32), ids]
-    buffers = [None if buffer is None else pa.py_buffer(buffer) for buffer in buffers]
+    valid = np.packbits(~np.asarray(texts.is_null()), bitorder="little")
+    buffers = [pa.py_buffer(part) for part in (valid, (bounds * ids.itemsize).astype(np.int32), ids)]
     return pa.Array.from_buffers(pa.binary(), len(texts), buffers)
 
 
@@ -682,7 +661,7 @@ def read_columns(shard, row_group, names):
 def print_dropped(columns):
     if columns:
         names = dataset.printable(", ".join(sorted(columns)))[:200]
-        print(f"dropped columns: {names} (--keep NAME ... keeps strings and numbers)", flush=True)
+        print(f"dropped columns: {names} (to keep some: --keep NAME ...)", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -690,24 +669,23 @@ def print_dropped(columns):
 
 def verify(folder: str) -> bool:
     """Read every shard, compare it with all its checksums and the index; print a table; True if all match."""
-    problems, index = 0, None
+    problems, indexed = 0, {}
     try:
-        index = dataset.read_index(folder)
+        if index := dataset.read_index(folder):
+            indexed = {shard.name: shard for shard in dataset.shards_of(folder, index)}
+            files = [(name, entry["bytes"]) for name, entry in index["shards"].items()]
     except ValueError as error:    # the shards are checked all the same: one may be truncated
         problems = 1
         print(f"PROBLEM  {dataset.printable(error)}")
-    if index:
-        files = [(name, entry["bytes"]) for name, entry in index["shards"].items()]
-    else:
+    if not indexed:
         files = [(name, size) for name, size, _ in dataset.list_files(folder)]
-    indexed = {shard.name: shard for shard in dataset.shards_of(folder, index)} if index else None
     check = functools.partial(check_shard, folder=folder, indexed=indexed)
     print(f"{'shard':<22} {'documents':>11} {'row groups':>10} {'nulls':>7} {'MB':>9} {'on disk':>9}  check")
     with ThreadPoolExecutor(cores()) as pool:
         for (name, _), line in in_order(pool, check, files, 2 * cores()):
             problems += line.startswith("PROBLEM")
             print(f"{dataset.printable(name):<22} {line}", flush=True)
-    print(f"{folder}: {len(files):,} shards, {problems or 'no'} problems")
+    print(f"{folder}: {counted(len(files), 'shard')}, {counted(problems, 'problem')}")
     if problems:
         print("next: remove damaged shards, then type again what made them: python dataset.py -n N and "
               "tokenize write what is missing, convert needs a new folder")
@@ -737,39 +715,34 @@ def check_shard(file, folder, indexed):
 
 def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) -> None:
     """Print what a folder contains: documents, bytes, tokens, lengths, row groups, lanes, and what is cut."""
-    lanes, lengths, tokens, tokenizer = [], [], {}, None
+    lengths, tokens, tokenizer = {}, {}, None
     if list_shards(folder, "train")[0].kind == "text":
         tokenizer, tokenizer_dir = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)
     print(f"{folder}, tokens by {tokenizer_dir}" if tokenizer else folder)
     print(f"{'split':<6} {'shards':>7} {'row groups':>11} {'documents':>13} {'nulls':>7} {'MB':>11}  tokens")
     for split in ("train", "val"):
         shards = list_shards(folder, split)
-        found, nulls = lengths_of(shards)
-        groups = sorted(len(shard.rows) for shard in shards)
-        total, tokens[split] = count_tokens(shards, found, tokenizer)
-        print(f"{split:<6} {len(shards):>7,} {sum(groups):>11,} {len(found) + nulls:>13,} {nulls:>7,} "
-              f"{found.sum() / 1e6:>11,.1f}  {total}")
-        lanes.append(f"{split:<6} {groups[0]:,} to {groups[-1]:,} row groups a shard; at most {len(found):,} "
-                     f"lanes, and up to {sum(groups):,} that share no row group")
-        lengths.append(found)
-    print("\n".join(lanes))
+        found = lengths_of(shards)
+        lengths[split] = found[found >= 0]
+        total, tokens[split] = count_tokens(shards, lengths[split], tokenizer)
+        nulls, n_bytes = np.count_nonzero(found < 0), lengths[split].sum()
+        print(f"{split:<6} {len(shards):>7,} {len(row_groups_of(shards)):>11,} {len(found):>13,} {nulls:>7,} "
+              f"{n_bytes / 1e6:>11,.1f}  {total}")
+    print("lanes  at most as many as documents; if there are more than row groups, some share one")
     if len(tokens["train"]):
         print_cuts(tokens["train"], seq_len)
-        points = np.percentile(np.concatenate(lengths), percents := (10, 50, 90, 99, 100))
+        points = np.percentile(np.concatenate([*lengths.values()]), percents := (10, 50, 90, 99, 100))
         parts = [f"{percent} % up to {point:,.0f}" for percent, point in zip(percents, points, strict=True)]
         print(f"bytes  of {'text' if shards[0].kind == 'text' else 'ids'} in a document: {', '.join(parts)}")
 
 
 def lengths_of(shards):
-    """(bytes of every document that is not null, how many are null)"""
-    def read(position):
-        array = position[0].read(position[1])
-        return pc.binary_length(array.drop_null()).to_numpy().astype(np.int64), array.null_count
+    """Bytes of every document; -1 for a null."""
+    def read(shard, row_group):
+        return pc.binary_length(shard.read(row_group)).fill_null(-1).to_numpy()
 
     with ThreadPoolExecutor(cores()) as pool:
-        found = [result for _, result in in_order(pool, read, row_groups_of(shards), 2 * cores())]
-    lengths = np.concatenate([np.zeros(0, np.int64), *(lengths for lengths, _ in found)])
-    return lengths, sum(nulls for _, nulls in found)
+        return np.concatenate([*pool.map(read, *zip(*row_groups_of(shards), strict=True))])
 
 
 def row_groups_of(shards):
@@ -794,7 +767,7 @@ def print_cuts(lengths, T, limit=20_000):
     """How many documents exactfit cuts although they fit a row. lengths: tokens of each, every epoch."""
     from dataloader import ExactFitPacker, Ref  # here: to import torch takes 3 s
 
-    packer, tokens = ExactFitPacker(T, ExactFitPacker.default_buffer_size), np.zeros(max(lengths), np.uint8)
+    packer, tokens = ExactFitPacker(T, **ExactFitPacker.options), np.zeros(max(lengths), np.uint8)
     refs = (Ref(epoch, 0, doc) for epoch in itertools.count(1) for doc in range(len(lengths)))
     documents = ((tokens[:lengths[ref.doc]], ref) for ref in refs)
     while packer.counts["documents"] < limit and packer.rows < limit:
@@ -808,8 +781,8 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train",
          tokenizer_dir: str | None = None) -> None:
     """Print n documents of a split, from number `start` on: where they are, their lengths and beginnings."""
     tokenizer = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)[0] if tokenizer_dir else None
-    first = 0
-    for shard, row_group in row_groups_of(list_shards(folder, split)):
+    shards, first = list_shards(folder, split), 0
+    for shard, row_group in row_groups_of(shards):
         rows = range(max(0, start - first), min(shard.rows[row_group], start + n - first))
         first += shard.rows[row_group]
         documents = shard.read(row_group)[rows.start:rows.stop].to_pylist() if rows else []
@@ -825,6 +798,10 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train",
                     lengths.append(f"{len(tokenizer.encode_documents([document])[0]):,} tokens")
             print(f"{shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
             print("    " + dataset.printable(text[:200]))
+    if start >= first:
+        print(f"no document {start:,}: {folder} has {counted(first, 'document')} for {split}, from 0 on")
+    elif shards[0].kind == "tokens" and not tokenizer:
+        print("these are token ids; to see text, add --tokenizer FOLDER")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -841,44 +818,44 @@ def make_parser():
     parser = Parser("python -m dev.prepare", description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name, run, text, data=None):
+    def command(name, run, text, has_folder=True):
         added = commands.add_parser(name, help=text, description=text)
         added.set_defaults(run=run)
-        if data:
-            added.add_argument(data, nargs="?", help="folder or URI of shards (default: what train.py takes)")
+        if has_folder:
+            add_folder(added)
         return added.add_argument
 
-    add = command("convert", run_convert, f"make shards from files of these kinds: {' '.join(KINDS)}")
+    add = command("convert", run_convert, f"make shards from files: {' '.join(KINDS)}", has_folder=False)
     add("inputs", nargs="+", metavar="IN", help="files, folders, or globs in quotes")
     add("--text_key", default="text", help="JSON key or column that holds the text (default text)")
     add("--keep", nargs="+", default=(), metavar="NAME", help="columns to keep beside the text")
-    add("--as_text", nargs="+", default=(), metavar="GLOB", help="names of plain text, such as '*.py'")
+    add("--as_text", nargs="+", default=(), metavar="GLOB", help="read only these of a folder, as plain text")
     add("--out", help="folder, new or empty (default: where train.py looks)")
     add("--skip_bad", action="store_true", help="skip bad documents and unreadable files, and count them")
     add("--cut_bytes", type=at_least_1, help="cut plain text at blank lines into documents of this size")
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
-    add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text", "--data")
+    add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
     add("--out", required=True, help="folder for the token shards")
     add("--tokenizer", help="folder of the tokenizer")
     add("--keep", nargs="+", default=(), metavar="NAME", help="columns to keep beside the tokens")
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
-    add = command("head", lambda flags: head(find_data(flags.data), flags.n, flags.start, flags.split,
-                                             flags.tokenizer), "print some documents", "data")
+    add = command("head", lambda flags: head(folder_of(flags), flags.n, flags.start, flags.split,
+                                             flags.tokenizer), "print some documents")
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
     add("--start", type=int, default=0, help="number of the first one in its split (default 0)")
     add("--split", default="train", choices=("train", "val"))
     add("--tokenizer", help="folder of the tokenizer")
-    command("verify", lambda flags: sys.exit(not verify(find_data(flags.data))),
-            "check every shard against all its checksums", "--data")
-    add = command("stats", lambda flags: stats(find_data(flags.data), flags.tokenizer, flags.seq_len),
-                  "count documents, bytes, tokens, lengths, row groups, lanes, cuts", "--data")
+    command("verify", lambda flags: sys.exit(not verify(folder_of(flags))),
+            "check every shard against all its checksums")
+    add = command("stats", lambda flags: stats(folder_of(flags), flags.tokenizer, flags.seq_len),
+                  "count documents, bytes, tokens, lengths, row groups, lanes, cuts")
     add("--tokenizer", help="folder of the tokenizer")
     add("--seq_len", type=at_least_1, default=2048, help="T of the rows that exactfit packs (default 2048)")
     add = command("import_tokenizer", lambda flags: print(import_tokenizer(flags.file, flags.out, flags.bos)),
-                  "convert Hugging Face's tokenizer.json, if it is a byte-level BPE")
+                  "convert Hugging Face's tokenizer.json, if it is a byte-level BPE", has_folder=False)
     add("file", help="a tokenizer.json")
     add("--out", required=True, help="folder for our two text files")
     add("--bos", metavar="TOKEN", help="special token that opens each document")
@@ -886,9 +863,26 @@ def make_parser():
 
 
 def at_least_1(text):
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected at least 1")
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
     return int(text)
+
+
+def add_folder(parser):
+    text = "folder or URI of shards, also as --data FOLDER (default: what train.py takes)"
+    parser.add_argument("data", nargs="*", action="extend", default=[], metavar="FOLDER", help=text)
+    parser.add_argument("--data", nargs="+", action="extend", help=argparse.SUPPRESS)
+
+
+def folder_of(flags):
+    if len(flags.data) > 1:
+        raise ValueError(f"expected one folder, not {' '.join(flags.data)}; type the command for each of "
+                         "them (only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
+    return find_data(*flags.data)
+
+
+def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
+    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 
 def run_convert(flags):
@@ -896,19 +890,24 @@ def run_convert(flags):
     with dask_executor(flags.dask) as (executor, threads):
         made = convert(flags.inputs, out, flags.text_key, flags.keep, flags.as_text, flags.skip_bad,
                        flags.cut_bytes, flags.seed, flags.num_workers or threads, executor=executor)
-    print(f"{made['files']:,} files -> {made['documents']:,} documents, {made['bytes'] / 1e6:,.1f} MB, "
-          f"in {made['shards']:,} shards, the last for val, in {out}")
+    print(f"{counted(made['files'], 'file')} -> {counted(made['documents'], 'document')}, "
+          f"{made['bytes'] / 1e6:,.1f} MB, in {made['shards']:,} shards, the last for val, in {out}")
     print_dropped(made["dropped"])
-    for reason, count in collections.Counter(made["filtered"].values()).items():
-        example = next(path for path, why in made["filtered"].items() if why == reason)
-        print(f"filtered {count:,} files, such as {dataset.printable(example)}: {reason}")
+    if made["strings"]:
+        print(f"CSV has no types, so these columns hold strings: {', '.join(made['strings'])}")
+    ignored = {}
+    for path, reason in made["ignored"].items():
+        ignored.setdefault(reason, collections.Counter())[os.path.splitext(path)[1]] += 1
+    for reason, suffixes in ignored.items():
+        kinds = ", ".join(f"{n:,} {suffix or 'without suffix'}" for suffix, n in suffixes.most_common())
+        print(f"ignored {counted(suffixes.total(), 'file')} ({dataset.printable(kinds)}): {reason}")
     if made["bad"]:
-        print("\n  ".join([f"skipped {made['bad']:,} bad documents or files; the first:", *made["shown"]]))
+        print(f"skipped bad documents or files: {made['bad']:,}; the first:", *made["shown"], sep="\n  ")
 
 
 def run_tokenize(flags):
     with dask_executor(flags.dask) as (executor, threads):
-        tokens = tokenize(find_data(flags.data), flags.out, flags.tokenizer, 1 if executor else None,
+        tokens = tokenize(folder_of(flags), flags.out, flags.tokenizer, 1 if executor else None,
                           flags.compression, flags.keep, executor, threads or 1)
     print(f"{tokens:,} tokens in {flags.out}")
 

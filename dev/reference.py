@@ -2,9 +2,9 @@
 The loader's rows without threads, devices, prefetching or checks: read this first. The tests compare the
 loader with it. Both use the same `Ref` and packers; every other decision is written here a second time.
 
-1. order: an epoch is the row groups of all shards, in file order, or permuted by the seed.
+1. order: an epoch is the row groups of all shards and the rows of each, as in the files or permuted by seed.
 2. lane: number k of that order goes to lane k % num_lanes; row g of the run comes from lane g % num_lanes.
-3. source: the weights divide [0, 1) among the sources, and frac(g * golden ratio) is in the part of one.
+3. source: the weights divide [0, 1) among the sources; row g is from the one that has frac(g / golden ratio).
 4. document: a lane reads the documents of a source one at a time; nulls do not count.
 5. packer: one for each lane and source turns documents into rows of T + 1 tokens.
 6. rank: row g goes to rank g % world_size. Here there is only one.
@@ -24,7 +24,7 @@ def permutation(n, seed, *key):
 
 
 def deal(shards, num_lanes, seed, epoch):
-    """An epoch's (shard, row group, rows), in order; each row group in parts if there are too few for all."""
+    """An epoch's (shard, row group, rows), in order; each row group in parts if too few for the lanes."""
     groups = [(shard, i) for shard in shards for i in range(len(shard.rows))]
     numbers = [number for number, (shard, i) in enumerate(groups) if shard.rows[i]]
     sizes = [shard.rows[i] for shard, i in groups]

@@ -59,7 +59,7 @@ def test_show_draws_documents_in_80_columns(corpus):
         assert len(rows) == 15 and all(len(row) == 72 for row in rows)
         assert all(row[0] == "[" for row in rows[5:10]), "bestfit: every row begins with a document"
         assert any(">" in row for row in rows), "cut ends are marked"
-        assert re.fullmatch(r"flat   dropped 0.0%, fit a row but cut [1-9][\d.]*%", plain[0])
+        assert re.fullmatch(r"flat   first 256 rows: dropped 0.0%, fit a row but cut [1-9][\d.]*%", plain[0])
 
 
 def test_show_marks_where_documents_begin_and_end():
@@ -98,8 +98,9 @@ def test_compare_and_bench_print_a_line_each(base, monkeypatch):
     monkeypatch.setenv("NANOLOADER_ENGINE", "tiktoken")    # is set by each line
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)    # gigatoken's, for less time
     data, folder = str(base / "data"), str(base / "tokenizer")
-    lines = list(bench.compare(ByteTokenizer(), data, B=2, T=32, seconds=0.01))
-    assert [line.split()[0] for line in lines[1:]] == [*bench.PACKINGS]
+    lines = list(bench.compare(ByteTokenizer(), data, T=32))
+    assert lines[0].startswith("of the first 4,096 rows of one lane (show: 256)")
+    assert [line.split()[0] for line in lines[2:]] == [*bench.PACKINGS]
     lines = [line.split() for line in bench.bench(folder, data, B=2, T=32, seconds=0.01)][2:]
     want = itertools.product((("text", "tiktoken"), ("tokens", "-")), bench.PACKINGS)
     assert [line[:3] for line in lines] == [[kind, packing, engine] for (kind, engine), packing in want]
@@ -141,14 +142,18 @@ def test_audit_refuses_steps_before_changed_flags(checkpoint, monkeypatch):
         next(bench.audit(checkpoint, (1, 2)))
 
 
-def test_commands_print_lines_and_mistakes_are_one_line(base, checkpoint, capsys):
-    bench.main(f"show --data {base}/data --tokenizer {base}/tokenizer --T 64".split())
+def test_commands_print_lines_and_mistakes_are_one_line(base, capsys):
+    bench.main(f"show {base}/data --tokenizer {base}/tokenizer --T 64".split())
     printed = capsys.readouterr()
     assert printed.out.count("\n") == 21 and f"tokenizer: {base / 'tokenizer'}" in printed.err
-    for arguments in ("", "audit", f"audit --resume {checkpoint} --steps 4:4"):
+    for arguments, words in (("", "required"), ("audit", "required"), ("audit --steps 4:4", "expected A:B"),
+                             ("audit --steps 4", "4: expected A:B"), ("show --T 0", "at least 1")):
         with pytest.raises(SystemExit):
             bench.main(arguments.split())
-        assert capsys.readouterr().err.count("\n") == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and words in error
+    with pytest.raises(SystemExit, match="expected one folder, not a b; "):
+        bench.main(["compare", "--data", "a", "b"])
 
 
 @pytest.fixture
