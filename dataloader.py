@@ -898,8 +898,8 @@ def saved_names(saved, sources):
              if name in saved or source.fingerprint in moved}
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
     if changed or not known or len({*known.values()}) < len(known):
-        raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; shards of "
-                         f"{changed or 'all'} do not match (uniquely). Put new shards in another folder")
+        raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; shards "
+                         f"of {changed or 'all'} do not match (uniquely). Put new shards in another folder")
     return known
 
 
