@@ -66,7 +66,7 @@ class Source:
         self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
         self.first_group = np.cumsum([0, *(len(shard.rows) for shard in shards)])
         self.group_sizes = np.array([n for shard in shards for n in shard.rows], np.int64)
-        named = [[shard.name, shard.size] for shard in shards]    # size: of the text, for tokens too
+        named = [[shard.name, shard.size] for shard in shards]    # size of the text, also for token shards
         self.fingerprint = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
         self.order = lru_cache(maxsize=4)(self._order)
 
@@ -85,7 +85,7 @@ class Source:
         return np.repeat(numbers, counts), part_of, n_parts
 
     def deal(self, lane, start, epochs=None):
-        """Yield a Ref to begin at in each row group of a lane, from `start` on; endless without `epochs`."""
+        """Yield the first Ref of each row group of a lane, from `start` on; endless without `epochs`."""
         epoch, group = start.epoch, start.group
         while epochs is None or epoch <= epochs:
             first = group + (lane - group) % self.num_lanes
@@ -115,12 +115,12 @@ class Task(NamedTuple):
     refs: list[Ref]     # of documents of one row group, encoded together
     shard: Shard
     row_group: int
-    rows: np.ndarray    # in the row group, of each document
+    rows: np.ndarray    # index of each document in the row group
     array: Future       # the whole row group
 
 
 TASK_BYTES = 1 << 18    # bytes of compressed text per task
-CHECK_EVERY = 1000      # one document in 1,000 is also encoded with tiktoken (of our tokenizer)
+CHECK_EVERY = 1000      # our tokenizer also encodes one document in 1,000 with tiktoken, as a check
 
 class Encoder:
     """
@@ -245,7 +245,7 @@ def check_documents(ids, bounds, array, bos):
 #
 # row(pull): the arrays of the next row, T + 1 tokens or fewer (the batch masks the missing ones), [] at the
 #     end. pull() returns the next (ids, Ref), or None at the end
-# buffered(): a tuple, the Refs of the buffered documents, oldest first; with the count `rows`, its state
+# buffered(): a tuple, the Refs of the buffered documents, oldest first; with `rows`, the packer's state
 # restore(ids, ref) for each of them, in order, rebuilds the buffer; ids: the whole document
 # options: the constructor's arguments besides T, and their defaults; the loader has them as attributes
 # counts: "documents" pulled, tokens "dropped", documents "cut" although they fit in a row
@@ -420,8 +420,8 @@ class ExactFitPacker:
 
     def _should_pull(self):
         """
-        True without tokens for a row, or until `size` short documents are buffered, or 2 * size rows of
-        tokens (to limit memory) in at least size / 4 documents (else a long one would open row after row).
+        True while the buffer holds less than a row. Otherwise, stop at `size` short documents, or at 2 * size
+        rows of tokens (to limit memory) in at least size / 4 documents (else a long one opens row after row).
         `size` starts at 32 and grows with the rows: the first batch comes early, even with many lanes.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
@@ -510,7 +510,7 @@ def bounds_of(weights, row):
     """Cumulative weights, scaled to 2**64. Negative weights count as 0; if all are 0, shares are equal."""
     values = [max(weight(row) if callable(weight) else weight, 0) for weight in weights]
     if not sum(values) < 1e18:    # also NaN
-        raise ValueError(f"the weights of row {row} are {values}; expected finite numbers, in all below 1e18")
+        raise ValueError(f"the weights of row {row} are {values}; expected finite numbers, sum below 1e18")
     scaled = [int(value * 2**64) for value in values]
     cumulative = list(itertools.accumulate(scaled if any(scaled) else [1] * len(scaled)))
     return [number * 2**64 // cumulative[-1] for number in cumulative]
@@ -604,8 +604,8 @@ class Pipeline:
             self.lanes[number] = {name: Stream(loader, name, number, state, self.encoder, n_streams)
                                   for name, state in self.position.lanes[number].items()}
             first = self.position.rows + loader.rank + i * self.world_size
-            numbers = itertools.count(first, loader.num_lanes)
-            self.row_iterators[number] = rows_of_lane(self.lanes[number], loader.weights, numbers)
+            row_numbers = itertools.count(first, loader.num_lanes)
+            self.row_iterators[number] = rows_of_lane(self.lanes[number], loader.weights, row_numbers)
         self.turns, self.executor = itertools.cycle(self.lanes), ThreadPoolExecutor(1, "pack")
         self.pin, index = loader.device.type == "cuda", loader.device.index
         if self.pin:    # set_device, else each rank would hold a CUDA context (hundreds of MB) on GPU 0
@@ -614,7 +614,7 @@ class Pipeline:
         self.ready = collections.deque(self.executor.submit(self._pack) for _ in range(1 + loader.prefetch))
 
     def next_batch(self, position):
-        """The batch after `position`. ready[0] stays until the next call, whose `position` shows its use."""
+        """The batch after `position`. ready[0] is dropped once `position` shows that it was delivered."""
         began = time.perf_counter()
         batch = self.ready[0].result()
         if batch.position is position:
@@ -673,8 +673,8 @@ class PackedLoader(IterableDataset):
     num_lanes: world sizes that divide it give the same rows. Default: lcm(8, world_size), or a loaded state's
     shuffle_seed: None: documents in file order; an int: a new order every epoch
     epochs: n, or {folder: n}; other folders are endless. The ranks of a finite run end together if
-        torch.distributed is initialised. uneven: if lanes differ in length, "pad" delivers masked rows until
-        the longest ends (so divide summed losses by the unmasked targets of all ranks); "stop": the shortest
+        torch.distributed is initialised. uneven: if lanes differ in length, "stop" ends with the shortest;
+        "pad" gives masked rows until the longest ends (divide summed losses by all ranks' unmasked targets)
     threads: for encoding; default: this rank's cores. prefetch: batches packed ahead
     """
 
@@ -855,7 +855,7 @@ def config_of(loader):
 
 
 def with_digest(state):
-    """The state as plain JSON, with a SHA-256 for each lane, as torch's DCP may give a rank some lanes."""
+    """The state as plain JSON, with a SHA-256 per lane: torch's DCP may load only some lanes on a rank."""
     state = json.loads(json.dumps({**state, "digest": {}}))
     for number, lane in state["lanes"].items():
         part = json.dumps({**state, "digest": {}, "lanes": {number: lane}}, sort_keys=True)
@@ -899,7 +899,7 @@ def saved_names(saved, sources):
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
     if changed or not known or len({*known.values()}) < len(known):
         raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; shards "
-                         f"of {changed or 'all'} do not match (uniquely). Put new shards in another folder")
+                         f"of {changed or 'all'} changed, or match twice. Put new shards in another folder")
     return known
 
 
@@ -934,7 +934,7 @@ def merge_states(states: list[dict]) -> dict:
 # What a batch holds: the documents of its tokens, and where they begin
 
 class Piece(NamedTuple):
-    """Tokens start to stop - 1 of a document, in one row of a batch; token 0 is the document's BOS."""
+    """Tokens [start, stop) of a document, in one row of a batch; token 0 is the document's BOS."""
     location: Location
     ref: Ref
     start: int
@@ -945,7 +945,7 @@ def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
     """
     For each batch after a state (default: the loader's), yield a list of Pieces per row. A second loader
     packs ids that say "token i of document n", so the trace cannot differ from what was trained on.
-    A later piece in exactfit is two Pieces: its BOS, and the rest.
+    In exactfit, a piece after a cut is two Pieces: the repeated BOS, and the rest.
     """
     found, numbers = {}, itertools.count(1)
 
