@@ -1,7 +1,6 @@
 """
 Look at the packings and measure them, on the data at hand.
 
-    python -m dev.bench show       draw rows of every packing in the terminal
     python -m dev.bench compare    what each packing drops and cuts, and how long documents wait
     python -m dev.bench bench      tokens per second, from text and from tokens
     python -m dev.bench audit      which documents are in the rows of a run's steps
@@ -36,59 +35,14 @@ from tokenizer import RustBPETokenizer, find_tokenizer, get_tokenizer
 from train import load_checkpoint, peak_memory, sources_of
 
 # ---------------------------------------------------------------------------------------------------------
-# Show: rows of every packing, drawn in the terminal
-
-FIRST, SECOND, LAST = 1, 2, 4
-SHOWN, COMPARED = 256, 4096    # rows: what a packing drops and cuts depends on how many
-
-
-def show(tokenizer, data_dir, T, columns=72, colour=False):
-    """Rows of every packing, a block per document: ] is its end, > a cut, < a piece that continues it."""
-    for packing in PACKINGS:
-        with PackedLoader(tokenizer, SHOWN, T, "train", data_dir=data_dir, num_lanes=1, prefetch=0,
-                          packing=packing, transform=outline) as loader:
-            inputs, targets = next(loader)
-            dropped, cut = shares(loader)
-        yield f"{packing}   first {SHOWN:,} rows: dropped {dropped:.1%}, fit a row but cut {cut:.2%}"
-        for row in (torch.cat([inputs[-5:, :1], targets[-5:]], dim=1) >> 32).tolist():
-            yield "  " + draw_row(row, columns, colour)
-        yield ""
-
-
-def outline(ids, ref, location):
-    """Marks each id in its upper half: whether it is the document's first, second or last."""
-    marks = np.zeros(len(ids), np.int64)
-    marks[:1] |= FIRST
-    marks[1:2] |= SECOND
-    marks[-1:] |= LAST
-    return ids | marks << 32
-
-
-def draw_row(row, columns, colour):
-    """One character for every len(row) / columns tokens."""
-    starts = [0, *(i for i in range(1, len(row)) if row[i] & FIRST)]
-    text = ""
-    for k, (a, b) in enumerate(itertools.pairwise([*starts, len(row)])):
-        width = round(b * columns / len(row)) - round(a * columns / len(row))
-        from_first = row[a] & FIRST and (b - a == 1 or row[a + 1] & SECOND)
-        block = ("[" if from_first else "<") + "=" * (width - 2) + ("]" if row[b - 1] & LAST else ">")
-        block = block[:width]    # "[]" where there is room for 0 or 1
-        text += f"\033[30;{41 + k % 6}m{block}\033[0m" if colour else block
-    return text
-
-
-def shares(loader):
-    """(dropped tokens, of those that left the buffer; documents that fit a row and yet were cut, of all)"""
-    stats = loader.stats()
-    return stats["dropped"] / (stats["dropped"] + stats["rows"] * loader.T), stats["cut"] / stats["documents"]
-
-
-# ---------------------------------------------------------------------------------------------------------
 # Compare: what each packing drops and cuts, and how long documents wait
+
+COMPARED = 4096    # rows: the shares and the wait depend on how many
+
 
 def compare(tokenizer, data_dir, T):
     """Lines of a table."""
-    yield f"of the first {COMPARED:,} rows of one lane (show: {SHOWN:,})"
+    yield f"of the first {COMPARED:,} rows of one lane"
     yield f"{'packing':<12}{'dropped':>9}{'fit but cut':>13}{'longest wait':>14}"
     for packing in PACKINGS:
         with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1,
@@ -96,6 +50,12 @@ def compare(tokenizer, data_dir, T):
             wait = longest_wait(loader, COMPARED)
             dropped, cut = shares(loader)
         yield f"{packing:<12}{dropped:>9.1%}{cut:>13.2%}{counted(wait, 'row'):>14}"
+
+
+def shares(loader):
+    """(dropped tokens, of those that left the buffer; documents that fit a row and yet were cut, of all)"""
+    stats = loader.stats()
+    return stats["dropped"] / (stats["dropped"] + stats["rows"] * loader.T), stats["cut"] / stats["documents"]
 
 
 def longest_wait(loader, n_rows):
@@ -320,8 +280,7 @@ def make_parser():
     parser = Parser("python -m dev.bench", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("show", "draw rows of every packing"),
-                       ("compare", "what each packing drops and cuts, and how long documents wait"),
+    for name, text in (("compare", "what each packing drops and cuts, and how long documents wait"),
                        ("bench", "tokens per second, from text and from tokens")):
         command = commands.add_parser(name, help=text, description=text)
         add_folder(command)
@@ -350,9 +309,6 @@ def lines_of(flags):
     data_dir = folder_of(flags)
     tokenizer, where = find_tokenizer(flags.tokenizer, [data_dir], 32768)
     print(f"data: {data_dir}; tokenizer: {where}", file=sys.stderr)
-    if flags.command == "show":
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        return show(tokenizer, data_dir, flags.T, colour=colour)
     if flags.command == "compare":
         return compare(tokenizer, data_dir, flags.T)
     return bench(where, data_dir, flags.B, flags.T)

@@ -21,7 +21,7 @@ import train
 from dataloader import PACKINGS, Ref
 from dev import bench
 from dev.reference import documents
-from test_dataloader import BOS, ByteTokenizer, grouped, ids_of, make, run, write_shards
+from test_dataloader import ByteTokenizer, grouped, ids_of, make, run, write_shards
 from tokenizer import RustBPETokenizer
 
 
@@ -48,26 +48,6 @@ def checkpoint(base):
              "--seq_len 64 --batch_size 6 --steps 3 --eval_rows 4 --shuffle")
     train.main(flags.split())
     return f"{base}/run/step_0000003.pt"
-
-
-def test_show_draws_documents_in_80_columns(corpus):
-    for colour in (False, True):
-        lines = list(bench.show(ByteTokenizer(), corpus, T=64, colour=colour))
-        plain = [re.sub("\033\\[[0-9;]*m", "", line) for line in lines]
-        assert max(map(len, plain)) <= 80 and (plain == lines) == (not colour)
-        rows = [line.strip() for line in plain if line.startswith("  ")]
-        assert len(rows) == 15 and all(len(row) == 72 for row in rows)
-        assert all(row[0] == "[" for row in rows[5:10]), "bestfit: every row begins with a document"
-        assert any(">" in row for row in rows), "cut ends are marked"
-        assert re.fullmatch(r"flat   first 256 rows: dropped 0.0%, fit a row but cut [1-9][\d.]*%", plain[0])
-
-
-def test_show_marks_where_documents_begin_and_end():
-    assert (bench.outline(np.array([BOS, 1, 2, 3]), Ref(), None) >> 32).tolist() == [1, 2, 0, 4]
-    assert (bench.outline(np.array([BOS, 1]), Ref(), None) >> 32).tolist() == [1, 6]
-    assert (bench.outline(np.array([BOS]), Ref(), None) >> 32).tolist() == [5]
-    assert bench.draw_row([1, 2, 0, 4, 1, 0, 0, 1, 2, 0], 20, False) == "[======]<====>[====>"
-    assert bench.draw_row([0, 4, *[5] * 30], 16, False) == "<" + 15 * "["
 
 
 @pytest.mark.parametrize("packing", ["bestfit", "exactfit"])
@@ -99,7 +79,7 @@ def test_compare_and_bench_print_a_line_each(base, monkeypatch):
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)    # gigatoken's, for less time
     data, folder = str(base / "data"), str(base / "tokenizer")
     lines = list(bench.compare(ByteTokenizer(), data, T=32))
-    assert lines[0].startswith("of the first 4,096 rows of one lane (show: 256)")
+    assert lines[0].startswith("of the first 4,096 rows of one lane")
     assert [line.split()[0] for line in lines[2:]] == [*bench.PACKINGS]
     lines = [line.split() for line in bench.bench(folder, data, B=2, T=32, seconds=0.01)][2:]
     want = itertools.product((("text", "tiktoken"), ("tokens", "-")), bench.PACKINGS)
@@ -143,11 +123,11 @@ def test_audit_refuses_steps_before_changed_flags(checkpoint, monkeypatch):
 
 
 def test_commands_print_lines_and_mistakes_are_one_line(base, capsys):
-    bench.main(f"show {base}/data --tokenizer {base}/tokenizer --T 64".split())
+    bench.main(f"compare {base}/data --tokenizer {base}/tokenizer --T 64".split())
     printed = capsys.readouterr()
-    assert printed.out.count("\n") == 21 and f"tokenizer: {base / 'tokenizer'}" in printed.err
+    assert printed.out.count("\n") == 5 and f"tokenizer: {base / 'tokenizer'}" in printed.err
     for arguments, words in (("", "required"), ("audit", "required"), ("audit --steps 4:4", "expected A:B"),
-                             ("audit --steps 4", "4: expected A:B"), ("show --T 0", "at least 1")):
+                             ("audit --steps 4", "4: expected A:B"), ("compare --T 0", "at least 1")):
         with pytest.raises(SystemExit):
             bench.main(arguments.split())
         error = capsys.readouterr().err
