@@ -9,7 +9,7 @@ Pack documents from parquet shards into (B, T) batches for pretraining, with thr
 
 Each stage pulls from the one on its left. Read dev/reference.py first: it has all rules but packing, without
 threads. Row groups are dealt to lanes, and row g of the run comes from lane g % num_lanes, for any number of
-ranks. The trade-off: a state has references instead of tokens, so a resume re-encodes buffered documents.
+ranks. The trade-off: states have references, not tokens: small, but a resume re-encodes buffered documents.
 """
 
 import collections
@@ -66,7 +66,7 @@ class Source:
         self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
         self.first_group = np.cumsum([0, *(len(shard.rows) for shard in shards)])
         self.group_sizes = np.array([n for shard in shards for n in shard.rows], np.int64)
-        named = [[shard.name, shard.size] for shard in shards]    # size of the text, also for token shards
+        named = [[shard.name, shard.size] for shard in shards]    # size of the text's file, also for tokens
         self.fingerprint = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
         self.order = lru_cache(maxsize=4)(self._order)
 
@@ -94,7 +94,7 @@ class Source:
             epoch, group = epoch + 1, 0
 
     def find(self, ref):
-        """(shard, row group, rows) for a Ref. rows: of the row group, in the order in which a lane reads."""
+        """(shard, row group, rows) for a Ref. rows: indices in that row group, in reading order."""
         numbers, part_of, n_parts = self.order(ref.epoch)
         number = int(numbers[ref.group])
         shard = int(bisect_right(self.first_group, number)) - 1
@@ -175,7 +175,7 @@ class Encoder:
                 part, docs, size = docs[:n], docs[n:], min(2 * size, TASK_BYTES)
                 refs = [Ref(ref.epoch, ref.group, doc) for doc in part.tolist()]
                 yield Task(refs, shard, row_group, rows[part], array)
-                prefetched = following and self.read(*following[2:4])    # noqa: F841, row_groups is weak
+                prefetched = following and self.read(*following[2:4])    # noqa: F841, kept alive by this name
 
     def close(self):
         for executor in (self.executor, self.readers):    # running tasks finish; nothing waits for them
@@ -245,7 +245,7 @@ def check_documents(ids, bounds, array, bos):
 #
 # row(pull): the arrays of the next row, T + 1 tokens or fewer (the batch masks the missing ones), [] at the
 #     end. pull() returns the next (ids, Ref), or None at the end
-# buffered(): a tuple, the Refs of the buffered documents, oldest first; with `rows`, the packer's state
+# buffered(): a tuple of the buffered documents' Refs, oldest first; this and `rows` are the packer's state
 # restore(ids, ref) for each of them, in order, rebuilds the buffer; ids: the whole document
 # options: the constructor's arguments besides T, and their defaults; the loader has them as attributes
 # counts: "documents" pulled, tokens "dropped", documents "cut" although they fit in a row
@@ -263,7 +263,7 @@ class FlatPacker:
             self.documents.append(document)
             self.n_tokens += len(document[0])
             self.counts["documents"] += 1
-        if self.n_tokens <= min(1, self.rows):    # after a row, 1 token stays as the next input
+        if self.n_tokens <= min(1, self.rows):    # after the first row, 1 token is left from the last
             return []
         row, missing = [], self.T + 1
         while missing and self.documents:
@@ -306,7 +306,7 @@ def choose_best_fit(sizes, free):
 class BestFitPacker:
     """
     nanochat's rule (github.com/karpathy/nanochat): always the longest buffered document that fits; if none
-    does, the shortest, cut to fill the row. Before every choice, the buffer is refilled to `buffer_size`.
+    does, the shortest, cut to fill the row. Unlike there, the buffer is refilled before every choice.
     Long documents pile up in the buffer, so each keeps only the tokens that a row can take.
     """
     options: ClassVar = {"buffer_size": 1000}
@@ -383,7 +383,7 @@ def fill_gap(gap, lengths, by_length):
 
 class ExactFitPacker:
     """
-    Rows filled exactly with complete documents; every piece of a document begins with its BOS.
+    Fills rows exactly, with complete documents where it can; every piece of one begins with its BOS.
 
     The oldest document opens the row, so a document waits at most one row for each one buffered before it.
     A document longer than a row fills one row at a time; its remainder returns to the end of the buffer.
@@ -420,8 +420,8 @@ class ExactFitPacker:
 
     def _should_pull(self):
         """
-        True while the buffer holds less than a row. Otherwise, stop at `size` short documents, or at 2 * size
-        rows of tokens (to limit memory) in at least size / 4 documents (else a long one opens row after row).
+        True while the buffer holds less than a row. Then stop at `size` short documents; to limit memory, at
+        2 * size rows of tokens, too, but not below size / 4 documents (a few long ones would open every row).
         `size` starts at 32 and grows with the rows: the first batch comes early, even with many lanes.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
@@ -499,8 +499,8 @@ PACKINGS: dict[str, Any] = {"flat": FlatPacker, "bestfit": BestFitPacker, "exact
 
 def source_of_row(row, bounds):
     """
-    The index of the source that gives row `row` of the run. The fractional parts of the golden ratio's
-    multiples fill [0, 1) evenly (three-distance theorem): in 400,000 rows, every batch of 4 to 1,024 rows
+    The index of the source that gives row `row` of the run. The fractional parts of multiples of
+    1 / golden ratio fill [0, 1) evenly (three-distance theorem): in 400,000 rows, every batch of 4 to 1,024
     was within 2.7 rows of every share. Example: bounds_of([2, 1], ...), rows 0 to 9 -> 0 0 0 1 0 0 1 0 1 0
     """
     return bisect_right(bounds, row * 0x9E3779B97F4A7C15 % 2**64)    # 2**64 / golden ratio
@@ -563,10 +563,10 @@ class Stream:
         return StreamState(self.next, self.to_restore or self.packer.buffered(), self.packer.rows, self.ended)
 
 
-def rows_of_lane(streams, weights, numbers):
+def rows_of_lane(streams, weights, row_numbers):
     """Yield the arrays of a lane's rows, then [] forever. The other sources take over from one that ends."""
     names = [name for name, stream in streams.items() if not stream.ended]
-    for number in numbers:
+    for number in row_numbers:
         row = []
         while names and not row:
             bounds = bounds_of([weights[name] for name in names], number) if len(names) > 1 else []
@@ -586,8 +586,8 @@ class Batch(NamedTuple):
     inputs: torch.Tensor
     targets: torch.Tensor
     position: Position    # after this batch
-    full: bool            # no row of the batch is empty
-    more: bool            # False: this rank has no rows left
+    lacking: bool         # some row of the batch is empty
+    more: bool            # False: this batch and all later ones of this rank are empty
 
 
 class Pipeline:
@@ -614,7 +614,7 @@ class Pipeline:
         self.ready = collections.deque(self.executor.submit(self._pack) for _ in range(1 + loader.prefetch))
 
     def next_batch(self, position):
-        """The batch after `position`. ready[0] is dropped once `position` shows that it was delivered."""
+        """The batch after `position`; the same one again until `position` is its own: it was delivered."""
         began = time.perf_counter()
         batch = self.ready[0].result()
         if batch.position is position:
@@ -644,7 +644,7 @@ class Pipeline:
         for b, n in short:
             both[1][b, max(0, n - 1):] = -100
         both = [part.pin_memory() for part in both] if self.pin else both
-        return Batch(*both, self.position, n_empty == 0, more)
+        return Batch(*both, self.position, n_empty > 0, more)
 
     def _look_ahead(self, number):
         """Packs the next row of a lane for a later batch; it is not part of this batch's position."""
@@ -748,7 +748,7 @@ class PackedLoader(IterableDataset):
 
     def _is_in_run(self, batch):
         """Whether the batch belongs to the run. The ranks of a finite run agree, and so end together."""
-        flags = torch.tensor([batch.more, not batch.full], dtype=torch.int64)
+        flags = torch.tensor([batch.more, batch.lacking], dtype=torch.int64)
         if self._group:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
         more, lacking = flags.tolist()
@@ -805,7 +805,7 @@ class PackedLoader(IterableDataset):
 
 
 def lanes_of_rank(rows, rank, world_size, num_lanes):
-    """This rank's lanes in the order of their turns, from row `rows` of the run on."""
+    """This rank's lanes in the order of their turns, starting at row `rows` of the run."""
     return [(rows + rank + i * world_size) % num_lanes for i in range(num_lanes // world_size)]
 
 
@@ -837,8 +837,8 @@ def env_int(name, least):
 # ---------------------------------------------------------------------------------------------------------
 # States: plain JSON
 #
-# config: must match for the rows to match. sources: their shards must match; epochs and numeric weights may
-# change on resume. lanes: a StreamState for each lane and source. digest: detects any damage
+# config: must match, or references would mean other documents. sources: shards must match; epochs and
+# numeric weights may change. lanes: a StreamState for each lane and source. digest: detects any damage
 
 VERSION = 4    # the rows of a version never change
 
@@ -899,7 +899,7 @@ def saved_names(saved, sources):
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
     if changed or not known or len({*known.values()}) < len(known):
         raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; shards "
-                         f"of {changed or 'all'} changed, or match twice. Put new shards in another folder")
+                         f"of {changed or 'all'} changed, or are in two folders. Put new shards in another")
     return known
 
 
