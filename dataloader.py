@@ -66,7 +66,7 @@ class Source:
         self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
         self.first_group = np.cumsum([0, *(len(shard.rows) for shard in shards)])
         self.group_sizes = np.array([n for shard in shards for n in shard.rows], np.int64)
-        named = [[shard.name, shard.size] for shard in shards]    # size of the text's file, also for tokens
+        named = [[shard.name, shard.size] for shard in shards]    # size: the text shard's, also for tokens
         self.fingerprint = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
         self.order = lru_cache(maxsize=4)(self._order)
 
@@ -142,7 +142,7 @@ class Encoder:
         return future
 
     def documents(self, source, lane, start, epochs=None, n_streams=1):
-        """Yields (ids, Ref) of a lane's documents. ids: empty for null documents, None for filtered ones."""
+        """An iterator of (ids, Ref). ids: empty for null documents, None for filtered ones."""
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
         first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
         # Tasks in flight: for text, 3 plus this stream's share of two per thread; for tokens, 2.
@@ -175,7 +175,7 @@ class Encoder:
                 part, docs, size = docs[:n], docs[n:], min(2 * size, TASK_BYTES)
                 refs = [Ref(ref.epoch, ref.group, doc) for doc in part.tolist()]
                 yield Task(refs, shard, row_group, rows[part], array)
-                prefetched = following and self.read(*following[2:4])    # noqa: F841, kept alive by this name
+                prefetched = following and self.read(*following[2:4])    # noqa: F841, keeps the Future alive
 
     def close(self):
         for executor in (self.executor, self.readers):    # running tasks finish; nothing waits for them
@@ -306,7 +306,7 @@ def choose_best_fit(sizes, free):
 class BestFitPacker:
     """
     nanochat's rule (github.com/karpathy/nanochat): always the longest buffered document that fits; if none
-    does, the shortest, cut to fill the row. Unlike there, the buffer is refilled before every choice.
+    does, the shortest, cut to fill the row. Unlike there, the buffer is refilled one document at a time.
     Long documents pile up in the buffer, so each keeps only the tokens that a row can take.
     """
     options: ClassVar = {"buffer_size": 1000}
@@ -387,9 +387,9 @@ class ExactFitPacker:
 
     The oldest document opens the row, so a document waits at most one row for each one buffered before it.
     A document longer than a row fills one row at a time; its remainder returns to the end of the buffer.
-    fill_gap fills the gap with untouched documents. If no subset fits exactly, the open tokens get a piece of
-    the oldest long document, which is cut anyway, or else of the shortest untouched document that is longer
-    than the open part. `buffer_size` counts documents that fit in a row.
+    fill_gap fills the gap with untouched documents, not with remainders. If no subset fits exactly, the open
+    tokens get a piece of the oldest long document, which is cut anyway, or else of the shortest untouched one
+    that is longer than the open part. `buffer_size` counts documents that fit in a row.
     """
     options: ClassVar = {"buffer_size": 256}
 
@@ -420,8 +420,8 @@ class ExactFitPacker:
 
     def _should_pull(self):
         """
-        True while the buffer holds less than a row. Then stop at `size` short documents; to limit memory, at
-        2 * size rows of tokens, too, but not below size / 4 documents (a few long ones would open every row).
+        True while the buffer holds less than a row. Else False at `size` short documents, or (for memory) at
+        2 * size rows of tokens in size / 4 documents (fewer, all long, would open every row in turn).
         `size` starts at 32 and grows with the rows: the first batch comes early, even with many lanes.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
@@ -614,7 +614,7 @@ class Pipeline:
         self.ready = collections.deque(self.executor.submit(self._pack) for _ in range(1 + loader.prefetch))
 
     def next_batch(self, position):
-        """The batch after `position`; the same one again until `position` is its own: it was delivered."""
+        """The batch after `position`. It stays in `ready` until the loader has taken on its position."""
         began = time.perf_counter()
         batch = self.ready[0].result()
         if batch.position is position:
@@ -892,14 +892,14 @@ def read_state(loader, state):
 
 
 def saved_names(saved, sources):
-    """{name: its name in the state} for sources in the state; a folder may have moved."""
+    """{loader's name: state's name} of the sources in both; a folder may have moved."""
     moved = {entry["fingerprint"]: name for name, entry in saved.items() if name not in sources}
     known = {name: name if name in saved else moved[source.fingerprint] for name, source in sources.items()
              if name in saved or source.fingerprint in moved}
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
     if changed or not known or len({*known.values()}) < len(known):
         raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; shards "
-                         f"of {changed or 'all'} changed, or are in two folders. Put new shards in another")
+                         f"of {changed or 'all'} changed, or are in two folders. Put new ones in a new one")
     return known
 
 
