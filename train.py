@@ -386,8 +386,8 @@ def rope_tables(T, head_dim, device, dtype):    # (T, head_dim / 2) each
 def offset_keys(k, begins):    # k: (B, heads, T, head_dim), rotated; begins: (B, 1, T, 1) or None
     """
     Half of each head's channels, the RoPE pairs that rotate slowly, come from the key of the previous token,
-    so one layer can copy what followed an earlier occurrence: 1.359 -> 1.116 bits per byte (see
-    make_optimizers); learned shares per channel instead: 1.145. 0 for the first token and those of `begins`.
+    so one layer can copy what followed an earlier occurrence: 1.187 -> 1.082 bits per byte (see
+    make_optimizers); learned shares instead: 1.109; both: 1.086. 0 for the first token and those of `begins`.
     """
     quarter = k.size(-1) // 4
     is_slow = torch.arange(k.size(-1), device=k.device) // quarter % 2 == 1
@@ -543,11 +543,11 @@ class Muon:
 
 def make_optimizers(model, kind, lr, tokens_per_step):
     """
-    Muon by module: ndim == 2 would catch embeddings and head as well. Rates and their scale by width are
-    nanochat's (scripts/base_train.py) for steps of 2 ** 19 tokens; smaller steps take less. The head's rate
-    is 0.011, not 0.006: 1.115 -> 1.097 bits per byte; with the decay (alone: 1.103) 1.086 (seeds 2, 3:
-    1.083, 1.090). All with 500 steps of 8 rows, --lr 0.012, --eval_rows 1024, seed 1. Without gain:
-    embeddings at 0.2 or 0.45, beta1 0.9, decay 2, three quarters of the keys' channels, hotter attention.
+    Muon by module: ndim == 2 would catch embeddings and head as well. Rates are for steps of 2 ** 19 tokens
+    (embeddings: nanochat's scripts/base_train.py); smaller steps take less. Bits per byte after 500 steps of
+    8 rows (--lr 0.012 --eval_rows 1024, mean of 3 seeds): 1.082; `previous` at 0.01: 1.091. Seed 1 (1.083):
+    head at 0.0025: 1.093; no decay: 1.093. Depth 4: 1.015; head's rate falling as 1 / sqrt(width): 1.021.
+    Without gain: embeddings at 0.2 or 0.45, beta1 0.9, decay 2, 3/4 of the keys' channels, hotter attention.
     """
     width, batch = model.embedding.embedding_dim / 768, min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     embeddings = [model.embedding.weight, *model.value_embeddings.parameters()]
