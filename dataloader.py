@@ -242,7 +242,6 @@ def check_documents(ids, bounds, array, bos):
 
 # ---------------------------------------------------------------------------------------------------------
 # Packing: documents to rows of T + 1 tokens. Pure: no files, threads, ranks or randomness.
-#
 # row(pull): the arrays of the next row, T + 1 tokens or fewer (the batch masks the missing ones), [] at the
 #     end. pull() returns the next (ids, Ref), or None at the end
 # buffered(): a tuple of the buffered documents' Refs, oldest first; this and `rows` are the packer's state
@@ -349,7 +348,6 @@ class BestFitPacker:
 def fill_gap(gap, lengths, by_length):
     """
     Choose the lengths of buffered documents that fill `gap` tokens exactly, or as nearly as possible.
-
     lengths: sorted and distinct; by_length[n]: the documents of n tokens. Tries one document; then two, close
     in length; then any number, by subset sum: bit k of the integer `reachable` is set if some subset leaves
     k tokens open. Adds longer documents first, and equal ones in groups of 1, 2, 4, ...
@@ -384,7 +382,6 @@ def fill_gap(gap, lengths, by_length):
 class ExactFitPacker:
     """
     Fills rows exactly, with complete documents where it can; every piece of one begins with its BOS.
-
     The oldest document opens the row, so a document waits at most one row for each one buffered before it.
     A document longer than a row fills one row at a time; its remainder returns to the end of the buffer.
     fill_gap fills the gap with untouched documents, not with remainders. If no subset fits exactly, the open
@@ -400,6 +397,7 @@ class ExactFitPacker:
         self.long = collections.deque()      # Refs of those longer than a row, oldest first
         self.by_length, self.lengths = {}, []   # length -> Refs of untouched short ones; sorted lengths
         self.n_short = self.n_tokens = 0     # documents in `by_length`; tokens of all
+        self.epochs = collections.Counter()  # how many are of each epoch
 
     def row(self, pull):
         while self._should_pull() and (document := pull()) is not None:
@@ -420,12 +418,12 @@ class ExactFitPacker:
 
     def _should_pull(self):
         """
-        True while the buffer holds less than a row. Else False at `size` short documents, or (for memory) at
-        2 * size rows of tokens in size / 4 documents (fewer, all long, would open every row in turn).
-        `size` starts at 32 and grows with the rows: the first batch comes early, even with many lanes.
+        True while the buffer holds less than a row; else until it holds the next epoch's first document (so
+        small data ends an epoch first), `size` short documents, or 2 * size rows of tokens in size / 4
+        documents (fewer, all long, would open every row in turn). `size` grows, for an early first batch.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
-        return self.n_tokens < self.R or (self.n_short < size and (
+        return self.n_tokens < self.R or (len(self.epochs) < 2 and self.n_short < size and (
             self.n_tokens < 2 * size * self.R or len(self.buffer) < size // 4))
 
     def _cut_to_fit(self, missing):
@@ -462,6 +460,7 @@ class ExactFitPacker:
     def restore(self, ids, ref):
         n = len(ids) - max(0, ref.token - 1)    # tokens to deliver; a later piece repeats BOS
         self.buffer[ref] = ids
+        self.epochs[ref.epoch] += 1
         self.n_tokens += n
         if n > self.R:
             self.long.append(ref)
@@ -475,6 +474,9 @@ class ExactFitPacker:
     def _pop(self, ref):
         """`ref` is always the oldest: of all, of the long ones, or of its length."""
         ids = self.buffer.pop(ref)
+        self.epochs[ref.epoch] -= 1
+        if not self.epochs[ref.epoch]:
+            del self.epochs[ref.epoch]
         n = len(ids) - max(0, ref.token - 1)
         self.n_tokens -= n
         if n > self.R:
@@ -664,7 +666,6 @@ class PackedLoader(IterableDataset):
     """
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs shifted by one, and -100
     (torch's ignore_index) where a row is short. A yielded batch is never overwritten.
-
     tokenizer: see as_encoder in tokenizer.py; transform(ids, ref, location): see Encoder
     packing: "flat", "bestfit" or "exactfit"; buffer_size: documents that the packer chooses from
     data_dir: a folder or URI of shards, or {folder: weight}. Weights are proportions of rows: numbers, or
@@ -836,7 +837,6 @@ def env_int(name, least):
 
 # ---------------------------------------------------------------------------------------------------------
 # States: plain JSON
-#
 # config: must match, or references would mean other documents. sources: shards must match; epochs and
 # numeric weights may change. lanes: a StreamState for each lane and source. digest: detects any damage
 

@@ -70,7 +70,6 @@ needs_dev = pytest.mark.skipif(not HAS_DEV, reason="dev/reference.py is not here
 # Tokenizer, corpora and loaders; dev/tests uses them, too
 
 class ByteTokenizer:
-    """Token ids are bytes."""
     dtype = np.dtype(np.uint16)
 
     def __init__(self, name="bytes"):
@@ -415,7 +414,6 @@ def test_finite_run_delivers_every_token_once_per_epoch(corpus, packing, lanes, 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), min_size=1, max_size=4),
        st.integers(1, 12), st.none() | st.integers(0, 5), st.integers(1, 4))
 def test_every_row_is_dealt_once_per_epoch_and_lanes_differ_by_one_part(shapes, num_lanes, seed, epoch):
-    """Also with fewer row groups than lanes."""
     shards = [dataset.Shard("f", f"{i}", 9, 9, rows, "text", None, None) for i, rows in enumerate(shapes)]
     rows = {(f"{i}", k, row) for i, sizes in enumerate(shapes)
             for k, n in enumerate(sizes) for row in range(n)}
@@ -443,7 +441,6 @@ def test_nulls_and_empty_documents_are_counted(tmp_path):
 
 
 def test_lane_without_tokens_is_an_error_after_100_epochs(tmp_path):
-    """Finite runs of such data are just empty."""
     data = write_shards(tmp_path, [[[None] * 4] * 2, [["val"]]])
     loader = make(data, num_lanes=2)
     for _ in range(2):
@@ -619,7 +616,6 @@ def test_tokenizer_that_breaks_a_rule_later_is_an_error_that_names_the_document(
 
 
 class PlainTokenizer:
-    """Has only nanochat's encode."""
 
     def get_bos_token_id(self):
         return BOS
@@ -784,7 +780,6 @@ stops = st.none() | st.integers(1, 20)
 
 
 def count_cut(lengths, rows, R):
-    """Documents that fit a row but are complete in none."""
     complete = {tuple(row[i:i + n]) for row in rows for i in range(len(row)) if row[i] == BOS
                 for n in {*lengths}}
     return sum(n <= R and tuple(ids.tolist()) not in complete
@@ -884,12 +879,20 @@ def note_buffers(packer):
 
 
 def test_exactfit_buffer_grows_with_the_rows():
-    """So the first batch of many lanes comes soon."""
     packer, pull = ExactFitPacker(99, 200), iter(documents_of([20] * 1000))
     buffers = note_buffers(packer)
     for _ in range(100):
         packer.row(lambda: next(pull))
     assert [len(buffer) for buffer in buffers] == [min(200, 32 + 4 * row) for row in range(100)]
+
+
+def test_exactfit_ends_an_epoch_before_the_next_one():
+    packer, lengths, spans = ExactFitPacker(16, 256), [900, 30, 1200, 7, 500], []
+    pull = ((np.full(n, BOS), Ref(epoch, 0, i)) for epoch in range(1, 99) for i, n in enumerate(lengths))
+    for _ in range(2000):
+        packer.row(lambda: next(pull))
+        spans.append(len({ref.epoch for ref in packer.buffered()}))
+    assert max(spans) == 2 and packer.counts["documents"] > 50
 
 
 @pytest.mark.parametrize("rows_long", [3, 50])

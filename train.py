@@ -769,11 +769,11 @@ class Checkpoints:
     def _write(self, step, content):
         try:
             with atomic_file(checkpoint_path(self.folder, step)) as part, open(part, "wb") as file:
-                torch.save(content, file)    # with a path, it reports a full disk as "unexpected pos"
-        except OSError as error:
+                torch.save(content, file)
+        except (OSError, RuntimeError) as error:    # torch turns a full disk into "unexpected pos"
             self.failed = True
             last = max(list_checkpoints(self.folder), default="none")
-            print0(f"warning: step {step} is not saved: {error}; the last one: {last}")
+            print0(f"warning: step {step} is not saved: {error.__context__ or error}; last: {last}")
         else:
             for path in list_checkpoints(self.folder)[:-2]:
                 os.remove(path)

@@ -8,6 +8,7 @@ NANOLOADER_EXAMPLES=20 python -m pytest dev/tests/test_train.py -k drawn    # 20
 import contextlib
 import functools
 import glob
+import io
 import json
 import math
 import os
@@ -369,6 +370,14 @@ def test_second_run_in_a_folder_is_refused_while_the_first_lives(command, interr
         assert not os.path.exists("new/log.jsonl")
 
 
+class FullDisk(io.FileIO):
+    """A file whose disk is full after 10,000 bytes: torch.save then fails twice."""
+    def write(self, data):
+        if self.tell() + len(data) > 10_000:
+            raise OSError(28, "No space left on device")
+        return super().write(data)
+
+
 def test_file_system_without_locks_or_space_trains_on(command, resume, monkeypatch):
     import fcntl
     monkeypatch.setattr(fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "not implemented")))
@@ -378,10 +387,11 @@ def test_file_system_without_locks_or_space_trains_on(command, resume, monkeypat
     def full(*_):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(train, "write_atomic", full)
-    monkeypatch.setattr(train, "atomic_file", lambda path: contextlib.nullcontext("/dev/full"))
+    monkeypatch.setattr(train, "open", lambda path, mode="r": {"wb": FullDisk}.get(mode, open)(path, mode),
+                        raising=False)
     told = resume("--out", "run", "--steps", 5, status=1)
     assert "warning: step 5 is not saved: [Errno 28] No space left" in told and "step is NOT saved" in told
-    assert "the last one: run/step_0000003.pt" in told and sorted(losses_of("run")) == [0, 1, 2, 3, 4]
+    assert "last: run/step_0000003.pt" in told and sorted(losses_of("run")) == [0, 1, 2, 3, 4]
     assert sorted(os.listdir("run")) == [".lock", "log.jsonl", "step_0000003.pt"]
     os.makedirs("other/log.jsonl")    # cannot be written
     assert command("--out", "other", status=1).count("log.jsonl: ") == 1
