@@ -588,7 +588,7 @@ def main(argv: list[str] | None = None) -> None:
     with errors_in_one_line():
         if len(flags.index) == 2 and flags.index[0] == "index":
             index = write_index(flags.index[1], flags.out)
-            print(describe_split(flags.index[1], shards_of(flags.index[1], index)))
+            print(describe_split(flags.index[1], shards_of(flags.index[1], index)) + "; index written")
         elif flags.index or flags.num_files < -1 or flags.num_files == 0 or flags.num_workers < 1:
             parser.error("expected `index DIR`, or -n: train shards, or -1 for all, and -w: at least 1")
         else:

@@ -792,7 +792,7 @@ def load_checkpoint(path):
         if wrong or content["version"] != VERSION:
             raise ValueError(f"this code reads version {VERSION}; it lacks {', '.join(wrong) or 'that'}")
     except Exception as error:    # a file that is not torch's raises almost anything
-        what = "is damaged, or no checkpoint of this train.py" if os.path.exists(path) else "does not exist"
+        what = "is damaged, or no step_*.pt of this train.py" if os.path.exists(path) else "does not exist"
         raise ValueError(f"{path} {what} ({type(error).__name__}: {str(error).splitlines()[0]})") from None
     return content
 

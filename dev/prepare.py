@@ -263,7 +263,7 @@ def plan_shards(keys, lengths, shard_bytes):
     if n < 2:
         cut = min(10_000, 1 + int(lengths.sum()) // 16)
         raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard"
-                         + (f"; to make more from one long text, add --cut_bytes {cut}" if n else ""))
+                         + (f"; to cut a long one at its blank lines, add --cut_bytes {cut}" if n else ""))
     train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
     ends = np.cumsum(lengths + 1)    # + 1: all documents may be empty
     n_shards = max(4, round(int(lengths.sum()) / shard_bytes) - 1)    # 4: cores share a small corpus
@@ -679,6 +679,8 @@ def verify(folder: str) -> bool:
         print(f"PROBLEM  {dataset.printable(error)}")
     if not indexed:
         files = [(name, size) for name, size, _ in dataset.list_files(folder)]
+    if not files:
+        dataset.make_index(folder, files)    # raises the error for a missing or empty folder
     check = functools.partial(check_shard, folder=folder, indexed=indexed)
     print(f"{'shard':<22} {'documents':>11} {'row groups':>10} {'nulls':>7} {'MB':>9} {'on disk':>9}  check")
     with ThreadPoolExecutor(cores()) as pool:

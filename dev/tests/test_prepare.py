@@ -531,6 +531,8 @@ def test_kept_columns_stay_beside_the_text_and_the_tokens(tmp_path, byte_tokeniz
         assert [(row["lang"], row["score"]) for row in rows] == [expected[row["text"]] for row in rows]
         assert [row["score"] for row in of_tokens] == [row["score"] for row in rows]
     assert prepare.verify(text) and prepare.verify(tokens)
+    with pytest.raises(OSError, match="nowhere does not exist"):
+        prepare.verify("nowhere")
     assert "or with other --keep" in command("tokenize", "--data", text, "--out", tokens)
     rows, same, plain = [run(data, steps=5, T=8)[0] for data in (text, tokens, f"{tmp_path}/plain")]
     assert rows == same == plain
