@@ -60,7 +60,7 @@ def test_compare_counts_what_a_packer_does(corpus, packing):
     for n in range(loader.stats()["rows"]):
         packer.row(lambda: next(stream))
         waits = {ref: waits.get(ref, 0) + 1 for ref in packer.buffered() if not ref.token}
-        longest = max(longest, *waits.values()) if n < 100 else longest
+        longest = max(longest, *waits.values(), 0) if n < 100 else longest
     dropped, cut, pulled = (packer.counts[name] for name in ("dropped", "cut", "documents"))
     assert wait == longest > 9 and (dropped > 300) == (packing == "bestfit")
     assert bench.shares(loader) == (dropped / (dropped + packer.rows * 30), cut / pulled)

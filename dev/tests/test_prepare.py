@@ -691,12 +691,12 @@ def test_stats_advise_when_exactfit_cuts_many_documents(tmp_path, byte_tokenizer
     assert command("stats", "--data", tmp_path / kind, "--seq_len", 100) is None
     share, advice = re.search(r"T = 100 cuts (\S+)% of the train documents although they fit(.*)",
                               capsys.readouterr().out).groups()
-    loader = make(str(tmp_path / "text"), T=100, packing="exactfit", buffer_size=256)
+    loader = make(str(tmp_path / "text"), T=100, packing="exactfit", buffer_size=256, num_lanes=1)
     for _ in range(5000):
         next(loader)
     cut = loader.stats()["cut"] / loader.stats()["documents"]
     assert float(share) > 5 and "try another --seq_len" in advice
-    assert abs(float(share) / 100 - cut) < 0.03
+    assert abs(float(share) / 100 - cut) < 0.06    # the lengths of text are estimates
     assert command("stats", tmp_path / kind, "--seq_len", 2000) is None
     assert re.search(r"T = 2,000 cuts 0.\d% of the train documents although they fit\n",
                      capsys.readouterr().out)
