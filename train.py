@@ -439,7 +439,7 @@ class GPT(nn.Module):
         for i in sorted({*range(depth)} - {*range(3, depth - 3)}):
             values = self.value_embeddings[str(i)] = nn.Embedding(padded_vocab, width)
             nn.init.uniform_(values.weight, -(3 / width) ** 0.5, (3 / width) ** 0.5)
-        # Each embedding gets some of the previous token's: 1.6017 -> 1.5713, together with the longer decay.
+        # Each embedding gets some of the previous token's: 1.143 -> 1.082 bits per byte (make_optimizers).
         self.previous = nn.Parameter(torch.zeros(width))
         self.blocks = nn.ModuleList(Block(width, self.head_dim) for _ in range(depth))
         self.head = nn.Linear(width, padded_vocab, bias=False)
