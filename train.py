@@ -278,7 +278,7 @@ def train(flags, at_exit):
         log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited, f"{rows_hash:016x}")
 
     is_saved, stats = checkpoints.wait(), loader.stats()
-    if flags.packing == "exactfit" and stats and stats["cut"] > 0.05 * stats["documents"]:
+    if flags.packing == "exactfit" and stats and 0 < 0.05 * stats["documents"] < stats["cut"]:
         print0(f"{stats['cut'] / stats['documents']:.0%} of the documents fit a row, yet were cut, since no "
                "others fill the rows; try another --seq_len, longer pieces of text, or --packing bestfit")
     print0(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
