@@ -458,7 +458,7 @@ class ExactFitPacker:
         return pieces
 
     def restore(self, ids, ref):
-        n = len(ids) - max(0, ref.token - 1)    # tokens to deliver; a later piece repeats BOS
+        n = len(ids) - ref.token + 1 if ref.token else len(ids)    # to deliver: a later piece repeats BOS
         self.buffer[ref] = ids
         self.epochs[ref.epoch] += 1
         self.n_tokens += n
@@ -477,7 +477,7 @@ class ExactFitPacker:
         self.epochs[ref.epoch] -= 1
         if not self.epochs[ref.epoch]:
             del self.epochs[ref.epoch]
-        n = len(ids) - max(0, ref.token - 1)
+        n = len(ids) - ref.token + 1 if ref.token else len(ids)
         self.n_tokens -= n
         if n > self.R:
             self.long.popleft()
