@@ -538,7 +538,7 @@ def errors_in_one_line():
     except BrokenPipeError:    # as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
-        sys.exit("\nstopped; the same command resumes")
+        sys.exit("\nstopped; type the same command to continue or repeat it")
     except (OSError, ValueError, ImportError, pa.ArrowException) as error:
         sys.exit(f"error: {printable(error)}")
 

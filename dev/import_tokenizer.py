@@ -29,6 +29,8 @@ def import_tokenizer(path: str, out: str, bos: str | None = None) -> str:
 
     if os.path.isdir(out) and os.listdir(out):
         raise ValueError(f"{out} is not empty; name a new folder with --out")
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is no file; expected Hugging Face's tokenizer.json")
     with open(path, "rb") as file:
         data = file.read()
     try:

@@ -107,3 +107,9 @@ def test_what_cannot_be_imported_is_refused(tmp_path, change, message):
         path.write_text("[]")
     assert re.match(f"error: {path}.*{message}", command("import_tokenizer", path, "--out", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_file_is_one_line(tmp_path):
+    for path in (tmp_path, tmp_path / "nothing.json"):
+        with pytest.raises(ValueError, match="expected Hugging Face's"):
+            prepare.import_tokenizer(str(path), str(tmp_path / "out"))
