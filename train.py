@@ -16,6 +16,7 @@ ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a para
 import argparse
 import contextlib
 import functools
+import gc
 import glob
 import hashlib
 import json
@@ -39,6 +40,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # imported later, by dynamo, it would keep the process group alive
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
@@ -154,8 +156,8 @@ def train(flags, at_exit):
     """at_exit: an ExitStack, which ends what the run has started. -> exit status"""
     # Ranks: each makes an equal part of a step's rows
     device, rank, world = start_ranks(flags)
-    if dist.is_initialized():    # also after an error: its threads would abort the exit
-        at_exit.callback(dist.destroy_process_group)
+    if dist.is_initialized():    # its threads may abort the exit (pytorch #190489); DDP's cycle keeps it
+        at_exit.callback(lambda: (gc.collect(), dist.destroy_process_group()))
     signals = []
 
     def stop():    # asked by all ranks together
@@ -397,9 +399,8 @@ def offset_keys(k, begins):    # k: (B, heads, T, head_dim), rotated; begins: (B
 
 def document_mask(inputs, bos):
     """Causal and inside documents: bool (B, 1, T, T)."""
-    T, document = inputs.size(1), (inputs == bos).cumsum(1)
-    causal = torch.ones(T, T, dtype=torch.bool, device=inputs.device).tril()
-    return ((document[:, :, None] == document[:, None, :]) & causal)[:, None]
+    document = (inputs == bos).cumsum(1)
+    return (document[:, :, None] == document[:, None, :]).tril()[:, None]
 
 
 class Block(nn.Module):
@@ -545,9 +546,9 @@ def make_optimizers(model, kind, lr, tokens_per_step):
     """
     Muon by module: ndim == 2 would catch embeddings and head as well. Rates are for steps of 2 ** 19 tokens
     (embeddings: nanochat's scripts/base_train.py); smaller steps take less. Bits per byte after 500 steps of
-    8 rows (--lr 0.012 --eval_rows 1024, mean of 3 seeds): 1.082; `previous` at 0.01: 1.091. Seed 1 (1.083):
-    head at 0.0025: 1.093; no decay: 1.093. Depth 4: 1.015; head's rate falling as 1 / sqrt(width): 1.021.
-    Without gain: embeddings at 0.2 or 0.45, beta1 0.9, decay 2, 3/4 of the keys' channels, hotter attention.
+    8 rows (--lr 0.012 --eval_rows 1024, 3 seeds): 1.082; `previous` at 0.01: 1.091; seed 1 with the head at
+    0.0025 or without decay: 1.093. Depth 4: 1.015; head's rate falling as 1 / sqrt(width): 1.021. No gain:
+    embeddings at 0.2 or 0.45, beta1 0.9, decay 2, 3/4 of the keys' channels, hotter attention.
     """
     width, batch = model.embedding.embedding_dim / 768, min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     embeddings = [model.embedding.weight, *model.value_embeddings.parameters()]
@@ -885,7 +886,7 @@ def main(argv=None):
     with dataset.errors_in_one_line(), contextlib.ExitStack() as at_exit:
         flags = parse_flags(argv)
         try:
-            status = train(flags, at_exit)
+            return train(flags, at_exit)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"{error} Lower --micro_batch_size (now {flags.micro_batch_size}): the same run "
                              "in less memory. Lower --seq_len or --depth: another run.") from None
@@ -893,7 +894,6 @@ def main(argv=None):
             if "onnection" not in str(error):    # of gloo: "Connection closed by peer", "Connection reset"
                 raise
             raise ValueError("lost the connection to another rank; see its output") from None
-        return status
 
 
 if __name__ == "__main__":

@@ -522,6 +522,22 @@ def test_tiny_data_gets_fewer_lanes(command, resume):
     assert "a source has only 3 documents: --num_lanes 2" in first    # both ranks have as many
 
 
+def test_no_thread_of_the_group_is_left_at_exit(base):
+    """It could abort the exit (seen once). Without the cycle collector, which may free DDP by chance."""
+    program = f"""if True:
+        import gc, glob, sys
+        gc.disable()
+        sys.path.insert(0, {str(HERE)!r})
+        import train
+        assert not train.main(sys.argv[1:])
+        names = [open(path).read() for path in glob.glob("/proc/self/task/*/comm")]
+        assert names and not [name for name in names if "gloo" in name], names"""
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    ended = subprocess.run([sys.executable, "-c", program, *TOY, "--data", "a", "--out", "group"], text=True,
+                           capture_output=True, env={**os.environ, **ranks}, timeout=300)
+    assert not ended.returncode, ended.stderr
+
+
 def test_run_that_cut_many_documents_says_so(command):
     """Of nearly one length, none fills what another leaves of a row; by exactfit alone."""
     write_shards("alike", [[["ab"[i % 2] * 60 for i in range(40)]], [["some text " * 9]]])
