@@ -96,8 +96,10 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
             keys, lengths = keys_and_lengths(building)
             shards = list(enumerate(plan_shards(keys, lengths, shard_bytes)))
             run_all(pool, functools.partial(gather_shard, building=building), shards, 4 * workers, "write")
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(building, ignore_errors=True)    # so that workers end at their next write
+            if getattr(error, "errno", None):    # a full disk's error names no file
+                error.filename = error.filename or building
             raise
         index = dataset.write_index(building + "/shards")
         assert sum(sum(entry["rows"]) for entry in index["shards"].values()) == len(keys)

@@ -468,6 +468,16 @@ def test_bad_document_is_an_error_with_file_and_line(tmp_path, monkeypatch, name
     assert {"one", "two"} <= {*seen} and len(seen) >= 2 + documents
 
 
+def test_convert_names_where_a_full_disk_is(tmp_path):
+    """`ulimit -f` stands in for the full disk: no file may have more than 8 blocks."""
+    (tmp_path / "a.txt").write_text("word " * 9999)
+    command = f"ulimit -f 8; {sys.executable} -m dev.prepare convert {tmp_path}/a.txt --cut_bytes 999"
+    ended = subprocess.run(["bash", "-c", f"{command} --out {tmp_path}/out"], cwd=HERE, text=True,
+                           capture_output=True, timeout=300)
+    assert ended.returncode == 1 and re.search(rf"^error: .*: '{tmp_path}/out.convert/\d+'$", ended.stderr)
+    assert os.listdir(tmp_path) == ["a.txt"]
+
+
 def test_convert_names_what_it_filters_drops_and_skips(tmp_path, capsys):
     """Hidden files, other kinds, other splits; columns; links to folders are followed once."""
     (tmp_path / "in" / ".hidden").mkdir(parents=True)
