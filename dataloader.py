@@ -9,7 +9,7 @@ Pack documents from parquet shards into (B, T) batches for pretraining, with thr
 
 Each stage pulls from the one on its left. Read dev/reference.py first: it has all rules but packing, without
 threads. Row groups are dealt to lanes, and row g of the run comes from lane g % num_lanes, for any number of
-ranks. The trade-off: states have references, not tokens: small, but a resume re-encodes buffered documents.
+ranks. The trade-off: small states, of references and no tokens, but a resume re-encodes buffered documents.
 """
 
 import collections
@@ -66,7 +66,7 @@ class Source:
         self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
         self.first_group = np.cumsum([0, *(len(shard.rows) for shard in shards)])
         self.group_sizes = np.array([n for shard in shards for n in shard.rows], np.int64)
-        named = [[shard.name, shard.size] for shard in shards]    # size: the text shard's, also for tokens
+        named = [[shard.name, shard.size] for shard in shards]    # size: the text's, even for token shards
         self.fingerprint = hashlib.sha256(json.dumps(named).encode()).hexdigest()[:16]
         self.order = lru_cache(maxsize=4)(self._order)
 
@@ -112,7 +112,7 @@ class Location(NamedTuple):
 
 
 class Task(NamedTuple):
-    refs: list[Ref]     # of documents of one row group, encoded together
+    refs: list[Ref]     # one row group's documents, encoded together
     shard: Shard
     row_group: int
     rows: np.ndarray    # index of each document in the row group
@@ -145,7 +145,7 @@ class Encoder:
         """An iterator of (ids, Ref). ids: empty for null documents, None for filtered ones."""
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
         first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
-        # Tasks in flight: for text, 3 plus this stream's share of two per thread; for tokens, 2.
+        # Tasks in flight: for text, 2 per thread, shared by all streams, and 3 more for each; for tokens, 2.
         in_flight = 3 + 2 * self.threads // n_streams if source.shards[0].kind == "text" else 2
         encoded = in_order(self.executor, self._encode, itertools.chain(first, tasks), in_flight)
         return itertools.chain.from_iterable(documents for _, documents in encoded)
@@ -158,7 +158,7 @@ class Encoder:
         for _, documents in in_order(self.executor, self._encode, tasks, 32):
             found.update((ref, ids) for ids, ref in documents)
         if missing := [ref for ref in wanted if found[ref] is None or not len(found[ref])]:
-            raise ValueError(f"{missing[0]} of the state has no tokens; resume with the same transform")
+            raise ValueError(f"{missing[0]} in the state has no tokens; resume with the same transform")
         return found
 
     def _tasks(self, source, groups):
@@ -262,7 +262,7 @@ class FlatPacker:
             self.documents.append(document)
             self.n_tokens += len(document[0])
             self.counts["documents"] += 1
-        if self.n_tokens <= min(1, self.rows):    # after the first row, 1 token is left from the last
+        if self.n_tokens <= min(1, self.rows):    # the end: 0, or 1 from the previous row
             return []
         row, missing = [], self.T + 1
         while missing and self.documents:
@@ -292,7 +292,7 @@ class FlatPacker:
 def choose_best_fit(sizes, free):
     """
     Pick the next buffered document for a row with `free` empty token slots: the longest that fits, else the
-    shortest, cut to fit; the oldest among equals. sizes: sorted (n_tokens, Ref). Returns (index, n_tokens).
+    shortest, cut to fit; the oldest among equals. sizes: sorted (length, Ref). Returns (index, n to take).
     Example: [(3, 7), (5, 2), (9, 0)], free=6 -> (1, 5);  [(8, 4), (9, 0)], free=6 -> (0, 6)
     """
     i = bisect_left(sizes, (free + 1,))
@@ -305,7 +305,7 @@ def choose_best_fit(sizes, free):
 class BestFitPacker:
     """
     nanochat's rule (github.com/karpathy/nanochat): always the longest buffered document that fits; if none
-    does, the shortest, cut to fill the row. Unlike there, the buffer is refilled one document at a time.
+    does, the shortest, cut to fill the row. Unlike nanochat's, the buffer is refilled one document at a time.
     Long documents pile up in the buffer, so each keeps only the tokens that a row can take.
     """
     options: ClassVar = {"buffer_size": 1000}
@@ -350,7 +350,7 @@ def fill_gap(gap, lengths, by_length):
     Choose the lengths of buffered documents that fill `gap` tokens exactly, or as nearly as possible.
     lengths: sorted and distinct; by_length[n]: the documents of n tokens. Tries one document; then two, close
     in length; then any number, by subset sum: bit k of the integer `reachable` is set if some subset leaves
-    k tokens open. Adds longer documents first, and equal ones in groups of 1, 2, 4, ...
+    k tokens open. Tries longer documents first, and equal ones in groups of 1, 2, 4, ...
     Example: lengths [2, 3, 4, 7], one document each: gap=10 -> [7, 3];  gap=8 -> [7], one token stays open
     """
     if gap in by_length:
@@ -381,12 +381,12 @@ def fill_gap(gap, lengths, by_length):
 
 class ExactFitPacker:
     """
-    Fills rows exactly, with complete documents where it can; every piece of one begins with its BOS.
-    The oldest document opens the row, so a document waits at most one row for each one buffered before it.
-    A document longer than a row fills one row at a time; its remainder returns to the end of the buffer.
-    fill_gap fills the gap with untouched documents, not with remainders. If no subset fits exactly, the open
-    tokens get a piece of the oldest long document, which is cut anyway, or else of the shortest untouched one
-    that is longer than the open part. `buffer_size` counts documents that fit in a row.
+    Fills rows exactly, with complete documents where it can; every piece of a cut one begins with BOS.
+    The oldest document opens the row, so one with n older ones in the buffer waits at most n rows. A document
+    longer than a row fills one row at a time; its remainder returns to the end of the buffer. fill_gap fills
+    the gap with untouched documents, not with remainders. If no subset fits exactly, what is left of the gap
+    gets a piece of the oldest document that is longer than a row, since it is cut anyway, or else of the
+    shortest untouched one that is too long for it. `buffer_size` counts documents that fit in a row.
     """
     options: ClassVar = {"buffer_size": 256}
 
@@ -397,13 +397,13 @@ class ExactFitPacker:
         self.long = collections.deque()      # Refs of those longer than a row, oldest first
         self.by_length, self.lengths = {}, []   # length -> Refs of untouched short ones; sorted lengths
         self.n_short = self.n_tokens = 0     # documents in `by_length`; tokens of all
-        self.epochs = collections.Counter()  # how many are of each epoch
+        self.epochs = collections.Counter()  # documents of each epoch
 
     def row(self, pull):
         while self._should_pull() and (document := pull()) is not None:
             ids, ref = document
             self.counts["documents"] += 1
-            # Long documents stay buffered for long; a view would keep the row group in memory.
+            # Long documents stay buffered longer; a view would keep the row group in memory.
             self.restore(ids.copy() if len(ids) > self.R else ids, ref)
         if not self.buffer:
             return []
@@ -418,9 +418,9 @@ class ExactFitPacker:
 
     def _should_pull(self):
         """
-        True while the buffer holds less than a row; else until it holds the next epoch's first document (so
-        small data ends an epoch first), `size` short documents, or 2 * size rows of tokens in size / 4
-        documents (fewer, all long, would open every row in turn). `size` grows, for an early first batch.
+        True while the buffer holds less than a row; then, until it holds a document of the next epoch (small
+        data: deliver this epoch first), or `size` short documents, or 2 * size rows of tokens in at least
+        size / 4 documents (a few long ones would open all rows). `size` starts low, for an early first batch.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
         return self.n_tokens < self.R or (len(self.epochs) < 2 and self.n_short < size and (
@@ -502,8 +502,8 @@ PACKINGS: dict[str, Any] = {"flat": FlatPacker, "bestfit": BestFitPacker, "exact
 def source_of_row(row, bounds):
     """
     The index of the source that gives row `row` of the run. The fractional parts of multiples of
-    1 / golden ratio fill [0, 1) evenly (three-distance theorem): in 400,000 rows, every batch of 4 to 1,024
-    was within 2.7 rows of every share. Example: bounds_of([2, 1], ...), rows 0 to 9 -> 0 0 0 1 0 0 1 0 1 0
+    1 / golden ratio fill [0, 1) evenly (three-distance theorem): in 400,000 rows, no batch of 4 to 1,024 had
+    over 2.7 rows more or less than a share. Example: bounds_of([2, 1], ...), rows 0 to 9 -> 0001001010
     """
     return bisect_right(bounds, row * 0x9E3779B97F4A7C15 % 2**64)    # 2**64 / golden ratio
 
@@ -616,7 +616,7 @@ class Pipeline:
         self.ready = collections.deque(self.executor.submit(self._pack) for _ in range(1 + loader.prefetch))
 
     def next_batch(self, position):
-        """The batch after `position`. It stays in `ready` until the loader has taken on its position."""
+        """The batch after `position`. It stays in `ready` until its position is the loader's."""
         began = time.perf_counter()
         batch = self.ready[0].result()
         if batch.position is position:
@@ -783,7 +783,7 @@ class PackedLoader(IterableDataset):
                             "lanes": lanes})
 
     def load_state_dict(self, state: dict) -> None:
-        """Resume, also with another T, B or world size. A state that does not fit: ValueError, no change."""
+        """Resume, even with another T, B or world size. A state that does not fit: ValueError, no change."""
         with self._lock:
             position, changed = read_state(self, state)
             self._go_to(position, **changed)
@@ -818,7 +818,7 @@ def ranks_of_this_process():
     rank, world_size, *tasks = (env_int(name, least=int(name != "RANK")) for name in names)
     if (rank is None) != (world_size is None) or (rank is None and max(n or 1 for n in tasks) > 1):
         seen = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-        raise ValueError(f"only {seen} is set: all processes would get the same rows; initialise "
+        raise ValueError(f"found only {seen}: all processes would get the same rows; initialise "
                          "torch.distributed first, or pass rank=... and world_size=...")
     return rank or 0, world_size or 1
 
@@ -855,7 +855,7 @@ def config_of(loader):
 
 
 def with_digest(state):
-    """The state as plain JSON, with a SHA-256 per lane: torch's DCP may load only some lanes on a rank."""
+    """The state as plain JSON, with a SHA-256 per lane: a sharded checkpoint may load only some lanes."""
     state = json.loads(json.dumps({**state, "digest": {}}))
     for number, lane in state["lanes"].items():
         part = json.dumps({**state, "digest": {}, "lanes": {number: lane}}, sort_keys=True)
@@ -872,7 +872,7 @@ def read_state(loader, state):
             ours["num_lanes"] = theirs["num_lanes"]
         for key in {**theirs, **ours}:
             if theirs.get(key) != ours.get(key):
-                raise ValueError(f"{key} is {theirs.get(key)!r} in the state, here it is {ours.get(key)!r}")
+                raise ValueError(f"{key} is {theirs.get(key)!r} in the state, but {ours.get(key)!r} here")
         rows, rank, world_size, num_lanes = state["rows"], loader.rank, loader.world_size, ours["num_lanes"]
         check_shared(num_lanes, world_size)
         mine = lanes_of_rank(rows, rank, world_size, num_lanes)
@@ -892,14 +892,14 @@ def read_state(loader, state):
 
 
 def saved_names(saved, sources):
-    """{loader's name: state's name} of the sources in both; a folder may have moved."""
+    """{name in the loader: name in the state} of sources in both; folders may have moved."""
     moved = {entry["fingerprint"]: name for name, entry in saved.items() if name not in sources}
     known = {name: name if name in saved else moved[source.fingerprint] for name, source in sources.items()
              if name in saved or source.fingerprint in moved}
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
     if changed or not known or len({*known.values()}) < len(known):
         raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; shards "
-                         f"of {changed or 'all'} changed, or are in two folders. Put new ones in a new one")
+                         f"changed or are in two folders: {changed or 'all'}. Put new data in a new folder")
     return known
 
 
@@ -991,7 +991,7 @@ def check_arguments(loader):
         if (type(n) is not int or n < low) and (name, n) != ("shuffle_seed", None):
             raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
     if loader.rank >= loader.world_size:
-        raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks count from 0")
+        raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks start at 0")
     check_shared(loader.num_lanes, loader.world_size)
 
 
@@ -1008,8 +1008,8 @@ def sources_of(data_dir, epochs):
     epochs = ({source_name(path): n for path, n in epochs.items()} if isinstance(epochs, dict)
               else dict.fromkeys(weights, epochs))
     if not weights or len(weights) < len(given) or epochs.keys() - weights.keys():
-        raise ValueError(f"data_dir={data_dir!r} with epochs of {sorted(epochs)}; expected a folder, or "
-                         "{folder: weight}, each folder once, and epochs of the same folders")
+        raise ValueError(f"data_dir={data_dir!r}, epochs for {sorted(epochs)}; expected a folder, or "
+                         "{folder: weight}, no folder twice, and epochs for the same folders")
     for name, weight in weights.items():
         n = epochs.get(name)
         if not callable(weight) and (type(weight) not in (int, float) or not 1e-9 <= weight <= 1e9):
