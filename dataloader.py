@@ -145,7 +145,7 @@ class Encoder:
         """An iterator of (ids, Ref). ids: empty for null documents, None for filtered ones."""
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
         first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
-        # Tasks in flight: for text, 2 per thread, shared by all streams, and 3 more for each; for tokens, 2.
+        # Tasks in flight per stream (lane of a source): text: 3, and its share of 2 per thread; tokens: 2.
         in_flight = 3 + 2 * self.threads // n_streams if source.shards[0].kind == "text" else 2
         encoded = in_order(self.executor, self._encode, itertools.chain(first, tasks), in_flight)
         return itertools.chain.from_iterable(documents for _, documents in encoded)
@@ -262,7 +262,7 @@ class FlatPacker:
             self.documents.append(document)
             self.n_tokens += len(document[0])
             self.counts["documents"] += 1
-        if self.n_tokens <= min(1, self.rows):    # the end: 0, or 1 from the previous row
+        if self.n_tokens <= min(1, self.rows):    # the end: at most the previous row's last token
             return []
         row, missing = [], self.T + 1
         while missing and self.documents:
@@ -384,9 +384,9 @@ class ExactFitPacker:
     Fills rows exactly, with complete documents where it can; every piece of a cut one begins with BOS.
     The oldest document opens the row, so one with n older ones in the buffer waits at most n rows. A document
     longer than a row fills one row at a time; its remainder returns to the end of the buffer. fill_gap fills
-    the gap with untouched documents, not with remainders. If no subset fits exactly, what is left of the gap
-    gets a piece of the oldest document that is longer than a row, since it is cut anyway, or else of the
-    shortest untouched one that is too long for it. `buffer_size` counts documents that fit in a row.
+    the gap with untouched documents, not with remainders. If no subset fits exactly, a piece fills the rest:
+    of the oldest document longer than a row, which is cut anyway; if there is none, of the shortest untouched
+    document longer than the rest. `buffer_size` counts documents that fit in a row.
     """
     options: ClassVar = {"buffer_size": 256}
 
@@ -418,9 +418,9 @@ class ExactFitPacker:
 
     def _should_pull(self):
         """
-        True while the buffer holds less than a row; then, until it holds a document of the next epoch (small
-        data: deliver this epoch first), or `size` short documents, or 2 * size rows of tokens in at least
-        size / 4 documents (a few long ones would open all rows). `size` starts low, for an early first batch.
+        True while the buffer holds less than a row of tokens. Else False if it holds a document of the next
+        epoch (this epoch goes first), or `size` short documents, or 2 * size rows of tokens in at least
+        size / 4 documents (fewer would open every row in turn). `size` starts low, for an early first batch.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
         return self.n_tokens < self.R or (len(self.epochs) < 2 and self.n_short < size and (
@@ -502,8 +502,8 @@ PACKINGS: dict[str, Any] = {"flat": FlatPacker, "bestfit": BestFitPacker, "exact
 def source_of_row(row, bounds):
     """
     The index of the source that gives row `row` of the run. The fractional parts of multiples of
-    1 / golden ratio fill [0, 1) evenly (three-distance theorem): in 400,000 rows, no batch of 4 to 1,024 had
-    over 2.7 rows more or less than a share. Example: bounds_of([2, 1], ...), rows 0 to 9 -> 0001001010
+    1 / golden ratio fill [0, 1) evenly (three-distance theorem): in 400,000 rows, no batch of 4 to 1,024 was
+    over 2.7 rows off a source's share. Example: bounds_of([2, 1], ...), rows 0 to 9 -> 0001001010
     """
     return bisect_right(bounds, row * 0x9E3779B97F4A7C15 % 2**64)    # 2**64 / golden ratio
 
@@ -616,7 +616,7 @@ class Pipeline:
         self.ready = collections.deque(self.executor.submit(self._pack) for _ in range(1 + loader.prefetch))
 
     def next_batch(self, position):
-        """The batch after `position`. It stays in `ready` until its position is the loader's."""
+        """The batch after `position`. It stays in `ready` until the loader has delivered it."""
         began = time.perf_counter()
         batch = self.ready[0].result()
         if batch.position is position:
@@ -898,8 +898,8 @@ def saved_names(saved, sources):
              if name in saved or source.fingerprint in moved}
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
     if changed or not known or len({*known.values()}) < len(known):
-        raise ValueError(f"the state's sources are {sorted(saved)}, the loader's {sorted(sources)}; shards "
-                         f"changed or are in two folders: {changed or 'all'}. Put new data in a new folder")
+        raise ValueError(f"sources {sorted(sources)} do not match the state's, {sorted(saved)}; shards "
+                         f"changed in: {changed or 'none'}. Put new data in a new folder")
     return known
 
 
@@ -943,9 +943,9 @@ class Piece(NamedTuple):
 
 def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
     """
-    For each batch after a state (default: the loader's), yield a list of Pieces per row. A second loader
-    packs ids that say "token i of document n", so the trace cannot differ from what was trained on.
-    In exactfit, a piece after a cut is two Pieces: the repeated BOS, and the rest.
+    For each batch after a state (default: the loader's, at the first next()), yield a list of Pieces per row.
+    A second loader packs ids that say "token i of document n", so the trace cannot differ from what was
+    trained on. In exactfit, a piece after a cut is two Pieces: the repeated BOS, and the rest.
     """
     found, numbers = {}, itertools.count(1)
 
