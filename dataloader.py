@@ -145,7 +145,7 @@ class Encoder:
         """An iterator of (ids, Ref). ids: empty for null documents, None for filtered ones."""
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
         first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
-        # Tasks in flight per stream (lane of a source): text: 3, and its share of 2 per thread; tokens: 2.
+        # Tasks in flight per stream (lane of a source). Text: 3 + its share of 2 * threads; tokens: 2.
         in_flight = 3 + 2 * self.threads // n_streams if source.shards[0].kind == "text" else 2
         encoded = in_order(self.executor, self._encode, itertools.chain(first, tasks), in_flight)
         return itertools.chain.from_iterable(documents for _, documents in encoded)
@@ -384,9 +384,9 @@ class ExactFitPacker:
     Fills rows exactly, with complete documents where it can; every piece of a cut one begins with BOS.
     The oldest document opens the row, so one with n older ones in the buffer waits at most n rows. A document
     longer than a row fills one row at a time; its remainder returns to the end of the buffer. fill_gap fills
-    the gap with untouched documents, not with remainders. If no subset fits exactly, a piece fills the rest:
-    of the oldest document longer than a row, which is cut anyway; if there is none, of the shortest untouched
-    document longer than the rest. `buffer_size` counts documents that fit in a row.
+    the gap with untouched documents, not with remainders. If no subset fits exactly, the oldest document
+    longer than a row, which is cut anyway, fills the rest; if there is none, the shortest untouched document
+    longer than the rest does. `buffer_size` counts documents that fit in a row.
     """
     options: ClassVar = {"buffer_size": 256}
 
@@ -420,7 +420,7 @@ class ExactFitPacker:
         """
         True while the buffer holds less than a row of tokens. Else False if it holds a document of the next
         epoch (this epoch goes first), or `size` short documents, or 2 * size rows of tokens in at least
-        size / 4 documents (fewer would open every row in turn). `size` starts low, for an early first batch.
+        size / 4 documents (else a few would fill all rows). `size` starts low, for an early first batch.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
         return self.n_tokens < self.R or (len(self.epochs) < 2 and self.n_short < size and (
@@ -671,7 +671,7 @@ class PackedLoader(IterableDataset):
     data_dir: a folder or URI of shards, or {folder: weight}. Weights are proportions of rows: numbers, or
         functions of the row number (a state stores their names). Default: what dataset.find_data finds
     rank, world_size: default: torch.distributed's if initialised, else RANK and WORLD_SIZE
-    num_lanes: world sizes that divide it give the same rows. Default: lcm(8, world_size), or a loaded state's
+    num_lanes: world sizes that divide it give the same rows. Default: lcm(8, world_size), or as in the state
     shuffle_seed: None: documents in file order; an int: a new order every epoch
     epochs: n, or {folder: n}; other folders are endless. The ranks of a finite run end together if
         torch.distributed is initialised. uneven: if lanes differ in length, "stop" ends with the shortest;
@@ -855,7 +855,7 @@ def config_of(loader):
 
 
 def with_digest(state):
-    """The state as plain JSON, with a SHA-256 per lane: a sharded checkpoint may load only some lanes."""
+    """The state as plain JSON, with a SHA-256 per lane: a rank may be given only some of the lanes."""
     state = json.loads(json.dumps({**state, "digest": {}}))
     for number, lane in state["lanes"].items():
         part = json.dumps({**state, "digest": {}, "lanes": {number: lane}}, sort_keys=True)
@@ -943,7 +943,7 @@ class Piece(NamedTuple):
 
 def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
     """
-    For each batch after a state (default: the loader's, at the first next()), yield a list of Pieces per row.
+    For each batch after a state (default: the loader's as iteration starts), yield a list of Pieces per row.
     A second loader packs ids that say "token i of document n", so the trace cannot differ from what was
     trained on. In exactfit, a piece after a cut is two Pieces: the repeated BOS, and the rest.
     """

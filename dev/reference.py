@@ -3,8 +3,8 @@ The loader's rows without threads, devices, prefetching or checks: read this fir
 loader with it. Both use the same `Ref` and packers; every other decision is written here a second time.
 
 1. order: an epoch is the row groups of all shards and their documents, as in the files or permuted by seed.
-2. lane: number k of that order goes to lane k % num_lanes; row g of the run comes from lane g % num_lanes.
-3. source: weights divide [0, 1) among the sources; row g is from the one with frac(g / golden ratio).
+2. lane: row group k of that order goes to lane k % num_lanes; row g of the run comes from lane g % num_lanes.
+3. source: weights divide [0, 1) among the sources; row g is from the one that holds frac(g / golden ratio).
 4. document: a lane reads the documents of a source one at a time; nulls do not count.
 5. packer: one for each lane and source turns documents into rows of T + 1 tokens.
 6. rank: row g goes to rank g % world_size. Here there is only one.
