@@ -262,7 +262,7 @@ class FlatPacker:
             self.documents.append(document)
             self.n_tokens += len(document[0])
             self.counts["documents"] += 1
-        if self.n_tokens <= min(1, self.rows):    # the end: at most the previous row's last token
+        if self.n_tokens <= min(1, self.rows):    # the end: no undelivered token is left
             return []
         row, missing = [], self.T + 1
         while missing and self.documents:
@@ -382,11 +382,11 @@ def fill_gap(gap, lengths, by_length):
 class ExactFitPacker:
     """
     Fills rows exactly, with complete documents where it can; every piece of a cut one begins with BOS.
-    The oldest document opens the row, so one with n older ones in the buffer waits at most n rows. A document
+    Each row opens with the oldest document, so a document with n older ones waits at most n rows. A document
     longer than a row fills one row at a time; its remainder returns to the end of the buffer. fill_gap fills
-    the gap with untouched documents, not with remainders. If no subset fits exactly, the oldest document
-    longer than a row, which is cut anyway, fills the rest; if there is none, the shortest untouched document
-    longer than the rest does. `buffer_size` counts documents that fit in a row.
+    the gap with untouched documents, not with remainders. If no subset fits exactly, the rest is cut from the
+    oldest document longer than a row (it is cut anyway), else from the shortest untouched document longer
+    than the rest. `buffer_size` counts documents that fit in a row.
     """
     options: ClassVar = {"buffer_size": 256}
 
@@ -420,7 +420,7 @@ class ExactFitPacker:
         """
         True while the buffer holds less than a row of tokens. Else False if it holds a document of the next
         epoch (this epoch goes first), or `size` short documents, or 2 * size rows of tokens in at least
-        size / 4 documents (else a few would fill all rows). `size` starts low, for an early first batch.
+        size / 4 documents (not just a few long ones). `size` starts low, for an early first batch.
         """
         size = min(self.buffer_size, 32 + 4 * self.rows)
         return self.n_tokens < self.R or (len(self.epochs) < 2 and self.n_short < size and (
