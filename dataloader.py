@@ -9,7 +9,7 @@ Pack documents from parquet shards into (B, T) batches for pretraining, with thr
 
 Each stage pulls from the one on its left. Read dev/reference.py first: it has all rules but packing, without
 threads. Row groups are dealt to lanes, and row g of the run comes from lane g % num_lanes, for any number of
-ranks. The trade-off: small states, of references and no tokens, but a resume re-encodes buffered documents.
+ranks. The trade-off: states are small (references, no tokens), but a resume re-encodes buffered documents.
 """
 
 import collections
@@ -255,7 +255,7 @@ class FlatPacker:
 
     def __init__(self, T):
         self.T, self.rows, self.counts = T, 0, {"documents": 0, "dropped": 0, "cut": 0}
-        self.documents, self.at, self.n_tokens = collections.deque(), 0, 0    # at: next token of the first
+        self.documents, self.at, self.n_tokens = collections.deque(), 0, 0    # at: offset in documents[0]
 
     def row(self, pull):
         while self.n_tokens <= self.T and (document := pull()) is not None:
@@ -313,7 +313,7 @@ class BestFitPacker:
     def __init__(self, T, buffer_size):
         self.R, self.buffer_size = T + 1, buffer_size
         self.rows, self.counts = 0, {"documents": 0, "dropped": 0, "cut": 0}
-        self.buffer, self.sizes = {}, []    # Ref -> ids; sorted (tokens of the whole document, Ref)
+        self.buffer, self.sizes = {}, []    # Ref -> ids; sorted (whole document's length, Ref)
 
     def row(self, pull):
         row, free = [], self.R
@@ -384,9 +384,9 @@ class ExactFitPacker:
     Fills rows exactly, with complete documents where it can; every piece of a cut one begins with BOS.
     Each row opens with the oldest document, so a document with n older ones waits at most n rows. A document
     longer than a row fills one row at a time; its remainder returns to the end of the buffer. fill_gap fills
-    the gap with untouched documents, not with remainders. If no subset fits exactly, the rest is cut from the
-    oldest document longer than a row (it is cut anyway), else from the shortest untouched document longer
-    than the rest. `buffer_size` counts documents that fit in a row.
+    the gap with untouched documents, not with remainders. If no subset fits exactly, the open part is filled
+    from the oldest document longer than a row (it is cut anyway), else from the shortest untouched one longer
+    than that part. `buffer_size` counts documents that fit in a row.
     """
     options: ClassVar = {"buffer_size": 256}
 
@@ -744,7 +744,7 @@ class PackedLoader(IterableDataset):
                 self._finished = True
                 raise StopIteration
             tensors = tuple(part.to(self.device, non_blocking=True) for part in batch[:2])
-            self.position = batch.position    # last: after an interrupt, the batch comes again
+            self.position = batch.position    # last, so that an interrupted batch comes again
             return tensors
 
     def _is_in_run(self, batch):
@@ -772,7 +772,7 @@ class PackedLoader(IterableDataset):
 
     def state_dict(self, position: Position | None = None) -> dict:
         """
-        This rank's state as plain JSON: references to documents, no tokens. gather_states merges all ranks'.
+        This rank's state as plain JSON: references to documents, no tokens. Merge ranks with gather_states.
         position: the value of loader.position at an earlier time, for callers that fetch batches ahead.
         """
         rows, lanes = position or self.position
@@ -943,7 +943,7 @@ class Piece(NamedTuple):
 
 def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
     """
-    For each batch after a state (default: the loader's as iteration starts), yield a list of Pieces per row.
+    For each batch after a state (default: the loader's when iteration begins), yield a list of Pieces a row.
     A second loader packs ids that say "token i of document n", so the trace cannot differ from what was
     trained on. In exactfit, a piece after a cut is two Pieces: the repeated BOS, and the rest.
     """
@@ -1009,7 +1009,7 @@ def sources_of(data_dir, epochs):
               else dict.fromkeys(weights, epochs))
     if not weights or len(weights) < len(given) or epochs.keys() - weights.keys():
         raise ValueError(f"data_dir={data_dir!r}, epochs for {sorted(epochs)}; expected a folder, or "
-                         "{folder: weight}, no folder twice, and epochs for the same folders")
+                         "{folder: weight}, each folder once, and epochs only for these")
     for name, weight in weights.items():
         n = epochs.get(name)
         if not callable(weight) and (type(weight) not in (int, float) or not 1e-9 <= weight <= 1e9):
