@@ -7,7 +7,7 @@ Pack documents from parquet shards into (B, T) batches for pretraining, with thr
 
     shards -> Source.deal -> read -> encode -> packer.row(pull) -> lane -> batch -> (inputs, targets)
 
-Each stage pulls from the one on its left. Read dev/reference.py first: it has all rules but packing, without
+Each stage pulls from the one on its left. Read dev/reference.py first: all rules except packing, and no
 threads. Row groups are dealt to lanes, and row g of the run comes from lane g % num_lanes, for any number of
 ranks. The trade-off: states are small (references, no tokens), but a resume re-encodes buffered documents.
 """
@@ -225,7 +225,7 @@ class Encoder:
         if not array.size:
             return None
         is_valid = array.ndim == 1 and array.dtype.kind in "iu" and array.astype(np.int64).min() >= 0
-        if not is_valid or array[0] & 0xFFFFFFFF != self.bos:    # packers repeat BOS; the upper half is free
+        if not is_valid or array[0] & 0xFFFFFFFF != self.bos:    # packers repeat BOS; upper 32 bits are free
             raise TypeError(f"transform returned {array.dtype} {array.shape}; expected ids >= 0, BOS first")
         return array.astype(self.dtype)
 
@@ -772,7 +772,7 @@ class PackedLoader(IterableDataset):
 
     def state_dict(self, position: Position | None = None) -> dict:
         """
-        This rank's state as plain JSON: references to documents, no tokens. Merge ranks with gather_states.
+        This rank's state as plain JSON: references to documents, no tokens. To merge states: gather_states.
         position: the value of loader.position at an earlier time, for callers that fetch batches ahead.
         """
         rows, lanes = position or self.position
@@ -943,7 +943,7 @@ class Piece(NamedTuple):
 
 def trace(loader, state: dict | None = None) -> Iterator[list[list[Piece]]]:
     """
-    For each batch after a state (default: the loader's when iteration begins), yield a list of Pieces a row.
+    For each batch after a state (default: the loader's when iteration begins), yield each row's Pieces.
     A second loader packs ids that say "token i of document n", so the trace cannot differ from what was
     trained on. In exactfit, a piece after a cut is two Pieces: the repeated BOS, and the rest.
     """
