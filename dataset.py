@@ -370,8 +370,7 @@ def build_builtin_corpus(folder: str) -> None:
         paths += [os.path.join(parent, name) for name in names if name.endswith(".py")]
     for path in sorted(paths, key=lambda path: hashlib.sha256(os.path.relpath(path, root).encode()).digest()):
         with contextlib.suppress(UnicodeDecodeError, OSError), open(path, encoding="utf-8") as file:
-            documents.append(file.read())
-    documents = [text for text in documents if text]
+            documents += filter(None, [file.read()])    # no empty ones
     size = sum(map(len, documents))
     print(f"no data yet (to download: python dataset.py -n 8): building a corpus of Python's library, "
           f"{len(documents):,} files, {size / 1e6:.1f} MB", flush=True)
@@ -537,6 +536,7 @@ def errors_in_one_line():
         yield
     except BrokenPipeError:    # as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)    # as a shell reports SIGPIPE: a run that ends here is not done
     except KeyboardInterrupt:
         sys.exit("\nstopped; type the same command to continue or repeat it")
     except (OSError, ValueError, ImportError, pa.ArrowException) as error:

@@ -340,16 +340,17 @@ def find_inputs(inputs, as_text=()):
     """(each file that paths, folders and globs name, once, sorted; {path: reason} of what is ignored)"""
     found, ignored = {}, {}
     for pattern in inputs:
-        files, others = {}, {}
+        files, others, names = {}, {}, {}    # names: of all files, below their folder
         for path in [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True):
-            names = {os.path.basename(path): path}
+            names[path] = os.path.basename(path)
             if os.path.isdir(path):
+                del names[path]
                 dataset.list_files(path)    # refuses tables and caches that also hold deleted text
                 below = files_below(path)
-                names = {os.path.relpath(file, path).replace(os.sep, "/"): file for file in below}
-            reasons = {} if os.path.isfile(pattern) else reasons_to_ignore(names, as_text)
-            for name, file in names.items():
-                (others if name in reasons else files)[os.path.abspath(file)] = reasons.get(name)
+                names |= {file: os.path.relpath(file, path).replace(os.sep, "/") for file in below}
+        reasons = {} if os.path.isfile(pattern) else reasons_to_ignore(names, as_text)
+        for file in names:
+            (others if file in reasons else files)[os.path.abspath(file)] = reasons.get(file)
         listed = [Input(path, os.path.getsize(path), kind_of(path, as_text)) for path in files or others]
         for file in listed:
             if not file.path.isprintable():
@@ -381,22 +382,22 @@ def files_below(folder):
 
 
 def reasons_to_ignore(names, as_text):
-    """{name: reason} of the files below a folder that are not read."""
+    """{path: reason} of the files of a folder or glob that are not read. names: {path: name below it}"""
     splits, reasons = {}, {}
-    for name in names:
+    for path, name in names.items():
         if "/." in f"/{name}":
-            reasons[name] = "hidden"
+            reasons[path] = "hidden"
         elif os.path.basename(name) in ABOUT_DATA:
-            reasons[name] = "about data, not documents; to convert one, name its path"
+            reasons[path] = "about data, not documents; to convert one, name its path"
         elif as_text and not has_name(name, as_text):
-            reasons[name] = "not named by --as_text; to convert one, name its path"
+            reasons[path] = "not named by --as_text; to convert one, name its path"
         elif not kind_of(name, as_text):
-            reasons[name] = "of another kind; if it is plain text, add --as_text '*.SUFFIX'"
+            reasons[path] = "of another kind; if it is plain text, add --as_text '*.SUFFIX'"
         else:
-            splits[name] = dataset.split_in_name(name)
+            splits[path] = dataset.split_in_name(name)
     if "train" in splits.values():
-        others = [name for name, split in splits.items() if split in ("val", "test")]
-        reasons |= dict.fromkeys(others, "of a val or test split; to convert one, name its folder")
+        others = [path for path, split in splits.items() if split in ("val", "test")]
+        reasons |= dict.fromkeys(others, "of a val or test split; to convert one, name its path")
     return reasons
 
 
@@ -462,6 +463,8 @@ def parse(record, text_key):
     if not isinstance(record, dict) or text_key not in record:
         seen = ", ".join(map(repr, record))[:200] if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"no key or column {text_key!r}, only {seen}; add --text_key NAME, or {MAKE_JSONL}")
+    if None in record:    # CSV's fields beyond the header's: the text would be cut at its comma
+        raise ValueError(f"{len(record[None])} more fields than the first line names; quote the text")
     text = record[text_key]
     if not isinstance(text, str | bytes):    # bytes: old versions of Hive and Impala write them for strings
         raise ValueError(f"{text_key!r} holds {type(text).__name__}, not a string; {MAKE_JSONL}")
@@ -533,9 +536,10 @@ def cut_text(data, cut_bytes):
 def csv_records(lines, columns, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
     rows = csv.DictReader((line.decode() for line in lines), delimiter=delimiter, strict=True)
-    if missing := [name for name in columns if name not in (rows.fieldnames or ())]:
-        raise ValueError(f"no column {missing[0]!r}, only {str(rows.fieldnames)[:200]}; add --text_key NAME, "
-                         f"or a first line that names the columns, with {delimiter!r} between them")
+    if missing := [name for name in columns if (rows.fieldnames or []).count(name) != 1]:
+        raise ValueError(f"expected one column {missing[0]!r}, saw {str(rows.fieldnames)[:200]}; add "
+                         "--text_key NAME, or a first line that names the columns, with "
+                         f"{delimiter!r} between them")
     for row in rows:
         yield f"line {rows.line_num}", row
 

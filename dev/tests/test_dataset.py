@@ -658,5 +658,5 @@ def test_commands_end_quietly(monkeypatch):
             raise error
     monkeypatch.setattr(os, "dup2", lambda *numbers: None)
     monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
-    with dataset.errors_in_one_line():
+    with pytest.raises(SystemExit, match="141"), dataset.errors_in_one_line():
         raise BrokenPipeError

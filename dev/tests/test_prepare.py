@@ -433,7 +433,9 @@ BAD = [
     ("a.json", b"[" * 200_000, "unreadable after byte 0: maximum recursion depth", 0),
     ("a.csv", b'text\n"one more"\n"never ends\n', "unreadable after line 2: unexpected end of data", 1),
     ("a.csv", b"text\ncaf\xe9\n", "unreadable after byte 0: .* can't decode byte 0xe9", 0),
-    ("a.csv", b"n,txt\n1,x\n", r"unreadable after byte 0: no column 'text', only \['n', 'txt'\]; add", 0),
+    ("a.csv", b"n,txt\n1,x\n", r"unreadable after byte 0: expected one column 'text', saw \['n', 'txt'\]", 0),
+    ("a.csv", b"n,text,text\n1,x,y\n", "unreadable after byte 0: expected one column 'text', saw", 0),
+    ("a.csv", b"n,text\n1,x\n2,Well, I said, no\n", "line 3: 2 more fields than the first line names;", 1),
     ("a.tsv", b"n\ttext\n1\n", "line 2: 'text' holds NoneType", 0),
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut off', "line 2: Unterminated string", 1),
     ("a.jsonl", b'\n\n{"txt": "x"}\n', "line 3: no key or column 'text', only 'txt'", 0),
@@ -449,6 +451,17 @@ BAD = [
     ("a.jsonl", b"\n" + lines_of(text=["a" * 995]), "line 2: Unterminated string", 0),
     ("a.parquet", parquet(text=["\u00e4" * 501]), "row 0: 'text' has more than 1,000 bytes", 0),
 ]
+
+
+@pytest.mark.parametrize("pattern", ["", "/*.jsonl", "/**/*.jsonl"])
+def test_val_and_test_files_are_not_mixed_into_train(tmp_path, pattern):
+    """Neither of a folder nor of a glob; a file whose path is named is converted."""
+    for name in ("train-0", "validation-0", "test-0"):
+        (tmp_path / f"{name}.jsonl").write_bytes(lines_of(text=[f"{name} {i}" for i in range(9)]))
+    report = prepare.convert([f"{tmp_path}{pattern}"], str(tmp_path / "out"))
+    assert report["documents"] == 9 and len(report["ignored"]) == 2
+    report = prepare.convert([f"{tmp_path}/test-0.jsonl"], str(tmp_path / "test"))
+    assert report["documents"] == 9 and not report["ignored"]
 
 
 @pytest.mark.parametrize("name, data, message, documents", BAD, ids=range(len(BAD)))
@@ -491,7 +504,7 @@ def test_convert_names_what_it_filters_drops_and_skips(tmp_path, capsys):
     for kind, reason in ((".rar", "of another kind; if it is plain text, add --as_text '*.SUFFIX'"),
                          (".json", "about data, not documents; to convert one, name its path"),
                          (".jsonl", "hidden"),
-                         (".jsonl", "of a val or test split; to convert one, name its folder")):
+                         (".jsonl", "of a val or test split; to convert one, name its path")):
         assert f"ignored 1 file (1 {kind}): {reason}\n" in words
     assert re.search(r"skipped bad documents or files: 1; the first:\n .*/train-0.jsonl, line 31: no", words)
     with pytest.MonkeyPatch.context() as patch:    # root may read everything
@@ -529,7 +542,7 @@ def test_kept_columns_stay_beside_the_text_and_the_tokens(tmp_path, byte_tokeniz
         (tmp_path / name).write_bytes(data)
     data, text, tokens = [str(tmp_path / name) for name in KEPT], f"{tmp_path}/text", f"{tmp_path}/tokens"
     line = command("convert", *data, "--out", text, "--keep", "score")
-    assert "c.csv, unreadable after byte 0: no column 'score', only ['lang', 'text']" in line
+    assert "c.csv, unreadable after byte 0: expected one column 'score', saw ['lang', 'text']" in line
     assert command("convert", *data[:2], "--out", text, "--keep", "lang", "score") is None
     assert "dropped columns: tags" in capsys.readouterr().out
     expected = {"a": ("de", 1.0), "b": (None, 2.5), "c": ("\u00fc", None), "d": ("x", 7.0), "e": ("y", 8.0)}
