@@ -226,9 +226,8 @@ def write_run(path, keys, texts, kept, keep):
         except (pa.ArrowException, OverflowError) as error:
             raise ValueError(f"--keep {name}: {error}; expected values of one type") from error
     table = pa.table(columns)
-    with pa.OSFile(path + ".tmp", "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
-    os.replace(path + ".tmp", path)
 
 
 def join_texts(texts, kind):
@@ -342,12 +341,12 @@ def find_inputs(inputs, as_text=()):
     for pattern in inputs:
         files, others, names = {}, {}, {}    # names: of all files, below their folder
         for path in [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True):
-            names[path] = os.path.basename(path)
             if os.path.isdir(path):
-                del names[path]
                 dataset.list_files(path)    # refuses tables and caches that also hold deleted text
                 below = files_below(path)
                 names |= {file: os.path.relpath(file, path).replace(os.sep, "/") for file in below}
+            else:
+                names[path] = os.path.basename(path)
         reasons = {} if os.path.isfile(pattern) else reasons_to_ignore(names, as_text)
         for file in names:
             (others if file in reasons else files)[os.path.abspath(file)] = reasons.get(file)
