@@ -616,7 +616,7 @@ def test_tokenizer_that_breaks_a_rule_later_is_an_error_that_names_the_document(
 
 
 class PlainTokenizer:
-
+    """Has only nanochat's encode."""
     def get_bos_token_id(self):
         return BOS
 
