@@ -85,6 +85,7 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
     if clash := {"text", "tokens", text_key} & {*keep}:
         raise ValueError(f"--keep {min(clash)}: shards hold the documents in a column of that name")
     files, ignored = find_inputs(inputs, as_text)
+    out = os.path.realpath(out)    # a link stays, and its target appears
     total = sum(file.size for file in files)
     # While a process starts, another one converts 100 MB.
     workers = workers or max(1, min(cores(), total // BYTES_PER_PROCESS))
@@ -108,7 +109,7 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
         os.rename(building + "/shards", out)
     bad, shown, columns = zip(*reports, strict=True)
     return {"files": len(files), "documents": len(keys), "bytes": int(lengths.sum()), "shards": len(shards),
-            "ignored": ignored, "bad": sum(bad),
+            "empty": np.count_nonzero(lengths == 0), "ignored": ignored, "bad": sum(bad),
             "shown": [message for messages in shown for message in messages][:BAD_SHOWN],
             "strings": keep if any(file.kind in DELIMITERS for file in files) else (),
             "dropped": set().union(*columns) - {text_key, *keep}}
@@ -117,7 +118,9 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
 @contextlib.contextmanager
 def building_folder(out):
     """A folder beside `out` for this process alone. It is removed at the end, or by the next run."""
-    out = os.path.abspath(out)
+    if os.path.isfile(out) or os.path.ismount(out) or out == os.getcwd():
+        raise ValueError(f"cannot make {out} anew: it is a file, a mount point or the folder you are in; "
+                         "name a folder in or beside it with --out")
     parent, building = f"{out}.convert", f"{out}.convert/{os.getpid()}"
     if os.path.exists(parent):
         print(f"{parent} exists: another convert writes there (this one waits), or was killed", flush=True)
@@ -134,12 +137,34 @@ def building_folder(out):
             shutil.rmtree(parent, ignore_errors=True)
 
 
+@contextlib.contextmanager
 def pool_of(executor, n):
     """The given executor, else n processes, or one thread if n is 1."""
-    if executor or n == 1:
-        return contextlib.nullcontext(executor) if executor else ThreadPoolExecutor(1)
+    if executor:
+        yield executor
+        return
     context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
-    return ProcessPoolExecutor(n, mp_context=context, initializer=end_with_parent)
+    with ctrl_c_ignored():    # workers inherit it, so they start now
+        pool = ThreadPoolExecutor(1) if n == 1 else ProcessPoolExecutor(n, context, end_with_parent)
+        for _ in range(n):
+            pool.submit(int)
+    try:
+        yield pool
+    finally:
+        with ctrl_c_ignored():    # a second one would hang the exit
+            pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def ctrl_c_ignored():
+    """Also in processes that start meanwhile. Python delivers Ctrl-C to the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager
@@ -155,12 +180,11 @@ def dask_executor(address):
 
 
 def end_with_parent():
-    """In a worker: exit with the parent, and leave Ctrl-C to the parent."""
+    """In a worker: exit with the parent, even if that is killed."""
     def wait():
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=wait, daemon=True).start()
 
 
@@ -188,7 +212,8 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
     bad, shown, columns = 0, [], set()
 
     def write():
-        write_run(f"{building}/runs/{number:08d}-{n_runs:05d}.arrow", keys, texts, kept, keep)
+        path = f"{building}/runs/{number:08d}-{n_runs:05d}.arrow"
+        write_run(path, keys, texts, kept, keep, f"{file.path} or a file before it")
 
     for file_number, file in files:
         documents = documents_of(file, text_key, [text_key, *keep], cut_bytes)
@@ -216,7 +241,7 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
     return bad, shown, columns
 
 
-def write_run(path, keys, texts, kept, keep):
+def write_run(path, keys, texts, kept, keep, origin):
     keys = np.array(keys, np.uint64)
     order = np.argsort(keys, kind="stable").tolist()
     columns = {KEY: pa.array(keys[order]), DOCUMENT: join_texts([texts[i] for i in order], pa.large_binary())}
@@ -224,7 +249,7 @@ def write_run(path, keys, texts, kept, keep):
         try:
             columns[name] = pa.array([kept[at][i] for at in order])
         except (pa.ArrowException, OverflowError) as error:
-            raise ValueError(f"--keep {name}: {error}; expected values of one type") from error
+            raise ValueError(f"--keep {name}: {error}; expected one type, in {origin}") from error
     table = pa.table(columns)
     with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
@@ -264,7 +289,7 @@ def plan_shards(keys, lengths, shard_bytes):
     if n < 2:
         cut = min(10_000, 1 + int(lengths.sum()) // 16)
         raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard"
-                         + (f"; to cut a long one at its blank lines, add --cut_bytes {cut}" if n else ""))
+                         + f"; to cut a long one at its blank lines, add --cut_bytes {cut}" * (cut > 1))
     train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
     ends = np.cumsum(lengths + 1)    # + 1: all documents may be empty
     n_shards = max(4, round(int(lengths.sum()) / shard_bytes) - 1)    # 4: cores share a small corpus
@@ -288,7 +313,10 @@ def gather_shard(shard, building):
     """Write one shard, a row group at a time."""
     number, row_groups = shard
     runs = open_runs(building)
-    kept = list(pa.unify_schemas([run.schema for run in runs], promote_options="permissive"))[2:]
+    try:
+        kept = list(pa.unify_schemas([run.schema for run in runs], promote_options="permissive"))[2:]
+    except pa.ArrowException as error:
+        raise ValueError(f"--keep: {error}; expected values of one type in all files") from error
     if empty := [field.name for field in kept if pa.types.is_null(field.type)]:
         raise ValueError(f"--keep {empty[0]}: no document has a value there")
     tables = (gather_row_group(runs, first, last, kept) for first, last in row_groups)
@@ -382,12 +410,12 @@ def files_below(folder):
 
 def reasons_to_ignore(names, as_text):
     """{path: reason} of the files of a folder or glob that are not read. names: {path: name below it}"""
-    splits, reasons = {}, {}
+    splits, reasons, about_data = {}, {}, "about data, not documents; to convert one, name its path"
     for path, name in names.items():
         if "/." in f"/{name}":
             reasons[path] = "hidden"
         elif os.path.basename(name) in ABOUT_DATA:
-            reasons[path] = "about data, not documents; to convert one, name its path"
+            reasons[path] = about_data
         elif as_text and not has_name(name, as_text):
             reasons[path] = "not named by --as_text; to convert one, name its path"
         elif not kind_of(name, as_text):
@@ -397,6 +425,9 @@ def reasons_to_ignore(names, as_text):
     if "train" in splits.values():
         others = [path for path, split in splits.items() if split in ("val", "test")]
         reasons |= dict.fromkeys(others, "of a val or test split; to convert one, name its path")
+    if {kind_of(names[path], as_text) for path in splits} - {".txt", ".md"}:    # as in Hugging Face's folders
+        readmes = [path for path in splits if os.path.basename(path) == "README.md"]
+        reasons |= dict.fromkeys(readmes, about_data)
     return reasons
 
 
@@ -458,7 +489,11 @@ def documents_of(file, text_key, columns, cut_bytes=None):
 def parse(record, text_key):
     """A record, or a line with one as JSON -> (UTF-8 text, record)"""
     if isinstance(record, bytes):
-        record = json.loads(record.decode())
+        try:
+            record = json.loads(record.decode())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{error}; expected one whole JSON document in a line (to make such lines: "
+                             "jq -c . FILE)") from error
     if not isinstance(record, dict) or text_key not in record:
         seen = ", ".join(map(repr, record))[:200] if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"no key or column {text_key!r}, only {seen}; add --text_key NAME, or {MAKE_JSONL}")
@@ -535,10 +570,10 @@ def cut_text(data, cut_bytes):
 def csv_records(lines, columns, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
     rows = csv.DictReader((line.decode() for line in lines), delimiter=delimiter, strict=True)
-    if missing := [name for name in columns if (rows.fieldnames or []).count(name) != 1]:
-        raise ValueError(f"expected one column {missing[0]!r}, saw {str(rows.fieldnames)[:200]}; add "
-                         "--text_key NAME, or a first line that names the columns, with "
-                         f"{delimiter!r} between them")
+    if bad := [name for name in columns if (rows.fieldnames or []).count(name) != 1]:
+        advice = f"add --text_key NAME, or a first line that names the columns, with {delimiter!r} between"
+        advice = advice if bad[0] == columns[0] else "it is named by --keep"
+        raise ValueError(f"expected one column {bad[0]!r}, saw {str(rows.fieldnames)[:200]}; {advice}")
     for row in rows:
         yield f"line {rows.line_num}", row
 
@@ -559,7 +594,8 @@ def table_records(kind, stream, columns):
         batches = map(file.get_batch, range(file.num_record_batches)) if is_file else file
     if bad := [name for name in columns if schema.names.count(name) != 1]:
         seen = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
-        raise ValueError(f"expected one column {bad[0]!r}, saw {seen}; add --text_key NAME, or {MAKE_JSONL}")
+        advice = f"add --text_key NAME, or {MAKE_JSONL}" if bad[0] == columns[0] else "it is named by --keep"
+        raise ValueError(f"expected one column {bad[0]!r}, saw {seen}; {advice}")
     names, row = dict.fromkeys(schema.names), itertools.count()
     for batch in batches:
         for record in batch.select(columns).to_pylist():
@@ -590,7 +626,10 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
         raise ValueError(f"{out} holds {others[0]}, which {data_dir} does not; name a new folder with --out")
     tokenizer, where = find_tokenizer(tokenizer_dir, [data_dir], VOCAB_SIZE)
     print(f"tokenizer: {where}", flush=True)
-    print_dropped({*columns_of(shards[0])} - {"text", *keep})
+    columns = sorted(columns_of(shards[0]))
+    if missing := {*keep} - {*columns}:
+        raise ValueError(f"--keep {min(missing)}: {shards[0].path} has only {', '.join(columns)}")
+    print_dropped({*columns} - {"text", *keep})
     one = functools.partial(tokenize_shard, out=os.path.abspath(out), tokenizer=tokenizer,
                             threads=threads or cores(), compression=compression, keep=keep)
     with pool_of(executor, 1) as pool:
@@ -897,7 +936,8 @@ def run_convert(flags):
     with dask_executor(flags.dask) as (executor, threads):
         made = convert(flags.inputs, out, flags.text_key, flags.keep, flags.as_text, flags.skip_bad,
                        flags.cut_bytes, flags.seed, flags.num_workers or threads, executor=executor)
-    print(f"{counted(made['files'], 'file')} -> {counted(made['documents'], 'document')}, "
+    empty = f" ({made['empty']:,} of them empty)" if made["empty"] else ""
+    print(f"{counted(made['files'], 'file')} -> {counted(made['documents'], 'document')}{empty}, "
           f"{made['bytes'] / 1e6:,.1f} MB, in {made['shards']:,} shards, the last for val, in {out}")
     print_dropped(made["dropped"])
     if made["strings"]:
