@@ -209,9 +209,9 @@ def write_ids(tokens, path):
 
 def audit(path, steps=None, as_json=False):
     """
-    Lines for each row of steps A to B-1 (default: the next one) of train.py's checkpoint `path`: the whole
-    batch of all ranks; of W ranks, row i is that of rank i % W. Steps before the checkpoint are found from
-    the beginning of the run, which takes as long as packing them again.
+    Lines for each row of steps A to B-1 (default: the next one) of the run of a checkpoint of train.py: the
+    whole batch of all ranks; of W ranks, row i is that of rank i % W. Steps before the checkpoint are found
+    from the beginning of the run, which takes as long as packing them again.
     """
     saved = load_checkpoint(path)
     run, tokenizer = argparse.Namespace(**saved["flags"]), RustBPETokenizer.from_dict(saved["tokenizer"])

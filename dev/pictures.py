@@ -9,15 +9,18 @@ Pictures of rows, speeds and losses, by matplotlib.
 import argparse
 import sys
 
-import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
 from dataloader import PACKINGS, PackedLoader, trace
 from dataset import Parser, errors_in_one_line, find_data
 from tokenizer import find_tokenizer
 from train import read_log
 
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+except ImportError as error:
+    sys.exit(f"error: {error}; type: pip install matplotlib")
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
 
 

@@ -5,12 +5,14 @@ dev/bench.py and dev/pictures.py: what they draw, count and name is what the loa
 """
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
 import pickle
 import random
 import re
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -142,6 +144,13 @@ def pictures(monkeypatch):
     from dev import pictures
     monkeypatch.setattr(pictures, "PACKINGS", bench.PACKINGS)
     return pictures
+
+
+def test_pictures_without_matplotlib_say_what_to_type(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "dev.pictures", raising=False)
+    with pytest.raises(SystemExit, match=r"error: .*matplotlib.*; type: pip install matplotlib"):
+        importlib.import_module("dev.pictures")
 
 
 def test_bars_of_a_row_fill_it(base, pictures, tmp_path):
