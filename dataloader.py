@@ -143,6 +143,9 @@ class Encoder:
 
     def documents(self, source, lane, start, epochs=None, n_streams=1):
         """An iterator of (ids, Ref). ids: empty for null documents, None for filtered ones."""
+        ours, theirs = self.tokenizer.fingerprint, source.shards[0].fingerprint
+        if theirs not in (None, ours):
+            raise ValueError(f"{source.name} was tokenized by {theirs:.16}, not {ours:.16}; pass that one")
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
         first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
         # Tasks in flight per stream (lane of a source). Text: 3 + its share of 2 * threads; tokens: 2.
@@ -208,14 +211,11 @@ class Encoder:
         return self.tokenizer.encode(array, range(start, len(array), CHECK_EVERY), threads=self.threads)
 
     def _view_tokens(self, array, task):
-        shard = task.shard
-        if shard.fingerprint != self.tokenizer.fingerprint:
-            raise ValueError(f"made with tokenizer {shard.fingerprint}, not {self.tokenizer.fingerprint}")
-        data, offsets, _ = column_views(array)
-        if (np.diff(offsets) % shard.dtype.itemsize).any():
-            raise ValueError(f"a document's bytes are not a whole number of {shard.dtype} tokens")
-        ids = np.frombuffer(data[offsets[0]:offsets[-1]], shard.dtype).astype(self.dtype, copy=False)
-        return ids, (offsets - offsets[0]) // shard.dtype.itemsize
+        dtype, (data, offsets, _) = task.shard.dtype, column_views(array)
+        if (np.diff(offsets) % dtype.itemsize).any():
+            raise ValueError(f"a document's bytes are not a whole number of {dtype} tokens")
+        ids = np.frombuffer(data[offsets[0]:offsets[-1]], dtype).astype(self.dtype, copy=False)
+        return ids, (offsets - offsets[0]) // dtype.itemsize
 
     def _transformed(self, ids, ref, location):
         if not len(ids):
@@ -510,9 +510,9 @@ def source_of_row(row, bounds):
 
 def bounds_of(weights, row):
     """Cumulative weights, scaled to 2**64. Negative weights count as 0; if all are 0, shares are equal."""
-    values = [max(weight(row) if callable(weight) else weight, 0) for weight in weights]
-    if not sum(values) < 1e18:    # also NaN
-        raise ValueError(f"the weights of row {row} are {values}; expected finite numbers, sum below 1e18")
+    given = [weight(row) if callable(weight) else weight for weight in weights]
+    if None in given or not sum(values := [max(weight, 0) for weight in given]) < 1e18:    # also NaN
+        raise ValueError(f"the weights of row {row} are {given}; expected finite numbers, sum below 1e18")
     scaled = [int(value * 2**64) for value in values]
     cumulative = list(itertools.accumulate(scaled if any(scaled) else [1] * len(scaled)))
     return [number * 2**64 // cumulative[-1] for number in cumulative]
@@ -558,7 +558,7 @@ class Stream:
             self.counts["filtered_documents" if ids is None else "null_documents"] += 1
             if self.epochs is None and ref.epoch > self.epoch_with_tokens + 100:
                 raise ValueError(f"{self.source.name}: a lane found no token in 100 epochs, only null or "
-                                 "filtered documents; use fewer lanes, or inspect the data")
+                                 "filtered documents; lower num_lanes, or inspect the data")
         return None
 
     def state(self):
@@ -1035,7 +1035,7 @@ def check_start(loader):
 def check_enough_documents(loader):
     for source in loader.sources.values():
         if (n := source.group_sizes.sum()) < loader.num_lanes:
-            raise ValueError(f"{source.name}: {n} documents for {loader.num_lanes} lanes; lower num_lanes")
+            raise ValueError(f"{source.name}: {n} documents for {loader.num_lanes} lanes; pass num_lanes={n}")
 
 
 def check_state(state):

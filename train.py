@@ -29,12 +29,12 @@ import sys
 import sysconfig
 import threading
 import time
+import zipfile
 import zlib
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
-# Waiting threads sleep: on shared cores, spinning took 3.2 s a step of the demo instead of 0.46 (2 threads, 2
-# cores, load 9). torch reads this when it is imported.
+# Waiting threads sleep: spinning took 3.2 s a step instead of 0.46 (2 cores, load 9). torch reads it now.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import numpy as np
@@ -88,7 +88,8 @@ def parse_flags(argv=None):
     as_written = argparse.RawDescriptionHelpFormatter
     p = dataset.Parser(description=__doc__, formatter_class=as_written, allow_abbrev=False)
     best = torch.accelerator.current_accelerator(check_available=True)
-    p.add_argument("--device", default=best.type if best else "cpu", help="cpu, cuda, or another of torch's")
+    devices = [best.type, "cpu"] if best else ["cpu"]
+    p.add_argument("--device", choices=devices, default=devices[0], help="default: the first that torch sees")
     for name, cpu, cuda, text in FLAGS:
         p.add_argument(f"--{name}", type=type(cpu), metavar="N", help=f"{text} (cpu {cpu}, cuda {cuda})")
     for name, choices, text in CHOICES:
@@ -140,7 +141,8 @@ def sources_of(flags):
         path, _, weight = spec.rpartition(":")
         with contextlib.suppress(ValueError):
             weight = float(weight)
-        if isinstance(weight, str) or os.path.isdir(spec):    # a folder may be named web:2
+        is_port = re.match(r"https?://[^:/]+:\d+$", spec)
+        if isinstance(weight, str) or is_port or os.path.isdir(spec):    # a folder may be named web:2
             path, weight = spec, 1.0 if len(specs) == 1 else 0.0
         if not path or not 0 < weight < math.inf or path in sources:
             raise ValueError(f"--data {spec}: expected PATH, or several of PATH:WEIGHT, each path once and "
@@ -177,6 +179,8 @@ def train(flags, at_exit):
             constant_since = first
         changes = as_typed(vars(flags), changed) + " from " + as_typed(saved["flags"], changed)
         print0(f"resumed from {checkpoint}: step {first}; changed: {changes if changed else 'nothing'}")
+        if first > flags.steps:
+            raise ValueError(f"--steps {flags.steps}: {checkpoint} is at step {first} of the run already")
     sources = sources_of(flags)
     torch.manual_seed(flags.seed)
     if saved:
@@ -205,7 +209,7 @@ def train(flags, at_exit):
         n_documents = min(sum(sum(shard.rows) for shard in list_shards(path, "train")) for path in sources)
         if world <= n_documents < flags.num_lanes:
             flags.num_lanes = n_documents // world * world
-            print0(f"a source has only {n_documents} documents: --num_lanes {flags.num_lanes}")
+            print0(f"a source has only {n_documents} documents, so num_lanes is {flags.num_lanes}")
     loader = PackedLoader(
         tokenizer, flags.batch_size // world, flags.seq_len, "train", data_dir=sources, packing=flags.packing,
         num_lanes=flags.num_lanes, shuffle_seed=flags.seed if flags.shuffle else None,
@@ -236,8 +240,8 @@ def train(flags, at_exit):
     n_parameters = sum(p.numel() for p in model.parameters())
     print0(f"model: {n_parameters:,} parameters, depth {flags.depth}; tokenizer: "
            f"{tokenizer.get_vocab_size():,} tokens, {where}\n"
-           f"a step: {flags.batch_size} rows of {flags.seq_len} tokens ({world} ranks x {loader.B} rows, at "
-           f"most {flags.micro_batch_size} in a forward); data: {' '.join(sources)}; run: {out}")
+           f"a step: {flags.batch_size} rows of {flags.seq_len} tokens (ranks x rows: {world} x {loader.B}), "
+           f"at most {flags.micro_batch_size} in a forward; data: {' '.join(sources)}; run: {out}")
     if rank == 0 and not is_locked:
         lock_folder(out, at_exit)
     log = Log(out, flags, model.flops_per_token(flags.seq_len) / (peak_flops(device) * world), {
@@ -256,7 +260,7 @@ def train(flags, at_exit):
     # Loop. SIGTERM and Ctrl-C (which torchrun repeats) finish the step, then save
     for number in (signal.SIGTERM, signal.SIGINT):
         at_exit.callback(signal.signal, number, signal.signal(number, lambda *seen: signals.append(seen[0])))
-    for step in range(first, max(first, flags.steps) + 1):
+    for step in range(first, flags.steps + 1):
         stopping, done = stop(), step >= flags.steps
         if step and step % flags.save_every == 0:
             save(step)
@@ -397,12 +401,6 @@ def offset_keys(k, begins):    # k: (B, heads, T, head_dim), rotated; begins: (B
     return torch.where(is_slow, previous if begins is None else previous.masked_fill(begins, 0), k)
 
 
-def document_mask(inputs, bos):
-    """Causal and inside documents: bool (B, 1, T, T)."""
-    document = (inputs == bos).cumsum(1)
-    return (document[:, :, None] == document[:, None, :]).tril()[:, None]
-
-
 class Block(nn.Module):
     def __init__(self, width, head_dim):
         super().__init__()
@@ -452,8 +450,10 @@ class GPT(nn.Module):
             x = norm(self.embedding(inputs)).to(torch.bfloat16 if self.bf16 else torch.float32)
             before, mask, begins = F.pad(x, (0, 0, 1, -1)), None, None
             if self.bos is not None:    # nothing crosses a BOS
-                mask, begins = document_mask(inputs, self.bos), (inputs == self.bos)[:, None, :, None]
-                before = before.masked_fill((inputs == self.bos)[..., None], 0)
+                is_bos = inputs == self.bos
+                document = is_bos.cumsum(1)
+                mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]    # (B, 1, T, T)
+                before, begins = before.masked_fill(is_bos[..., None], 0), is_bos[:, None, :, None]
             x = x + (self.previous * before).type_as(x)
             cos, sin = rope_tables(inputs.size(1), self.head_dim, x.device, x.dtype)
             for i, block in enumerate(self.blocks):
@@ -547,8 +547,7 @@ def make_optimizers(model, kind, lr, tokens_per_step):
     Muon by module: ndim == 2 would catch embeddings and head as well. Rates are for steps of 2 ** 19 tokens
     (embeddings: nanochat's scripts/base_train.py); smaller steps take less. Bits per byte after 500 steps of
     8 rows (--lr 0.012 --eval_rows 1024, 3 seeds): 1.082; `previous` at 0.01: 1.091; seed 1 with the head at
-    0.0025 or without decay: 1.093. Depth 4: 1.015; head's rate falling as 1 / sqrt(width): 1.021. No gain:
-    embeddings at 0.2 or 0.45, beta1 0.9, decay 2, 3/4 of the keys' channels, hotter attention.
+    0.0025 or without decay: 1.093. Depth 4: 1.015; head's rate falling as 1 / sqrt(width): 1.021.
     """
     width, batch = model.embedding.embedding_dim / 768, min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     embeddings = [model.embedding.weight, *model.value_embeddings.parameters()]
@@ -589,11 +588,7 @@ class Windows(NamedTuple):
 
 def val_windows(tokenizer, source, flags):
     """The first --eval_rows windows of documents: T + 1 tokens each; later ones repeat T // 4 as context."""
-    made_by, T = source.shards[0].fingerprint, flags.seq_len
-    if made_by not in (None, tokenizer.fingerprint()):
-        raise ValueError(f"{source.name} holds tokens of tokenizer {made_by[:16]}, this one is "
-                         f"{tokenizer.fingerprint()[:16]}; pass the one that made them: --tokenizer DIR")
-    windows, n_bytes, n_compressed = [], 0, 0    # windows: ids, and how many of them are context
+    T, windows, n_bytes, n_compressed = flags.seq_len, [], 0, 0    # windows: ids, how many are context
     with contextlib.closing(Encoder(tokenizer, dataloader.cores_of_this_rank())) as encoder:
         for ids, _ in encoder.documents(source, 0, Ref(), epochs=1):
             if len(windows) >= flags.eval_rows:
@@ -694,8 +689,10 @@ def choose_run(flags, rank, at_exit):
     if is_locked:
         lock_folder(out, at_exit)
     newest = max(list_checkpoints(out), default=None)
-    if not trains and not (named or newest):
-        raise ValueError(f"no checkpoint in {flags.out or 'runs/'} yet; train one first: python train.py")
+    only_resumes = flags.resume == "auto" and {*flags.given} <= {"resume", "out", "device"}
+    if not (named or newest) and (only_resumes or not trains):
+        raise ValueError(f"no checkpoint in {flags.out or 'runs/'} yet; train one first: python train.py "
+                         "(--resume auto begins a run only beside flags such as --data)")
     if trains and newest and flags.resume == "none":
         raise ValueError(f"{out} holds checkpoints; resume with --resume auto, or choose another --out")
     if trains and newest and named and os.path.basename(newest) > os.path.basename(named):
@@ -710,8 +707,7 @@ def lock_folder(folder, at_exit):
     os.makedirs(folder, exist_ok=True)
     try:
         import fcntl
-        file = open(os.path.join(folder, ".lock"), "a")    # noqa: SIM115, closed at exit
-        at_exit.callback(file.close)
+        file = at_exit.enter_context(open(os.path.join(folder, ".lock"), "a"))    # noqa: SIM115
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"another run uses {folder}; wait for its end, or choose another --out") from None
@@ -735,8 +731,7 @@ def settle(flags, saved, path, names=None):
     changed = [name for name in theirs if name in flags.given and theirs[name] != getattr(flags, name)]
     if refused := [name for name in changed if name in FIXED_FLAGS]:
         raise ValueError(f"{as_typed(vars(flags), refused)} does not fit {path}, which has: "
-                         f"{as_typed(theirs, refused)}; leave these flags out, or start a new run: "
-                         "--resume none --out OTHER")
+                         f"{as_typed(theirs, refused)}; leave these flags out, or --resume and --init")
     vars(flags).update({name: value for name, value in theirs.items() if name not in flags.given})
     return changed
 
@@ -774,7 +769,8 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:    # torch turns a full disk into "unexpected pos"
             self.failed = True
             last = max(list_checkpoints(self.folder), default="none")
-            print0(f"warning: step {step} is not saved: {error.__context__ or error}; last: {last}")
+            left = f"{shutil.disk_usage(self.folder).free / 1e9:.1f} GB left on this disk"
+            print0(f"warning: step {step} is not saved: {error.__context__ or error}; {left}; last: {last}")
         else:
             for path in list_checkpoints(self.folder)[:-2]:
                 os.remove(path)
@@ -788,13 +784,17 @@ class Checkpoints:
 
 def load_checkpoint(path):
     try:
+        if damaged := zipfile.ZipFile(path).testzip():    # torch does not compare checksums
+            raise ValueError(f"{damaged} differs from its checksum")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         wrong = [name for name, kind in CONTENT.items() if not isinstance(content.get(name), kind)]
         if wrong or content["version"] != VERSION:
             raise ValueError(f"this code reads version {VERSION}; it lacks {', '.join(wrong) or 'that'}")
     except Exception as error:    # a file that is not torch's raises almost anything
-        what = "is damaged, or no step_*.pt of this train.py" if os.path.exists(path) else "does not exist"
-        raise ValueError(f"{path} {what} ({type(error).__name__}: {str(error).splitlines()[0]})") from None
+        is_file, others = os.path.isfile(path), {*list_checkpoints(os.path.dirname(path))} - {path}
+        what = "damaged, or no step_*.pt of this train.py" if is_file else "no file of a checkpoint"
+        without = f"; without it, the newest is {max(others)}" if others else ""
+        raise ValueError(f"{path} is {what} ({type(error).__name__}: {error!s:.200}){without}") from None
     return content
 
 

@@ -391,7 +391,8 @@ def test_file_system_without_locks_or_space_trains_on(command, resume, monkeypat
                         raising=False)
     told = resume("--out", "run", "--steps", 5, status=1)
     assert "warning: step 5 is not saved: [Errno 28] No space left" in told and "step is NOT saved" in told
-    assert "last: run/step_0000003.pt" in told and sorted(losses_of("run")) == [0, 1, 2, 3, 4]
+    assert re.search(r"; \d+\.\d GB left on this disk; last: run/step_0000003.pt\n", told)
+    assert sorted(losses_of("run")) == [0, 1, 2, 3, 4]
     assert sorted(os.listdir("run")) == [".lock", "log.jsonl", "step_0000003.pt"]
     os.makedirs("other/log.jsonl")    # cannot be written
     assert command("--out", "other", status=1).count("log.jsonl: ") == 1
@@ -435,16 +436,18 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--data", "nowhere"], "nowhere"),
     (["--data", "nulls", "--tokenizer", "other"], "the val split of nulls has no text"),
     (["--data", "tokens"], "tokens holds tokens"),
-    (["--data", "tokens", "--tokenizer", "other"], "pass the one that made them: --tokenizer DIR"),
+    (["--data", "tokens", "--tokenizer", "other"], "; pass that one"),
     (["--tokenizer", "nowhere"], "nowhere"),
-    (["--resume", "nowhere.pt"], "nowhere.pt does not exist (FileNotFound"),
-    (["--resume", "text.pt"], "text.pt is damaged, or no step_*.pt of this train.py (RuntimeError"),
+    (["--resume", "nowhere.pt"], "nowhere.pt is no file of a checkpoint (FileNotFound"),
+    (["--resume", "text.pt"], "text.pt is damaged, or no step_*.pt of this train.py (BadZipFile"),
     (["--init", "tensor.pt"], "tensor.pt is damaged, or no step_*.pt of this train.py (AttributeError"),
     (["--eval", "handmade.pt"], "handmade.pt is damaged, or no step_*.pt of this train.py (ValueError"),
     (["--resume", "emptied.pt"], "emptied.pt does not fit this model (KeyError"),
-    (["--init", "deep.pt", "--depth", "1"], "--depth 1 does not fit deep.pt, which has: --depth 2"),
+    (["--init", "deep.pt", "--depth", "1"], "--depth 1 does not fit deep.pt, which has: --depth 2; leave"),
+    (["--eval", "a"], "a is no file of a checkpoint (IsADirectoryError"),
+    (["--resume", "auto", "--out", "mistyped"], "no checkpoint in mistyped yet; train one first"),
     (["--num_lanes", "1000"], "1000 lanes"),
-    (["--device", "xpu"], "--device xpu: torch sees 0 here, too few for local rank 0; leave --device out"),
+    (["--device", "gpu"], "argument --device: invalid choice: 'gpu' (choose from"),
     (["--sample", "x"], "no checkpoint in runs/ yet; train one first"),
     (["--sample", "x", "--lr", "1"], "--sample cannot use --lr; it takes --out --resume --device --dtype"),
     (["LOCAL_WORLD_SIZE=0"], "LOCAL_WORLD_SIZE='0' in the environment"),
@@ -468,7 +471,7 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
     printed = command(*flags, toy=toy, status=2 if "argument" in told else 1)
     done = r"\d|.*: \d train shards.*|resumed from .*|training a tokenizer .*|warning: the vocabulary .*"
     [line] = [line for line in printed.splitlines() if not re.fullmatch(done, line)]
-    assert line.startswith("error: ") and told in line
+    assert line.startswith("error: ") and told in line and not os.path.exists("mistyped")
 
 
 def test_out_of_memory_names_the_flag(command, monkeypatch):
@@ -479,11 +482,29 @@ def test_out_of_memory_names_the_flag(command, monkeypatch):
     assert want in command(status=1)
 
 
-def test_damaged_checkpoint_is_named_not_skipped(command, resume):
-    command("--steps", 3, "--out", "run")
-    with open("run/step_0000003.pt", "r+b") as file:
-        file.truncate(os.path.getsize("run/step_0000003.pt") // 2)
-    assert "run/step_0000003.pt is damaged" in resume("--out", "run", status=1)
+@pytest.mark.parametrize("how", ["empty", "truncated", "a weight"])
+def test_damaged_checkpoint_is_named_with_the_one_before(command, resume, how):
+    """... which resumes once the damaged one is gone."""
+    command("--steps", 5, "--out", "run")
+    newest = "run/step_0000005.pt"
+    with open(newest, "r+b") as file:
+        if how == "a weight":
+            file.seek(os.path.getsize(newest) // 2)    # a digit of a matrix or of a momentum
+            file.write(bytes(255 - byte for byte in file.read(4)))
+        else:
+            file.truncate(0 if how == "empty" else os.path.getsize(newest) // 2)
+    told = resume("--out", "run", status=1)
+    assert f"error: {newest} is damaged" in told
+    assert told.endswith("); without it, the newest is run/step_0000003.pt\n") and told.count("\n") == 1
+    os.remove(newest)
+    assert "done at step 5" in resume("--out", "run")
+
+
+def test_resumed_run_that_is_over_is_an_error_that_names_its_step(command, resume):
+    command("--steps", 3)
+    told = resume("--steps", 2, status=1)
+    assert re.search(r"error: --steps 2: \S+step_0000003.pt is at step 3 of the run already\n", told)
+    assert "done at step 3 of 3" in resume()
 
 
 def test_not_finite_loss_names_the_command_that_lists_its_documents(command, resume):
@@ -516,10 +537,10 @@ def test_changed_val_files_of_a_resumed_run_are_one_line(command, resume, base):
 def test_tiny_data_gets_fewer_lanes(command, resume):
     write_shards("tiny", [[["abc def " * 9, "ghi " * 9, "x" * 90]], [["some text " * 9]]])
     told = command("--data", "tiny", "--steps", 2)
-    assert "a source has only 3 documents: --num_lanes 3" in told and "done at step 2" in told
+    assert "a source has only 3 documents, so num_lanes is 3" in told and "done at step 2" in told
     assert "changed: --steps 3 from --steps 2" in resume("--steps", 3)
     first, _ = outputs_of(start_two(*TOY, "--data", "tiny", "--steps", 2, "--out", "two"))
-    assert "a source has only 3 documents: --num_lanes 2" in first    # both ranks have as many
+    assert "a source has only 3 documents, so num_lanes is 2" in first    # both ranks have as many
 
 
 def test_no_thread_of_the_group_is_left_at_exit(base):
@@ -770,6 +791,8 @@ def test_data_is_the_folder_of_that_very_name():
         return train.sources_of(SimpleNamespace(data=specs))
     os.mkdir("web:2")
     assert sources("web:2") == {"web:2": 1.0} and sources("web:3") == {"web": 3.0}
+    assert sources("http://host:8765") == {"http://host:8765": 1.0}
+    assert sources("http://host:80/x:2", "https://host:81:1") == {"http://host:80/x": 2, "https://host:81": 1}
     assert sources("web:2:0.5", "b:1", "s3://c/d:2") == {"web:2": 0.5, "b": 1.0, "s3://c/d": 2.0}
     for specs in (["web:2", "b:1"], ["a:1", "a:2"], ["a:0", "b:1"], ["a:nan", "b:1"]):
         with pytest.raises(ValueError, match=r"--data .*: expected PATH, or several of PATH:WEIGHT"):
@@ -781,6 +804,7 @@ def test_data_is_the_folder_of_that_very_name():
 
 def test_more_ranks_than_gpus_is_one_line(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         flags = train.parse_flags(["--device", "cuda"])
