@@ -451,7 +451,7 @@ def join_name(folder, name):    # s3://bucket/dir?region=x, f -> s3://bucket/dir
 def filesystem_of(folder):
     """(file system, path in it): pyarrow's if it has one for the scheme, else fsspec's."""
     try:
-        fs, root = pafs.FileSystem.from_uri(folder if "://" in folder else os.path.abspath(folder))
+        fs, root = pafs.FileSystem.from_uri(folder) if "://" in folder else (pafs.LocalFileSystem(), folder)
     except (pa.ArrowException, ImportError) as refused:
         import fsspec
         try:

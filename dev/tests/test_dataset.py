@@ -195,6 +195,15 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     assert read_all(tmp_path / "files") == texts
 
 
+def test_relative_folder_is_that_of_the_working_folder_of_today(tmp_path, monkeypatch):
+    for i, name in enumerate(("one", "two")):
+        make_shards(tmp_path / name / "data", (i + 8, 8))
+        dataset.write_index(f"{tmp_path}/{name}/data")
+        monkeypatch.chdir(tmp_path / name)
+        [shard] = dataset.list_shards("data", "train")
+        assert sum(shard.rows) == sum(len(shard.read(group)) for group in range(len(shard.rows))) == i + 8
+
+
 def test_names_and_messages_are_printed_with_escapes(tmp_path, capsys):
     assert dataset.printable("a\x1b[2J\udcff\r\n\u202eé日") == "a\\x1b[2J\\udcff \\u202eé日"
     make_shards(tmp_path / "fol\x1bder")
