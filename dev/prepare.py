@@ -104,9 +104,7 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
             raise
         index = dataset.write_index(building + "/shards")
         assert sum(sum(entry["rows"]) for entry in index["shards"].values()) == len(keys)
-        with contextlib.suppress(FileNotFoundError):
-            os.rmdir(out)
-        os.rename(building + "/shards", out)
+        os.rename(building + "/shards", out)    # also onto an empty folder
     bad, shown, columns = zip(*reports, strict=True)
     return {"files": len(files), "documents": len(keys), "bytes": int(lengths.sum()), "shards": len(shards),
             "empty": np.count_nonzero(lengths == 0), "ignored": ignored, "bad": sum(bad),
