@@ -451,7 +451,7 @@ def join_name(folder, name):    # s3://bucket/dir?region=x, f -> s3://bucket/dir
 def filesystem_of(folder):
     """(file system, path in it): pyarrow's if it has one for the scheme, else fsspec's."""
     try:
-        fs, root = pafs.FileSystem.from_uri(folder) if "://" in folder else (pafs.LocalFileSystem(), folder)
+        fs, root = pafs.FileSystem.from_uri(folder if "://" in folder else os.path.abspath(folder))
     except (pa.ArrowException, ImportError) as refused:
         import fsspec
         try:
@@ -464,7 +464,7 @@ def filesystem_of(folder):
 
 def open_file(folder, name, size=None):
     """A seekable pyarrow file; an error if it does not have the size that was listed."""
-    fs, root = filesystem_of(folder)
+    fs, root = filesystem_of(folder if "://" in folder else os.path.abspath(folder))
     path = join_name(root, name)
     if isinstance(fs, pafs.PyFileSystem):    # its own open fetches all of a web file, to see if it exists
         if size is None:

@@ -471,7 +471,7 @@ def test_lane_without_tokens_for_some_epochs_is_no_error(tmp_path, seeds):
 
 def test_too_few_documents_is_an_error_that_names_the_source(tmp_path):
     data = write_shards(tmp_path, [[["a", "b", "c"]], [["val"]]])
-    with pytest.raises(ValueError, match=rf"{data}.*3 documents for 4 lanes; pass num_lanes=3"):
+    with pytest.raises(ValueError, match=rf"{data}.*3 documents for 4 lanes; lower num_lanes to 3"):
         next(make(data, num_lanes=4))
     assert len(rows_of(next(make(data, num_lanes=3)))) == 2
 
@@ -640,7 +640,7 @@ def test_any_tokenizer_gives_the_same_rows(corpus):
 def test_token_shards_are_checked_like_a_tokenizer(corpus, tmp_path):
     """Made by another tokenizer, an odd number of bytes, no BOS."""
     tokens = tokenized(corpus, tmp_path / "tokens")
-    with pytest.raises(ValueError, match="tokens was tokenized by bytes, not another; pass that one"):
+    with pytest.raises(ValueError, match="tokens was tokenized by bytes; pass that one, not another"):
         next(make(tokens, tokenizer=ByteTokenizer("another")))
 
     def shard_of(name, array):

@@ -731,7 +731,7 @@ def settle(flags, saved, path, names=None):
     changed = [name for name in theirs if name in flags.given and theirs[name] != getattr(flags, name)]
     if refused := [name for name in changed if name in FIXED_FLAGS]:
         raise ValueError(f"{as_typed(vars(flags), refused)} does not fit {path}, which has: "
-                         f"{as_typed(theirs, refused)}; leave these flags out, or --resume and --init")
+                         f"{as_typed(theirs, refused)}; leave out these flags, or else --resume or --init")
     vars(flags).update({name: value for name, value in theirs.items() if name not in flags.given})
     return changed
 
@@ -769,8 +769,8 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:    # torch turns a full disk into "unexpected pos"
             self.failed = True
             last = max(list_checkpoints(self.folder), default="none")
-            left = f"{shutil.disk_usage(self.folder).free / 1e9:.1f} GB left on this disk"
-            print0(f"warning: step {step} is not saved: {error.__context__ or error}; {left}; last: {last}")
+            why = f"{error.__context__ or error}; is the disk full?"
+            print0(f"warning: step {step} is not saved: {why} The last checkpoint: {last}")
         else:
             for path in list_checkpoints(self.folder)[:-2]:
                 os.remove(path)
@@ -793,8 +793,8 @@ def load_checkpoint(path):
     except Exception as error:    # a file that is not torch's raises almost anything
         is_file, others = os.path.isfile(path), {*list_checkpoints(os.path.dirname(path))} - {path}
         what = "damaged, or no step_*.pt of this train.py" if is_file else "no file of a checkpoint"
-        without = f"; without it, the newest is {max(others)}" if others else ""
-        raise ValueError(f"{path} is {what} ({type(error).__name__}: {error!s:.200}){without}") from None
+        advice = f"; remove it to go on from {max(others)}" if is_file and others else ""
+        raise ValueError(f"{path} is {what} ({type(error).__name__}: {error!s:.200}){advice}") from None
     return content
 
 

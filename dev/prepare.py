@@ -142,7 +142,7 @@ def pool_of(executor, n):
         yield executor
         return
     context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
-    with ctrl_c_ignored():    # workers inherit it, so they start now
+    with ctrl_c_ignored():    # inherited by the workers, which begin with imports
         pool = ThreadPoolExecutor(1) if n == 1 else ProcessPoolExecutor(n, context, end_with_parent)
         for _ in range(n):
             pool.submit(int)
@@ -178,11 +178,12 @@ def dask_executor(address):
 
 
 def end_with_parent():
-    """In a worker: exit with the parent, even if that is killed."""
+    """In a worker: exit with the parent, and leave Ctrl-C to the parent."""
     def wait():
         multiprocessing.parent_process().join()
         os._exit(1)
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # for those that start late
     threading.Thread(target=wait, daemon=True).start()
 
 
@@ -490,8 +491,7 @@ def parse(record, text_key):
         try:
             record = json.loads(record.decode())
         except json.JSONDecodeError as error:
-            raise ValueError(f"{error}; expected one whole JSON document in a line (to make such lines: "
-                             "jq -c . FILE)") from error
+            raise ValueError(f"{error}; expected one whole JSON document in a line (jq -c . FILE)") from error
     if not isinstance(record, dict) or text_key not in record:
         seen = ", ".join(map(repr, record))[:200] if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"no key or column {text_key!r}, only {seen}; add --text_key NAME, or {MAKE_JSONL}")

@@ -197,10 +197,10 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
 
 def test_relative_folder_is_that_of_the_working_folder_of_today(tmp_path, monkeypatch):
     for i, name in enumerate(("one", "two")):
-        make_shards(tmp_path / name / "data", (i + 8, 8))
-        dataset.write_index(f"{tmp_path}/{name}/data")
+        make_shards(tmp_path / name / "data:2", (i + 8, 8))
+        dataset.write_index(f"{tmp_path}/{name}/data:2")
         monkeypatch.chdir(tmp_path / name)
-        [shard] = dataset.list_shards("data", "train")
+        [shard] = dataset.list_shards("data:2", "train")
         assert sum(shard.rows) == sum(len(shard.read(group)) for group in range(len(shard.rows))) == i + 8
 
 

@@ -210,7 +210,7 @@ def test_second_convert_into_one_folder_waits_for_the_first(tmp_path, monkeypatc
 @pytest.mark.parametrize("how, when", [(signal.SIGKILL, "reading"), (signal.SIGINT, "reading"),
                                        (signal.SIGINT, "starting")])
 def test_workers_of_convert_end_with_it(tmp_path, how, when):
-    """Killed, or stopped by two Ctrl-C: no worker or shard stays, and the same command starts again."""
+    """Killed, or stopped by Ctrl-C, Ctrl-C: no worker or shard stays, and the same command starts again."""
     (tmp_path / "in").mkdir()
     for i in range(4):
         (tmp_path / "in" / f"{i}.jsonl").write_bytes(lines_of(text=["some text " * 50] * 40_000))
@@ -224,7 +224,7 @@ def test_workers_of_convert_end_with_it(tmp_path, how, when):
         children = [pid for pid in os.listdir("/proc") if pid.isdigit() and group_of(pid) == process.pid]
         assert process.poll() is None
         time.sleep(0.01)    # 4: itself, two workers, and Python's tracker of their resources
-    for _ in range(1 if how == signal.SIGKILL else 2):
+    for _ in range(1 if how == signal.SIGKILL else 3):
         process.send_signal(how) if how == signal.SIGKILL else os.killpg(process.pid, how)
         time.sleep(0.05)
     _, words = process.communicate(timeout=60)
