@@ -730,13 +730,13 @@ class PackedLoader(IterableDataset):
         if os.getpid() != self._pid or get_worker_info() is not None:
             raise RuntimeError("a PackedLoader works only in the process that made it; pass num_workers=0")
         with self._lock:
-            if self._closed:
-                raise RuntimeError("this PackedLoader is closed; make a new one and load the state into it")
-            if self._finished:
+            if self._finished and not self._closed:
                 raise StopIteration
-            try:
-                self._pipeline = self._pipeline or self._start()
-                batch = self._pipeline.next_batch(self.position)
+            try:    # close() may come from another thread at any time
+                self._pipeline = self._pipeline or (None if self._closed else self._start())
+                batch = None if self._closed else self._pipeline.next_batch(self.position)
+                if self._closed:
+                    raise RuntimeError("this PackedLoader is closed; make a new one, load the state into it")
             except BaseException:    # also Ctrl-C: the next call starts again from this position
                 self._go_to(self.position)
                 raise

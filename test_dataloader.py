@@ -1493,19 +1493,19 @@ class Stuck(ByteTokenizer):
         return super().encode_documents(texts)
 
 
-def test_close_ends_a_next_that_waits(corpus):
-    tokenizer = Stuck()
-    loader = make(corpus, tokenizer=tokenizer)
+def test_close_ends_a_next_that_waits_or_starts(corpus, monkeypatch):
+    loader = make(corpus, tokenizer=(tokenizer := Stuck()))
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(next, loader)
         assert tokenizer.began.wait(60)
         loader.close()
         tokenizer.resume.set()
-        with pytest.raises((RuntimeError, CancelledError)):
-            waiting.result(60)
-    with pytest.raises(RuntimeError, match="closed"):
-        next(loader)
-    loader.close()    # twice is no error
+        assert isinstance(waiting.exception(60), RuntimeError | CancelledError)
+    starting, start = make(corpus), dataloader.Pipeline
+    monkeypatch.setattr(dataloader, "Pipeline", lambda loader: (start(loader), loader.close())[0])
+    for closed in (loader, starting):
+        with pytest.raises(RuntimeError, match="closed"):
+            next(closed)    # and the fixture closes both again
 
 
 def test_load_waits_for_the_next_of_another_thread(corpus):
