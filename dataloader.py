@@ -145,7 +145,7 @@ class Encoder:
         """An iterator of (ids, Ref). ids: empty for null documents, None for filtered ones."""
         ours, theirs = self.tokenizer.fingerprint, source.shards[0].fingerprint
         if theirs not in (None, ours):
-            raise ValueError(f"{source.name} was tokenized by {theirs:.16}; pass that one, not {ours:.16}")
+            raise ValueError(f"{source.name} needs the tokenizer that made it, {theirs:.16}, not {ours:.16}")
         tasks = self._tasks(source, ((ref, None) for ref in source.deal(lane, start, epochs)))
         first = list(itertools.islice(tasks, 1))    # start reading now: all lanes in parallel
         # Tasks in flight per stream (lane of a source). Text: 3 + its share of 2 * threads; tokens: 2.

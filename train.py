@@ -144,10 +144,10 @@ def sources_of(flags):
         is_port = re.match(r"https?://[^:/]+:\d+$", spec)
         if isinstance(weight, str) or is_port or os.path.isdir(spec):    # a folder may be named web:2
             path, weight = spec, 1.0 if len(specs) == 1 else 0.0
-        if not path or not 0 < weight < math.inf or path in sources:
+        if not path or not 0 < weight < math.inf or dataloader.source_name(path) in sources:
             raise ValueError(f"--data {spec}: expected PATH, or several of PATH:WEIGHT, each path once and "
                              "each weight above 0, as in --data web:0.7 code:0.3")
-        sources[path] = weight
+        sources[dataloader.source_name(path)] = weight
     return sources
 
 
@@ -200,9 +200,6 @@ def train(flags, at_exit):
         return not evaluate(saved["step"], model, tokenizer, val, flags.micro_batch_size, stop)
 
     # Data: the loader deals rows to ranks
-    if flags.batch_size % world:
-        raise ValueError(f"{world} ranks cannot share {flags.batch_size} rows evenly; try --batch_size "
-                         f"{-(-flags.batch_size // world) * world}")
     flags.data = flags.data or list(sources)
     if not flags.num_lanes:
         flags.num_lanes = math.lcm(8, world)
@@ -211,10 +208,12 @@ def train(flags, at_exit):
             flags.num_lanes = n_documents // world * world
             print0(f"a source has only {n_documents} documents, so num_lanes is {flags.num_lanes}")
     loader = PackedLoader(
-        tokenizer, flags.batch_size // world, flags.seq_len, "train", data_dir=sources, packing=flags.packing,
-        num_lanes=flags.num_lanes, shuffle_seed=flags.seed if flags.shuffle else None,
+        tokenizer, -(-flags.batch_size // world), flags.seq_len, "train", data_dir=sources,
+        packing=flags.packing, num_lanes=flags.num_lanes, shuffle_seed=flags.seed if flags.shuffle else None,
         device=device if device.type == "cuda" else "cpu")
     at_exit.enter_context(loader)
+    if flags.batch_size % world:
+        raise ValueError(f"{flags.batch_size} rows for {world} ranks; try --batch_size {loader.B * world}")
     val_files = {path: source.fingerprint for path, source in val_sources.items()}
     if resumes:
         loader.load_state_dict(json.loads(saved["loader"]))
@@ -287,6 +286,8 @@ def train(flags, at_exit):
     if flags.packing == "exactfit" and stats and 0 < 0.05 * stats["documents"] < stats["cut"]:
         print0(f"{stats['cut'] / stats['documents']:.0%} of the documents fit a row, yet were cut, since no "
                "others fill the rows; try another --seq_len, longer pieces of text, or --packing bestfit")
+    if stats.get("null_documents"):
+        print0(f"{stats['null_documents']:,} null documents were skipped so far, epochs included")
     print0(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
     how = "done" if done else f"stopped ({signal.Signals(signals[0]).name if signals else 'by another rank'})"
     where = f"checkpoint: {checkpoint_path(out, step)}" if is_saved else "this step is NOT saved"
@@ -689,13 +690,12 @@ def choose_run(flags, rank, at_exit):
     if is_locked:
         lock_folder(out, at_exit)
     newest = max(list_checkpoints(out), default=None)
-    only_resumes = flags.resume == "auto" and {*flags.given} <= {"resume", "out", "device"}
-    if not (named or newest) and (only_resumes or not trains):
-        raise ValueError(f"no checkpoint in {flags.out or 'runs/'} yet; train one first: python train.py "
-                         "(--resume auto begins a run only beside flags such as --data)")
+    begins = trains and (flags.resume == "none" or {"data", "init"} & {*flags.given})
+    if not (named or newest or begins):
+        raise ValueError(f"no checkpoint in {flags.out or 'runs'} yet; train one: python train.py --data DIR")
     if trains and newest and flags.resume == "none":
         raise ValueError(f"{out} holds checkpoints; resume with --resume auto, or choose another --out")
-    if trains and newest and named and os.path.basename(newest) > os.path.basename(named):
+    if trains and newest and named and os.path.basename(newest) > os.path.basename(named) > "step_":
         raise ValueError(f"{newest} is newer than {named}; resume from that, or choose another --out")
     if flags.resume == "auto" and not newest:
         print0(f"no checkpoint in {out} yet: a new run")
@@ -768,9 +768,8 @@ class Checkpoints:
                 torch.save(content, file)
         except (OSError, RuntimeError) as error:    # torch turns a full disk into "unexpected pos"
             self.failed = True
-            last = max(list_checkpoints(self.folder), default="none")
-            why = f"{error.__context__ or error}; is the disk full?"
-            print0(f"warning: step {step} is not saved: {why} The last checkpoint: {last}")
+            last, why = max(list_checkpoints(self.folder), default="none"), error.__context__ or error
+            print0(f"warning: step {step} is not saved (disk full?): {why}; last: {last}")
         else:
             for path in list_checkpoints(self.folder)[:-2]:
                 os.remove(path)
@@ -791,9 +790,10 @@ def load_checkpoint(path):
         if wrong or content["version"] != VERSION:
             raise ValueError(f"this code reads version {VERSION}; it lacks {', '.join(wrong) or 'that'}")
     except Exception as error:    # a file that is not torch's raises almost anything
-        is_file, others = os.path.isfile(path), {*list_checkpoints(os.path.dirname(path))} - {path}
+        is_file = os.path.isfile(path)
         what = "damaged, or no step_*.pt of this train.py" if is_file else "no file of a checkpoint"
-        advice = f"; remove it to go on from {max(others)}" if is_file and others else ""
+        others = {*list_checkpoints(os.path.dirname(path) if is_file else path)} - {path}
+        advice = f"; {'remove it to go on from' if is_file else 'there is'} {max(others)}" if others else ""
         raise ValueError(f"{path} is {what} ({type(error).__name__}: {error!s:.200}){advice}") from None
     return content
 

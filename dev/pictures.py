@@ -16,11 +16,9 @@ from dataset import Parser, errors_in_one_line, find_data
 from tokenizer import find_tokenizer
 from train import read_log
 
-try:
+with errors_in_one_line():
     import matplotlib
     from matplotlib.figure import Figure
-except ImportError as error:
-    sys.exit(f"error: {error}; type: pip install matplotlib")
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
 
 

@@ -88,14 +88,16 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
     out = os.path.realpath(out)    # a link stays, and its target appears
     total = sum(file.size for file in files)
     # While a process starts, another one converts 100 MB.
-    workers = workers or max(1, min(cores(), total // BYTES_PER_PROCESS))
+    workers = min(workers or min(cores(), total // BYTES_PER_PROCESS), max(cores(), len(files))) or 1
     with building_folder(out) as building, pool_of(executor, workers) as pool:
         scatter = functools.partial(scatter_task, building=building, text_key=text_key, keep=keep,
                                     skip_bad=skip_bad, cut_bytes=cut_bytes, seed=seed, max_in_val=total // 20)
         try:
             reports = run_all(pool, scatter, list(group_files(files, total)), 4 * workers, "read")
             keys, lengths = keys_and_lengths(building)
-            shards = list(enumerate(plan_shards(keys, lengths, shard_bytes)))
+            bad, shown, columns = zip(*reports, strict=True)
+            shown = [message for messages in shown for message in messages][:BAD_SHOWN]
+            shards = list(enumerate(plan_shards(keys, lengths, shard_bytes, shown)))
             run_all(pool, functools.partial(gather_shard, building=building), shards, 4 * workers, "write")
         except BaseException as error:
             shutil.rmtree(building, ignore_errors=True)    # so that workers end at their next write
@@ -105,11 +107,9 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
         index = dataset.write_index(building + "/shards")
         assert sum(sum(entry["rows"]) for entry in index["shards"].values()) == len(keys)
         os.rename(building + "/shards", out)    # also onto an empty folder
-    bad, shown, columns = zip(*reports, strict=True)
     return {"files": len(files), "documents": len(keys), "bytes": int(lengths.sum()), "shards": len(shards),
             "empty": np.count_nonzero(lengths == 0), "ignored": ignored, "bad": sum(bad),
-            "shown": [message for messages in shown for message in messages][:BAD_SHOWN],
-            "strings": keep if any(file.kind in DELIMITERS for file in files) else (),
+            "shown": shown, "strings": keep if any(file.kind in DELIMITERS for file in files) else (),
             "dropped": set().union(*columns) - {text_key, *keep}}
 
 
@@ -211,8 +211,7 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
     bad, shown, columns = 0, [], set()
 
     def write():
-        path = f"{building}/runs/{number:08d}-{n_runs:05d}.arrow"
-        write_run(path, keys, texts, kept, keep, f"{file.path} or a file before it")
+        write_run(f"{building}/runs/{number:08d}-{n_runs:05d}.arrow", keys, texts, kept, keep, file.path)
 
     for file_number, file in files:
         documents = documents_of(file, text_key, [text_key, *keep], cut_bytes)
@@ -240,7 +239,7 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
     return bad, shown, columns
 
 
-def write_run(path, keys, texts, kept, keep, origin):
+def write_run(path, keys, texts, kept, keep, last):
     keys = np.array(keys, np.uint64)
     order = np.argsort(keys, kind="stable").tolist()
     columns = {KEY: pa.array(keys[order]), DOCUMENT: join_texts([texts[i] for i in order], pa.large_binary())}
@@ -248,7 +247,7 @@ def write_run(path, keys, texts, kept, keep, origin):
         try:
             columns[name] = pa.array([kept[at][i] for at in order])
         except (pa.ArrowException, OverflowError) as error:
-            raise ValueError(f"--keep {name}: {error}; expected one type, in {origin}") from error
+            raise ValueError(f"--keep {name}: {error}; expected one type, in {last} or before it") from error
     table = pa.table(columns)
     with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
@@ -279,7 +278,7 @@ def keys_and_lengths(building):
     return keys[order], lengths[order]
 
 
-def plan_shards(keys, lengths, shard_bytes):
+def plan_shards(keys, lengths, shard_bytes, bad=()):
     """
     For each shard, the (first key, last key) of its row groups. The last shard is val: 1 % of the documents,
     or VAL_DOCUMENTS, or a tenth, if that is fewer. The others have equal bytes.
@@ -288,7 +287,8 @@ def plan_shards(keys, lengths, shard_bytes):
     if n < 2:
         cut = min(10_000, 1 + int(lengths.sum()) // 16)
         raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard"
-                         + f"; to cut a long one at its blank lines, add --cut_bytes {cut}" * (cut > 1))
+                         + f"; to cut a long one at its blank lines, add --cut_bytes {cut}" * (cut > 1)
+                         + "".join(f"; skipped: {message}" for message in bad[:1]))
     train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
     ends = np.cumsum(lengths + 1)    # + 1: all documents may be empty
     n_shards = max(4, round(int(lengths.sum()) / shard_bytes) - 1)    # 4: cores share a small corpus
@@ -459,6 +459,8 @@ def advise(file, seen):
         return f"it holds files; type: python -m {module} -e {path} FOLDER, and convert that folder"
     if seen == "UTF-16":
         return f"it is UTF-16; type: iconv -f UTF-16 -t UTF-8 {path} > {shlex.quote(file.path + '.utf8.txt')}"
+    if seen == suffix:
+        return f"rename it to say what it holds, as .jsonl{suffix} and .txt{suffix} do"
     if seen in KINDS or seen in CODECS:
         return f"its first bytes are {seen}; type: mv {path} {shlex.quote(file.path + seen)}"
     if seen:
@@ -557,7 +559,7 @@ def cut_text(data, cut_bytes):
     while start < len(data):
         stop = start + cut_bytes
         if stop < len(data):
-            stop = next((at + len(mark) for mark in (b"\n\n", b"\n", b" ")
+            stop = next((at + len(mark) for mark in (b"\n\n", b"\r\n\r\n", b"\n", b" ")
                          if (at := data.rfind(mark, start, stop - len(mark) + 1)) >= 0), stop)
             while stop > start + 1 and data[stop] & 0xC0 == 0x80:
                 stop -= 1    # not in the middle of a character
@@ -692,8 +694,6 @@ def columns_of(shard):
 def read_columns(shard, row_group, names):
     """Other columns than the documents; their pages are compared with their checksums."""
     with dataset.errors_named(shard.folder, shard.name, f"row group {row_group}"):
-        if missing := {*names} - {*columns_of(shard)}:
-            raise ValueError(f"it has no column {min(missing)!r} to keep")
         with dataset.open_file(shard.folder, shard.name, shard.file_size) as file:
             parquet = pq.ParquetFile(file, page_checksum_verification=True)
             table = parquet.read_row_group(row_group, names, use_threads=False)
@@ -826,6 +826,8 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train",
     """Print n documents of a split, from number `start` on: where they are, their lengths and beginnings."""
     tokenizer = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)[0] if tokenizer_dir else None
     shards, first = list_shards(folder, split), 0
+    if tokenizer and shards[0].fingerprint not in (None, tokenizer.fingerprint()):
+        raise ValueError(f"{folder} needs the tokenizer that made it, not {tokenizer_dir}")
     for shard, row_group in row_groups_of(shards):
         rows = range(max(0, start - first), min(shard.rows[row_group], start + n - first))
         first += shard.rows[row_group]
@@ -876,7 +878,7 @@ def make_parser():
     add("--as_text", nargs="+", default=(), metavar="GLOB", help="read only these of a folder, as plain text")
     add("--out", help="folder, new or empty (default: where train.py looks)")
     add("--skip_bad", action="store_true", help="skip bad documents and unreadable files, and count them")
-    add("--cut_bytes", type=at_least_1, help="cut plain text at blank lines into documents of this size")
+    add("--cut_bytes", type=at_least_1, help="cut plain text into documents of this size, at blank lines")
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")

@@ -146,10 +146,10 @@ def pictures(monkeypatch):
     return pictures
 
 
-def test_pictures_without_matplotlib_say_what_to_type(monkeypatch):
+def test_pictures_without_matplotlib_say_so_in_a_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "dev.pictures", raising=False)
-    with pytest.raises(SystemExit, match=r"error: .*matplotlib.*; type: pip install matplotlib"):
+    with pytest.raises(SystemExit, match=r"^error: .*matplotlib"):
         importlib.import_module("dev.pictures")
 
 

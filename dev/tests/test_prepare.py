@@ -159,6 +159,14 @@ def test_processes_start_when_there_is_work_for_them(tmp_path, monkeypatch):
     assert asked == [1, 2, 3, 4]
 
 
+def test_no_more_processes_start_than_can_work(tmp_path, monkeypatch):
+    make_inputs(tmp_path / "in", make_texts(50))
+    seen, pool_of = [], prepare.pool_of
+    monkeypatch.setattr(prepare, "pool_of", lambda executor, n: seen.append(n) or pool_of(executor, 1))
+    prepare.convert([f"{tmp_path}/in"], f"{tmp_path}/out", text_key="raw_content", workers=1000)
+    assert seen[0] <= max(prepare.cores(), 20)
+
+
 def test_row_groups_of_long_documents_are_small(monkeypatch):
     """A row group ends at 1,024 documents or at ROW_GROUP_BYTES; a longer document is alone in one."""
     monkeypatch.setattr(prepare, "ROW_GROUP_BYTES", 1000)
@@ -449,6 +457,14 @@ BAD = [
 ]
 
 
+def test_gz_that_does_not_say_what_it_holds(tmp_path):
+    (tmp_path / "a.gz").write_bytes(gzip.compress(lines_of(text=make_texts(30))))
+    line = command("convert", tmp_path / "a.gz", "--out", tmp_path / "out")
+    assert line.endswith("a.gz; rename it to say what it holds, as .jsonl.gz and .txt.gz do")
+    os.rename(tmp_path / "a.gz", tmp_path / "a.jsonl.gz")
+    assert command("convert", tmp_path / "a.jsonl.gz", "--out", tmp_path / "out") is None
+
+
 def test_readme_beside_data_is_not_a_document(tmp_path):
     """Hugging Face puts one into each folder; a folder of plain text may hold its own."""
     (tmp_path / "deep").mkdir()
@@ -460,6 +476,12 @@ def test_readme_beside_data_is_not_a_document(tmp_path):
     assert prepare.convert([str(tmp_path)], str(tmp_path / "out"))["ignored"] == {
         f"{tmp_path}/deep/README.md": "about data, not documents; to convert one, name its path"}
     assert sorted(read_all(tmp_path / "out")) == ["a document", "one more"]
+
+
+def test_if_all_is_bad_the_first_is_named(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    line = command("convert", tmp_path / "a.txt", "--out", tmp_path / "out", "--skip_bad")
+    assert re.match(r"error: 0 documents: too few .*; skipped: \S+a.txt, byte 0: .*Latin-1", line)
 
 
 def test_empty_documents_are_counted(tmp_path, capsys):
@@ -627,7 +649,7 @@ def test_kept_columns_are_shuffled_with_their_documents(tmp_path):
 def test_columns_that_cannot_be_kept(tmp_path, values, message):
     (tmp_path / "a.jsonl").write_bytes(lines_of(text=["a", "b"], n=values))
     line = command("convert", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--keep", "n")
-    assert message in line and ("no document" in message or f"one type, in {tmp_path}/a.jsonl or a" in line)
+    assert message in line and ("no document" in message or f"one type, in {tmp_path}/a.jsonl or" in line)
     assert "shards hold the documents in a column of that name" in command("convert", "x", "--keep", "tokens")
 
 
@@ -647,6 +669,8 @@ def test_a_text_file_is_cut_when_asked(tmp_path):
     assert b"".join(parts) == text.encode() and max(map(len, parts)) <= 1001
     assert sorted(part.decode() for part in parts) == sorted(read_all(tmp_path / "out"))
     assert sum(part.endswith(b"\n\n") for part in parts) > 2
+    book = b"\r\n\r\n".join([b"a line\r\nanother"] * 200)    # Windows's line ends
+    assert all(part.endswith(b"\r\n\r\n") for _, part in [*prepare.cut_text(book, 999)][:-1])
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -800,6 +824,15 @@ def test_head_prints_documents(tmp_path, byte_tokenizer, capsys, kind):
     assert ("[256, 48, 46, " in capsys.readouterr().out) == (kind == "tokens")
     assert command("head", folder, "-n", 1, "--start", 80) is None
     assert capsys.readouterr().out == f"no document 80: {folder} has 80 documents for train, from 0 on\n"
+
+
+def test_head_refuses_a_tokenizer_that_did_not_make_the_tokens(tmp_path, byte_tokenizer):
+    make_shards(tmp_path / "text")
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    assert command("head", tmp_path / "tokens", "--tokenizer", "bytes") is None
+    byte_tokenizer.name = "another"
+    line = command("head", tmp_path / "tokens", "--tokenizer", "bytes")
+    assert line == f"error: {tmp_path}/tokens needs the tokenizer that made it, not bytes"
 
 
 def test_head_of_tokens_says_how_to_see_text(tmp_path, byte_tokenizer, capsys):

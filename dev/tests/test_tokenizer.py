@@ -364,8 +364,9 @@ def test_the_command_saves_where_the_tools_look_and_overwrites_nothing(tmp_path,
     assert f"trained 400 tokens, {ratio:.2f} bytes per token" in printed and tok.enc._pat_str == NANOCHAT
     assert f"engine: {tok.engine}\nsaved to {folder}\n" in printed and capsys.readouterr().out == ""
     tokens, new = tokenized(data, str(tmp_path / "tokens")), str(tmp_path / "new")
-    for flags, line in (([data, "--vocab_size", "400"], "holds a tokenizer that checkpoints"),
-                        ([data, "--out", folder], "holds a tokenizer that checkpoints"),
+    for flags, line in (([data, "--vocab_size", "400"], "holds shards, or a tokenizer that checkpoints"),
+                        ([data, "--out", folder], "holds shards, or a tokenizer that checkpoints"),
+                        ([data, "--out", data], "holds shards, or a tokenizer that checkpoints"),
                         ([tokens, "--out", new], f"{tokens} holds tokens, and a tokenizer is"),
                         ([data, "--vocab_size", "9", "--out", new], "9 tokens: expected 265 to")):
         with pytest.raises(SystemExit, match=f"^error: .*{line}"):

@@ -390,8 +390,8 @@ def test_file_system_without_locks_or_space_trains_on(command, resume, monkeypat
     monkeypatch.setattr(train, "open", lambda path, mode="r": {"wb": FullDisk}.get(mode, open)(path, mode),
                         raising=False)
     told = resume("--out", "run", "--steps", 5, status=1)
-    assert "warning: step 5 is not saved: [Errno 28] No space left" in told and "step is NOT saved" in told
-    assert "; is the disk full? The last checkpoint: run/step_0000003.pt\n" in told
+    assert "warning: step 5 is not saved (disk full?): [Errno 28] No space left" in told
+    assert "; last: run/step_0000003.pt\n" in told and "step is NOT saved" in told
     assert sorted(losses_of("run")) == [0, 1, 2, 3, 4]
     assert sorted(os.listdir("run")) == [".lock", "log.jsonl", "step_0000003.pt"]
     os.makedirs("other/log.jsonl")    # cannot be written
@@ -436,7 +436,7 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--data", "nowhere"], "nowhere"),
     (["--data", "nulls", "--tokenizer", "other"], "the val split of nulls has no text"),
     (["--data", "tokens"], "tokens holds tokens"),
-    (["--data", "tokens", "--tokenizer", "other"], "; pass that one, not "),
+    (["--data", "tokens", "--tokenizer", "other"], "tokens needs the tokenizer that made it, "),
     (["--tokenizer", "nowhere"], "nowhere"),
     (["--resume", "nowhere.pt"], "nowhere.pt is no file of a checkpoint (FileNotFound"),
     (["--resume", "text.pt"], "text.pt is damaged, or no step_*.pt of this train.py (BadZipFile"),
@@ -445,10 +445,15 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--resume", "emptied.pt"], "emptied.pt does not fit this model (KeyError"),
     (["--init", "deep.pt", "--depth", "1"], "--depth 1 does not fit deep.pt, which has: --depth 2; leave"),
     (["--eval", "a"], "a is no file of a checkpoint (IsADirectoryError"),
-    (["--resume", "auto", "--out", "mistyped"], "no checkpoint in mistyped yet; train one first"),
+    (["--resume", "auto", "--out", "mistyped"], "no checkpoint in mistyped yet; train one: python train.py"),
+    (["--resume", "auto", "--out", "mistyped", "--steps", "9"], "no checkpoint in mistyped yet; train one"),
+    (["--resume", "atuo", "--out", "holds"], "atuo is no file of a checkpoint (FileNotFound"),
+    (["--resume", "holds"], "holds is no file of a checkpoint (IsADirectoryError"),
+    (["--resume", "holds"], "); there is holds/step_0000002.pt"),
+    (["--data", "a:0.5", "./a/:0.5"], "--data ./a/:0.5: expected PATH, or several"),
     (["--num_lanes", "1000"], "1000 lanes"),
     (["--device", "gpu"], "argument --device: invalid choice: 'gpu' (choose from"),
-    (["--sample", "x"], "no checkpoint in runs/ yet; train one first"),
+    (["--sample", "x"], "no checkpoint in runs yet; train one: python train.py --data DIR"),
     (["--sample", "x", "--lr", "1"], "--sample cannot use --lr; it takes --out --resume --device --dtype"),
     (["LOCAL_WORLD_SIZE=0"], "LOCAL_WORLD_SIZE='0' in the environment"),
     (["RANK=a"], "RANK='a' in the environment"),
@@ -462,6 +467,8 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
                         ("emptied.pt", content | {"flags": {"data": ["a"]}}),
                         ("deep.pt", content | {"flags": {"depth": 2}})):
         torch.save(saved, name)
+    os.mkdir("holds")
+    torch.save(content | {"flags": {"data": ["a"]}}, "holds/step_0000002.pt")
     with open("text.pt", "w") as file:
         file.write("text")
     if "=" in flags[0]:
@@ -532,6 +539,20 @@ def test_changed_val_files_of_a_resumed_run_are_one_line(command, resume, base):
     told = resume("--steps", 3)
     assert told.count("warning: the val files of data have changed: older bits per byte do not") == 1
     assert "warning" not in resume("--steps", 4)
+
+
+def test_lanes_that_do_not_fit_are_named_before_the_batch(command, monkeypatch):
+    monkeypatch.setattr(train, "start_ranks", lambda flags: (torch.device("cpu"), 0, 3))
+    monkeypatch.setattr(train.dataloader, "ranks_of_this_process", lambda: (0, 3))
+    assert "8 lanes cannot be shared evenly by 3 ranks" in command("--num_lanes", 8, status=1)
+    assert "4 rows for 3 ranks; try --batch_size 6" in command(status=1)
+
+
+def test_null_documents_are_counted(command):
+    write_shards("nulls", [[["some text ", "more", None] * 9], [["some text " * 9]]])
+    told = command("--data", "nulls", "--steps", 2)
+    assert re.search(r"\n[1-9]\d* null documents were skipped so far, epochs included\n", told)
+    assert "null" not in command("--steps", 2)
 
 
 def test_tiny_data_gets_fewer_lanes(command, resume):
