@@ -104,8 +104,8 @@ def parse_flags(argv=None):
     p.add_argument("--doc_mask", action="store_true", help="attention stays inside documents")
     p.add_argument("--seed", type=int, default=1, help="for the initial weights and --shuffle")
     p.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/DATE-TIME)")
-    p.add_argument("--resume", default="none", metavar="auto|none|FILE", help="auto: from the newest "
-                   "checkpoint in --out, or of the newest run; it brings the flags that are not given")
+    p.add_argument("--resume", default="none", metavar="auto|none|FILE", help="auto: the newest checkpoint "
+                   "in --out or of any run; it brings the flags not given. If there is none: a run of --data")
     p.add_argument("--init", metavar="FILE", help="a new run with the weights and tokenizer of a checkpoint")
     p.add_argument("--sample", metavar="PROMPT", help="only generate, from the newest checkpoint")
     p.add_argument("--eval", metavar="FILE", help="only evaluate this checkpoint, on --data or its own")

@@ -278,7 +278,7 @@ def keys_and_lengths(building):
     return keys[order], lengths[order]
 
 
-def plan_shards(keys, lengths, shard_bytes, bad=()):
+def plan_shards(keys, lengths, shard_bytes, skipped=()):
     """
     For each shard, the (first key, last key) of its row groups. The last shard is val: 1 % of the documents,
     or VAL_DOCUMENTS, or a tenth, if that is fewer. The others have equal bytes.
@@ -288,7 +288,7 @@ def plan_shards(keys, lengths, shard_bytes, bad=()):
         cut = min(10_000, 1 + int(lengths.sum()) // 16)
         raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard"
                          + f"; to cut a long one at its blank lines, add --cut_bytes {cut}" * (cut > 1)
-                         + "".join(f"; skipped: {message}" for message in bad[:1]))
+                         + "".join(f"; skipped: {message}" for message in skipped[:1]))
     train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
     ends = np.cumsum(lengths + 1)    # + 1: all documents may be empty
     n_shards = max(4, round(int(lengths.sum()) / shard_bytes) - 1)    # 4: cores share a small corpus
