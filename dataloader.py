@@ -981,7 +981,7 @@ def pieces_of_row(row, found):
 # Guards: reject unusable arguments, states and environments
 
 def check_arguments(loader):
-    for name, allowed in {"packing": tuple(PACKINGS), "uneven": ("pad", "stop")}.items():
+    for name, allowed in {"split": ["train", "val"], "packing": PACKINGS, "uneven": ["pad", "stop"]}.items():
         if getattr(loader, name) not in allowed:
             raise ValueError(f"{name}={getattr(loader, name)!r}; choose one of {', '.join(allowed)}")
     least = {"rank": 0, "world_size": 1, "B": 1, "T": 1, "num_lanes": 1, "buffer_size": 1, "threads": 1,

@@ -171,7 +171,7 @@ def make_index(folder, files):
         entries = list(tqdm(read, "footers", len(files), unit="shard", delay=1, disable=None))
     heads = {json.dumps(head): name for name, head, _ in entries}
     if len(heads) > 1:
-        raise ValueError(f"{folder} holds shards of two kinds, {heads}; keep each kind in its own folder")
+        raise ValueError(f"{folder}: {' and '.join(heads.values())} differ in kind; separate them")
     return {"format": INDEX_FORMAT, **entries[0][1], "shards": {name: entry for name, _, entry in entries}}
 
 

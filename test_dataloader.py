@@ -1229,7 +1229,7 @@ def test_states_of_ranks_are_merged_or_refused(corpus):
 
 
 @pytest.mark.parametrize("bad, words", [
-    ({"split": "test"}, "'train' or 'val'|train, val"), ({"packing": "bfd"}, "flat, bestfit, exactfit"),
+    ({"split": "x"}, "split='x'; choose one of train, val"), ({"packing": "bfd"}, "flat, bestfit, exactfit"),
     ({"uneven": "error"}, "pad, stop"), ({"B": 0}, "B=0.*1 or more"), ({"T": 1.5}, r"T=1\.5"),
     ({"T": np.int64(16)}, "T=.*int"), ({"B": True}, "B=True"), ({"prefetch": -1}, "prefetch=-1.*0 or more"),
     ({"buffer_size": 0}, "buffer_size=0"), ({"num_lanes": 0}, "num_lanes=0"), ({"threads": 0}, "threads=0"),

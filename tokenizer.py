@@ -248,8 +248,9 @@ class RustBPETokenizer:
                 raise ValueError(f"the format is {saved['format']!r}, expected {FORMAT!r}")
             return cls.from_dict(saved)
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(f"{tokenizer_dir} holds no tokenizer of ours ({type(error).__name__}: {error}); "
-                             "train one: python tokenizer.py --out DIR, or convert a tokenizer.json: "
+            raise ValueError(f"{tokenizer_dir} holds no tokenizer of ours, or a damaged one "
+                             f"({type(error).__name__}: {error}); copy it again, train one: "
+                             "python tokenizer.py --out DIR, or convert a tokenizer.json: "
                              "python -m dev.prepare import_tokenizer") from None
 
     @classmethod
@@ -528,25 +529,26 @@ def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
 def main(argv: list[str] | None = None) -> None:
     parser = dataset.Parser(description="Train a tokenizer on the train split and save it.")
     parser.add_argument("--vocab_size", type=int, default=32768, help="tokens, the special ones included")
-    parser.add_argument("--data", help="folder or URI of parquet shards (default: as in train.py)")
+    parser.add_argument("--data", nargs="+", action="extend", metavar="DIR",
+                        help="folder or URI of shards, or those of a mixture (default: as in train.py)")
     parser.add_argument("--out", help="folder to save it in (default: where train.py and dev/ look for it)")
     parser.add_argument("--pattern", choices=PATTERNS, default="gpt4", help="what splits text (default gpt4)")
     parser.add_argument("--max_chars", type=int, default=2 * 10**9, help="characters to train on, at most")
     flags = parser.parse_args(argv)
     with dataset.errors_in_one_line():
-        train_and_save(find_data(flags.data), flags)
+        train_and_save(flags.data or [find_data()], flags)
 
 
 def train_and_save(data, flags):
-    default = trained_dir([data], flags.vocab_size)    # also refuses token shards
+    default = trained_dir(data, flags.vocab_size)    # also refuses token shards
     out = flags.out or default
     if is_saved(out) or dataset.list_files(out):
         raise ValueError(f"{out} holds shards, or a tokenizer that checkpoints and token shards may need; "
                          "pass another folder with --out, or move this one away")
-    texts = tqdm(some_text([data], flags.max_chars), "read", unit=" documents")
+    texts = tqdm(some_text(data, flags.max_chars), "read", unit=" documents", delay=1)
     tokenizer = RustBPETokenizer.train_from_iterator(texts, flags.vocab_size, PATTERNS[flags.pattern])
     tokenizer.save(out)
-    val = list(some_text([data], 10**7, "val"))
+    val = list(some_text(data, 10**7, "val"))
     n_tokens = len(tokenizer.encode_documents(val)[0]) - len(val)    # without BOS
     ratio = sum(len(text.encode()) for text in val) / max(1, n_tokens)
     print(f"trained {tokenizer.get_vocab_size():,} tokens, {ratio:.2f} bytes per token on val documents\n"

@@ -95,8 +95,8 @@ def parse_flags(argv=None):
     for name, choices, text in CHOICES:
         p.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
     p.add_argument("--lr", type=float, help="peak rate of the matrices (muon 0.009, cuda 0.02; adamw 0.0025)")
-    p.add_argument("--data", nargs="+", default=[], metavar="PATH[:WEIGHT]", help="folder or URI of shards, "
-                   "WEIGHT: share of the rows (default: dataset.py's download, else a built-in corpus)")
+    p.add_argument("--data", nargs="+", action="extend", default=[], metavar="PATH[:WEIGHT]", help="folder "
+                   "or URI, WEIGHT: share of rows (default: dataset.py's download, else a built-in corpus)")
     p.add_argument("--tokenizer", metavar="DIR", help="default: trained on the data, now if missing")
     p.add_argument("--shuffle", action="store_true", help="shuffle documents, by --seed")
     p.add_argument("--num_lanes", type=int, metavar="N", help="world sizes that divide it give the same run "
@@ -600,8 +600,7 @@ def val_windows(tokenizer, source, flags):
                 n_bytes, n_compressed = n_bytes + len(data), n_compressed + len(zlib.compress(data, 9))
             for stop in range(T + 1, len(ids), T - T // 4):
                 windows.append((ids[stop - T // 4 - 1:][:T + 1], T // 4 + 1))
-    windows = windows[:flags.eval_rows]
-    if not windows:
+    if not (windows := windows[:flags.eval_rows]):
         raise ValueError(f"the val split of {source.name} has no text: {source.shards[-1].name} holds only "
                          "nulls and empty documents")
     inputs = torch.full((len(windows), T), tokenizer.get_bos_token_id())
@@ -692,7 +691,8 @@ def choose_run(flags, rank, at_exit):
     newest = max(list_checkpoints(out), default=None)
     begins = trains and (flags.resume == "none" or {"data", "init"} & {*flags.given})
     if not (named or newest or begins):
-        raise ValueError(f"no checkpoint in {flags.out or 'runs'} yet; train one: python train.py --data DIR")
+        what = f"the newest is {known}" if known else "train one: python train.py --data DIR"
+        raise ValueError(f"no checkpoint in {flags.out or 'runs'}; {what}")
     if trains and newest and flags.resume == "none":
         raise ValueError(f"{out} holds checkpoints; resume with --resume auto, or choose another --out")
     if trains and newest and named and os.path.basename(newest) > os.path.basename(named) > "step_":

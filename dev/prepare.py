@@ -142,10 +142,9 @@ def pool_of(executor, n):
         yield executor
         return
     context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
-    with ctrl_c_ignored():    # inherited by the workers, which begin with imports
+    with ctrl_c_ignored():    # also by the workers, while they import
         pool = ThreadPoolExecutor(1) if n == 1 else ProcessPoolExecutor(n, context, end_with_parent)
-        for _ in range(n):
-            pool.submit(int)
+        list(map(pool.submit, n * [int]))    # n tasks start n workers
     try:
         yield pool
     finally:
@@ -716,13 +715,14 @@ def verify(folder: str) -> bool:
         if index := dataset.read_index(folder):
             indexed = {shard.name: shard for shard in dataset.shards_of(folder, index)}
             files = [(name, entry["bytes"]) for name, entry in index["shards"].items()]
+        else:
+            with contextlib.suppress(dataset.ShardError):    # the table names that one
+                dataset.make_index(folder, dataset.list_files(folder))
     except ValueError as error:    # the shards are checked all the same: one may be truncated
         problems = 1
         print(f"PROBLEM  {dataset.printable(error)}")
     if not indexed:
         files = [(name, size) for name, size, _ in dataset.list_files(folder)]
-    if not files:
-        dataset.make_index(folder, files)    # raises the error for a missing or empty folder
     check = functools.partial(check_shard, folder=folder, indexed=indexed)
     print(f"{'shard':<22} {'documents':>11} {'row groups':>10} {'nulls':>7} {'MB':>9} {'on disk':>9}  check")
     with ThreadPoolExecutor(cores()) as pool:
@@ -874,8 +874,8 @@ def make_parser():
     add = command("convert", run_convert, f"make shards from files: {' '.join(KINDS)}", has_folder=False)
     add("inputs", nargs="+", metavar="IN", help="files, folders, or globs in quotes")
     add("--text_key", default="text", help="JSON key or column that holds the text (default text)")
-    add("--keep", nargs="+", default=(), metavar="NAME", help="columns to keep beside the text")
-    add("--as_text", nargs="+", default=(), metavar="GLOB", help="read only these of a folder, as plain text")
+    add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns kept beside the text")
+    add("--as_text", nargs="+", action="extend", default=[], metavar="GLOB", help="read only these, as text")
     add("--out", help="folder, new or empty (default: where train.py looks)")
     add("--skip_bad", action="store_true", help="skip bad documents and unreadable files, and count them")
     add("--cut_bytes", type=at_least_1, help="cut plain text into documents of this size, at blank lines")
@@ -885,7 +885,7 @@ def make_parser():
     add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
     add("--out", required=True, help="folder for the token shards")
     add("--tokenizer", help="folder of the tokenizer")
-    add("--keep", nargs="+", default=(), metavar="NAME", help="columns to keep beside the tokens")
+    add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns kept beside tokens")
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
     add = command("head", lambda flags: head(folder_of(flags), flags.n, flags.start, flags.split,

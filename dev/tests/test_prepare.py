@@ -580,7 +580,7 @@ def test_as_text_takes_only_the_files_it_names(tmp_path, capsys):
         (tmp_path / "in" / name).write_text('{"text": "a document"}')
     for given in (tmp_path / "in", f"{tmp_path}/in/**"):
         arguments = ["convert", given, f"{tmp_path}/in/g.jsonl", "--out", tmp_path / "out", "--as_text"]
-        assert command(*arguments, "*.py", "*.rst") is None
+        assert command(*arguments, "*.py", "--as_text", "*.rst") is None
         assert sorted(read_all(tmp_path / "out")) == ["a document", *2 * ['{"text": "a document"}']]
         line, = re.findall("ignored .*", capsys.readouterr().out)
         assert re.fullmatch(r"ignored 4 files \(2 .md, 1 .*, 1 .*\): not named by --as_text; to .*", line)
@@ -607,7 +607,7 @@ def test_kept_columns_stay_beside_the_text_and_the_tokens(tmp_path, byte_tokeniz
     line = command("convert", data[1], "--out", text, "--keep", "scor")
     assert "expected one column 'scor', saw " in line and "it is named by --keep" in line
     assert "--text_key" not in line
-    assert command("convert", *data[:2], "--out", text, "--keep", "lang", "score") is None
+    assert command("convert", *data[:2], "--out", text, "--keep", "lang", "--keep", "score") is None
     assert "dropped columns: tags" in capsys.readouterr().out
     expected = {"a": ("de", 1.0), "b": (None, 2.5), "c": ("\u00fc", None), "d": ("x", 7.0), "e": ("y", 8.0)}
     prepare.convert(data[:2], f"{tmp_path}/plain")
@@ -722,6 +722,16 @@ def test_tokenize_resumes(tmp_path, byte_tokenizer, monkeypatch):
     os.unlink(f"{text}/shard_00001.parquet")
     with pytest.raises(ValueError, match=r"out holds shard_00001\.parquet, which .*text does not; name"):
         prepare.tokenize(text, out)
+
+
+def test_verify_finds_shards_of_two_kinds(tmp_path, byte_tokenizer, capsys):
+    make_shards(tmp_path / "text")
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    shutil.copy(tmp_path / "tokens" / "shard_00001.parquet", tmp_path / "text")
+    assert command("verify", tmp_path / "text") == 1
+    words = capsys.readouterr().out
+    assert re.search(r"PROBLEM .*/text: \S+ and \S+ differ in kind; separate them", words)
+    assert "text: 3 shards, 1 problem\n" in words
 
 
 def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -331,7 +332,7 @@ def test_damaged_files_are_one_line(tmp_path, name, old, new, reason):
     before = (tmp_path / name).read_bytes()
     assert old in before, "nothing would be damaged"
     (tmp_path / name).unlink() if new is None else (tmp_path / name).write_bytes(before.replace(old, new, 1))
-    with pytest.raises(ValueError, match=f"holds no tokenizer of ours.*{reason}") as caught:
+    with pytest.raises(ValueError, match=f"no tokenizer of ours, or a damaged one .*{reason}") as caught:
         RustBPETokenizer.from_directory(str(tmp_path))
     assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
 
@@ -353,6 +354,17 @@ def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, monkeypatch, capsys)
     with pytest.raises(ValueError, match=r"4 tokenizers in .*; pass the folder of one to get_token.* or /"):
         module.get_tokenizer()
     assert module.find_tokenizer(folder, [other], 999)[1] == folder == module.trained_dir([one + "/"], 300)
+
+
+def test_the_command_takes_the_sources_of_a_mixture(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "base"))
+    data = [write_shards(tmp_path / str(at), [[SOURCES[at:at + 9]], [["val"]]]) for at in (0, 9)]
+    for given in (["--data", *data], ["--data", data[1], "--data", data[0]]):
+        module.main([*given, "--vocab_size", "400"])
+        [folder] = (tmp_path / "base").glob("tokenizer-*400")
+        assert f"saved to {folder}" in capsys.readouterr().out
+        assert str(folder) == module.trained_dir(data, 400)
+        shutil.rmtree(folder)
 
 
 def test_the_command_saves_where_the_tools_look_and_overwrites_nothing(tmp_path, monkeypatch, capsys):

@@ -239,7 +239,7 @@ def test_ranks_that_differ_end_with_one_line_each():
         assert f"error: ranks differ in flags, data, tokenizer or checkpoint (seen on rank {rank})" in output
         assert "Traceback" not in output
     assert not os.path.exists("runs")
-    ranks = start_two(*TOY, "--data", "a", of_second=["--data", "nowhere"])
+    ranks = start_two(*TOY, "--data", "a:0.5", of_second=["nowhere:0.5"])
     first, second = outputs_of(ranks, status=1)
     assert "error: nowhere" in second and "error: lost the connection to another rank" in first
     assert "Traceback" not in first + second
@@ -287,7 +287,7 @@ def test_given_flags_that_change_the_run_are_refused_all_at_once(command, resume
 def test_flags_that_may_change_are_applied_and_printed(command, resume):
     command("--steps", 3, "--data", "a:0.9", "b:0.1")
     told = resume("--steps", 6, "--lr", "1e-30", "--batch_size", 2, "--seq_len", 48, "--eval_rows", 5,
-                  "--data", "a:0.5", "b:0.5")
+                  "--data", "a:0.5", "--data", "b:0.5")
     now, before = re.search("changed: (.*) from (.*)\n", told).groups()
     assert now == "--seq_len 48 --batch_size 2 --steps 6 --eval_rows 5 --lr 1e-30 --data a:0.5 b:0.5"
     assert before == "--seq_len 32 --batch_size 4 --steps 3 --eval_rows 12 --lr 0.01 --data a:0.9 b:0.1"
@@ -445,15 +445,16 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--resume", "emptied.pt"], "emptied.pt does not fit this model (KeyError"),
     (["--init", "deep.pt", "--depth", "1"], "--depth 1 does not fit deep.pt, which has: --depth 2; leave"),
     (["--eval", "a"], "a is no file of a checkpoint (IsADirectoryError"),
-    (["--resume", "auto", "--out", "mistyped"], "no checkpoint in mistyped yet; train one: python train.py"),
-    (["--resume", "auto", "--out", "mistyped", "--steps", "9"], "no checkpoint in mistyped yet; train one"),
+    (["--resume", "auto", "--out", "mistyped"], "no checkpoint in mistyped; the newest is runs/one/step_"),
+    (["--resume", "auto", "--out", "mistyped", "--steps", "9"], "no checkpoint in mistyped; the newest is"),
     (["--resume", "atuo", "--out", "holds"], "atuo is no file of a checkpoint (FileNotFound"),
     (["--resume", "holds"], "holds is no file of a checkpoint (IsADirectoryError"),
     (["--resume", "holds"], "); there is holds/step_0000002.pt"),
     (["--data", "a:0.5", "./a/:0.5"], "--data ./a/:0.5: expected PATH, or several"),
     (["--num_lanes", "1000"], "1000 lanes"),
     (["--device", "gpu"], "argument --device: invalid choice: 'gpu' (choose from"),
-    (["--sample", "x"], "no checkpoint in runs yet; train one: python train.py --data DIR"),
+    (["--sample", "x"], "no checkpoint in runs; train one: python train.py --data DIR"),
+    (["--sample", "x", "--out", "runs"], "no checkpoint in runs; the newest is runs/one/step_0000002.pt"),
     (["--sample", "x", "--lr", "1"], "--sample cannot use --lr; it takes --out --resume --device --dtype"),
     (["LOCAL_WORLD_SIZE=0"], "LOCAL_WORLD_SIZE='0' in the environment"),
     (["RANK=a"], "RANK='a' in the environment"),
@@ -469,6 +470,9 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
         torch.save(saved, name)
     os.mkdir("holds")
     torch.save(content | {"flags": {"data": ["a"]}}, "holds/step_0000002.pt")
+    if "--out" in flags:
+        os.makedirs("runs/one")
+        shutil.copy("holds/step_0000002.pt", "runs/one")
     with open("text.pt", "w") as file:
         file.write("text")
     if "=" in flags[0]:
