@@ -137,6 +137,15 @@ def test_readme_is_short_and_what_it_links_to_is_there():
         assert (HERE / target).exists(), target
 
 
+def test_files_copied_into_a_package_import_each_other(tmp_path):
+    package = tmp_path / "mine" / "data"
+    package.mkdir(parents=True)
+    for name in ("dataloader", "dataset", "tokenizer", "train"):
+        shutil.copy(HERE / f"{name}.py", package)
+    subprocess.run(re.search(r"^sed -i .*", README, re.M)[0], shell=True, check=True, cwd=package)
+    subprocess.run([sys.executable, "-c", "import mine.data.train"], check=True, cwd=tmp_path, timeout=200)
+
+
 def test_tests_work_without_dev_and_say_what_they_skip(tmp_path):
     """As the README says: the four files and test_dataloader.py are enough. Arguments go to pytest."""
     for name in ("dataloader", "dataset", "tokenizer", "train", "test_dataloader"):
