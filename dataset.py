@@ -4,10 +4,9 @@ Which shards there are, what they contain, and how they are read, written and do
     python dataset.py -n 8 -w 4             # download 8 public train shards, and the val shard
     python dataset.py index DIR             # write DIR/index.json; for a bucket: index s3://... --out FILE
 
-Data is a folder or a URI (s3://, gs://, hf://, https://) of parquet files with a column `text`; make them
-from your own text with `python -m dev.prepare convert`. An index.json beside the shards is read instead of
-their footers, and a remote folder that has one is not listed: a thousand nodes need that. Without one, the
-footers are read once per node. Shards written here carry checksums, which each read compares.
+Data is a folder or a URI (s3://, gs://, hf://, https://) of parquet files with a column `text`, such as
+`python -m dev.prepare convert` makes. An index.json beside them saves listing them and reading their footers,
+which a thousand nodes need; else each node reads those once. Reads compare the checksums of our own shards.
 """
 
 import argparse
@@ -279,8 +278,7 @@ def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
     """An Arrow string or binary array as (data, offsets, valid): memoryview, int array, bool array."""
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
     _, offsets, data = array.buffers()
-    offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)
-    offsets = offsets[array.offset:array.offset + len(array) + 1]
+    offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset:][:len(array) + 1]
     return memoryview(data or b""), offsets, ~np.asarray(array.is_null())
 
 
@@ -482,8 +480,10 @@ def retry(work: Callable, folder: str, attempts: int = 6):
         try:
             return work()
         except Exception as error:
-            last = attempt == attempts - 1 or "://" not in folder or isinstance(error, FileNotFoundError)
-            if last or ENDING.wait(RETRY_SECONDS * 2 ** attempt * random.uniform(0.5, 1.5)):
+            if attempt == attempts - 1 or "://" not in folder or isinstance(error, FileNotFoundError):
+                raise
+            print(f"trying again: {printable(error):.200}", file=sys.stderr, flush=True)
+            if ENDING.wait(RETRY_SECONDS * 2 ** attempt * random.uniform(0.5, 1.5)):
                 raise
 
 

@@ -465,11 +465,12 @@ def test_web_folder_costs_one_request_for_each_thing(web):
         assert dataset.list_shards(location, "train")[0].path == web.url + "/shard_00000.parquet"
 
 
-def test_web_reads_that_fail_are_tried_again(web):
+def test_web_reads_that_fail_are_tried_again(web, capsys):
     """Errors, cut answers; a shard that stays away is an error after six attempts, with growing waits."""
     web.faults = {"index.json": [503, "cut"], "shard_00000.parquet": ["cut", 500, None, None, 429, "cut"],
                   "shard_00002.parquet": [None, 503]}
     assert read_all(web.url) == web.texts and not any(web.faults.values())
+    assert capsys.readouterr().err.count("trying again: ") == 7
     shard = dataset.list_shards(web.url, "train")[1]
     web.faults, web.requests[:] = {shard.name: [503] * 99, "index.json": [503] * 99}, []
     with pytest.raises(dataset.ShardError, match=r"00001.parquet, row group 1: .*503.*--data http"):
