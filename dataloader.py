@@ -511,7 +511,7 @@ def source_of_row(row, bounds):
 def bounds_of(weights, row):
     """Cumulative weights, scaled to 2**64. Negative weights count as 0; if all are 0, shares are equal."""
     given = [weight(row) if callable(weight) else weight for weight in weights]
-    if None in given or not sum(values := [max(weight, 0) for weight in given]) < 1e18:    # also NaN
+    if None in given or not sum(values := [max(float(weight), 0) for weight in given]) < 1e18:    # also NaN
         raise ValueError(f"the weights of row {row} are {given}; expected finite numbers, sum below 1e18")
     scaled = [int(value * 2**64) for value in values]
     cumulative = list(itertools.accumulate(scaled if any(scaled) else [1] * len(scaled)))
@@ -750,8 +750,8 @@ class PackedLoader(IterableDataset):
     def _is_in_run(self, batch):
         """Whether the batch belongs to the run. The ranks of a finite run agree, and so end together."""
         flags = torch.tensor([batch.more, batch.lacking], dtype=torch.int64)
-        if self._group:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
+        if group := self._group:    # close() may remove it
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
         more, lacking = flags.tolist()
         return more and not (lacking and self.uneven == "stop")
 

@@ -164,13 +164,14 @@ def make_index(folder, files):
     """From the footers of these files."""
     if not files:
         what = "is no folder of shards" if "://" in folder or os.path.exists(folder) else "does not exist"
-        raise FileNotFoundError(f"{folder} {what}; get some: python dataset.py -n 8, or {CONVERT} FILES")
+        raise FileNotFoundError(f"{folder} {what}; if it moved, name its new place (--data); to get some: "
+                                f"python dataset.py -n 8, or {CONVERT} FILES")
     with ThreadPoolExecutor(32) as pool:
         read = pool.map(functools.partial(read_entry, folder), files)
         entries = list(tqdm(read, "footers", len(files), unit="shard", delay=1, disable=None))
-    heads = {json.dumps(head): name for name, head, _ in entries}
+    heads = {" ".join(map(str, head.values())): name for name, head, _ in entries}
     if len(heads) > 1:
-        raise ValueError(f"{folder}: {' and '.join(heads.values())} differ in kind; separate them")
+        raise ValueError(f"{folder} holds shards of different kinds: {heads}; put each in its own folder")
     return {"format": INDEX_FORMAT, **entries[0][1], "shards": {name: entry for name, _, entry in entries}}
 
 
@@ -405,19 +406,16 @@ def default_data_dir() -> str:
 
 
 def list_files(folder: str) -> list[tuple[str, int, int]]:
-    """(name, bytes, time) of the shards in a folder, or if it has none, of those below it; sorted by name."""
+    """(name, bytes, time) of the shards in a folder and below it, as in Hive's year=2024/; sorted by name."""
     if folder.startswith(("http://", "https://")):
         raise ValueError(f"{folder}: web servers list no files; write {INDEX}: python dataset.py index DIR")
-    for deep in (False, True):    # deep: Hugging Face's data/, Hive's year=2024/
-        if "://" in folder:
-            fs, root = filesystem_of(folder)
-            infos = fs.get_file_info(pafs.FileSelector(root, recursive=deep, allow_not_found=True))
-            found = [(f.path[len(root):].lstrip("/") + "/" * (not f.is_file), f.size, f.mtime_ns)
-                     for f in infos]
-        else:
-            found = list(list_local(folder, "", deep, set()))
-        if files := sorted(file for file in found if SHARD_NAME.fullmatch(file[0])):
-            break
+    if "://" in folder:
+        fs, root = filesystem_of(folder)
+        infos = fs.get_file_info(pafs.FileSelector(root, recursive=True, allow_not_found=True))
+        found = [(f.path[len(root):].lstrip("/") + "/" * (not f.is_file), f.size, f.mtime_ns) for f in infos]
+    else:
+        found = list(list_local(folder, "", set()))
+    files = sorted(file for file in found if SHARD_NAME.fullmatch(file[0]))
     versions = {name.split("/")[1] for name, _, _ in files if name.startswith("snapshots/")}
     if len(versions) > 1 or any(re.search(r"(^|/)(_delta_log|\.hoodie)/", name) for name, _, _ in found):
         raise ValueError(f"{folder} also holds files of older versions (a Delta table or a cache of Hugging "
@@ -427,14 +425,14 @@ def list_files(folder: str) -> list[tuple[str, int, int]]:
     return files
 
 
-def list_local(folder, prefix, deep, seen):
+def list_local(folder, prefix, seen):
     """pyarrow's FileSelector would silently skip broken symlinks, and follow symlink loops."""
     seen.add(os.path.realpath(folder))
     for entry in os.scandir(folder) if os.path.isdir(folder) else ():
         if entry.is_dir():
             yield f"{prefix}{entry.name}/", 0, 0
-            if deep and os.path.realpath(entry.path) not in seen:
-                yield from list_local(entry.path, f"{prefix}{entry.name}/", deep, seen)
+            if os.path.realpath(entry.path) not in seen:
+                yield from list_local(entry.path, f"{prefix}{entry.name}/", seen)
         else:
             info = entry.stat(follow_symlinks=entry.name.endswith(".parquet"))
             yield prefix + entry.name, info.st_size, info.st_mtime_ns
@@ -482,7 +480,7 @@ def retry(work: Callable, folder: str, attempts: int = 6):
         except Exception as error:
             if attempt == attempts - 1 or "://" not in folder or isinstance(error, FileNotFoundError):
                 raise
-            print(f"trying again: {printable(error):.200}", file=sys.stderr, flush=True)
+            print(f"{folder}: {printable(error):.200}; trying again", file=sys.stderr, flush=True)
             if ENDING.wait(RETRY_SECONDS * 2 ** attempt * random.uniform(0.5, 1.5)):
                 raise
 

@@ -441,7 +441,7 @@ def test_nulls_and_empty_documents_are_counted(tmp_path):
 
 
 def test_lane_without_tokens_is_an_error_after_100_epochs(tmp_path):
-    data = write_shards(tmp_path, [[[None] * 4] * 2, [["val"]]])
+    data = write_shards(tmp_path / "data", [[[None] * 4] * 2, [["val"]]])
     loader = make(data, num_lanes=2)
     for _ in range(2):
         with pytest.raises(ValueError, match="100 epochs"):
@@ -1001,7 +1001,7 @@ def test_batches_of_a_loader_have_their_shares(letters, weights, lanes, world, B
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, 1e30, None])
 def test_weight_that_is_no_number_of_rows_is_an_error_that_names_the_row(letters, weight):
-    loader = make({letters[0]: 1, letters[1]: lambda row: weight if row == 5 else 1.0}, num_lanes=4)
+    loader = make({letters[0]: 1, letters[1]: lambda row: weight if row == 5 else np.int64(1)}, num_lanes=4)
     with pytest.raises(ValueError, match="weights of row 5 are"):
         steps_of_ranks([loader], 4)
 

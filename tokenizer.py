@@ -542,7 +542,7 @@ def main(argv: list[str] | None = None) -> None:
 def train_and_save(data, flags):
     default = trained_dir(data, flags.vocab_size)    # also refuses token shards
     out = flags.out or default
-    if is_saved(out) or dataset.list_files(out):
+    if is_saved(out) or os.path.realpath(out) in map(os.path.realpath, data):
         raise ValueError(f"{out} holds shards, or a tokenizer that checkpoints and token shards may need; "
                          "pass another folder with --out, or move this one away")
     texts = tqdm(some_text(data, flags.max_chars), "read", unit=" documents", delay=1)

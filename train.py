@@ -287,7 +287,7 @@ def train(flags, at_exit):
         print0(f"{stats['cut'] / stats['documents']:.0%} of the documents fit a row, yet were cut, since no "
                "others fill the rows; try another --seq_len, longer pieces of text, or --packing bestfit")
     if stats.get("null_documents"):
-        print0(f"{stats['null_documents']:,} null documents were skipped so far, epochs included")
+        print0(f"null documents skipped by rank 0 since its start, all epochs: {stats['null_documents']:,}")
     print0(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
     how = "done" if done else f"stopped ({signal.Signals(signals[0]).name if signals else 'by another rank'})"
     where = f"checkpoint: {checkpoint_path(out, step)}" if is_saved else "this step is NOT saved"
@@ -685,17 +685,17 @@ def choose_run(flags, rank, at_exit):
         known = max(glob.glob("runs/*/step_*.pt"), key=os.path.getmtime, default=None)
     out = flags.out or (os.path.dirname(known) or "." if known
                         else datetime.now().strftime("runs/%Y%m%d-%H%M%S-%f"))
-    is_locked = trains and rank == 0 and os.path.isdir(out)
-    if is_locked:
+    if is_locked := trains and rank == 0 and os.path.isdir(out):
         lock_folder(out, at_exit)
     newest = max(list_checkpoints(out), default=None)
     begins = trains and (flags.resume == "none" or {"data", "init"} & {*flags.given})
     if not (named or newest or begins):
-        what = f"the newest is {known}" if known else "train one: python train.py --data DIR"
-        raise ValueError(f"no checkpoint in {flags.out or 'runs'}; {what}")
+        what = f"the newest is {known}; or train one" if known else "train one"
+        raise ValueError(f"no checkpoint in {flags.out or 'runs'}; {what}: python train.py --data DIR")
     if trains and newest and flags.resume == "none":
         raise ValueError(f"{out} holds checkpoints; resume with --resume auto, or choose another --out")
-    if trains and newest and named and os.path.basename(newest) > os.path.basename(named) > "step_":
+    is_older = newest and os.path.isfile(named or "") and os.path.basename(newest) > os.path.basename(named)
+    if trains and is_older:
         raise ValueError(f"{newest} is newer than {named}; resume from that, or choose another --out")
     if flags.resume == "auto" and not newest:
         print0(f"no checkpoint in {out} yet: a new run")
@@ -790,10 +790,10 @@ def load_checkpoint(path):
         if wrong or content["version"] != VERSION:
             raise ValueError(f"this code reads version {VERSION}; it lacks {', '.join(wrong) or 'that'}")
     except Exception as error:    # a file that is not torch's raises almost anything
-        is_file = os.path.isfile(path)
-        what = "damaged, or no step_*.pt of this train.py" if is_file else "no file of a checkpoint"
-        others = {*list_checkpoints(os.path.dirname(path) if is_file else path)} - {path}
-        advice = f"; {'remove it to go on from' if is_file else 'there is'} {max(others)}" if others else ""
+        what = "damaged, or no step_*.pt of this train.py" if os.path.isfile(path) else "no checkpoint's file"
+        there = list_checkpoints(path if os.path.isdir(path) else os.path.dirname(path))
+        verb, others = "remove it to go on from" if path in there else "there is", {*there} - {path}
+        advice = f"; {verb} {max(others)}" if others else ""
         raise ValueError(f"{path} is {what} ({type(error).__name__}: {error!s:.200}){advice}") from None
     return content
 

@@ -88,7 +88,7 @@ def convert(described, bos, path):
     special = {name: id for name, id in special.items() if id not in ids}
     bos = next((name for name in ([bos] if bos else BOS_NAMES) if name in special), None)
     if not bos:
-        raise ValueError(f"{path}: --bos takes a special token: {', '.join(special)[:300] or 'it has none'}")
+        raise ValueError(f"{path}: --bos opens documents; special tokens: {', '.join(special)[:99] or None}")
     return RustBPETokenizer(build_encoding(pattern, ranks, special), bos)
 
 

@@ -85,11 +85,13 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
     if clash := {"text", "tokens", text_key} & {*keep}:
         raise ValueError(f"--keep {min(clash)}: shards hold the documents in a column of that name")
     files, ignored = find_inputs(inputs, as_text)
+    if cut_bytes and not any(file.kind in (".txt", ".md") for file in files):
+        raise ValueError("--cut_bytes cuts plain text, and here is none; name it by --as_text")
     out = os.path.realpath(out)    # a link stays, and its target appears
     total = sum(file.size for file in files)
     # While a process starts, another one converts 100 MB.
-    workers = min(workers or min(cores(), total // BYTES_PER_PROCESS), max(cores(), len(files))) or 1
-    with building_folder(out) as building, pool_of(executor, workers) as pool:
+    workers = workers or max(1, min(cores(), total // BYTES_PER_PROCESS))
+    with building_folder(out) as building, pool_of(executor, min(workers, cores() + len(files))) as pool:
         scatter = functools.partial(scatter_task, building=building, text_key=text_key, keep=keep,
                                     skip_bad=skip_bad, cut_bytes=cut_bytes, seed=seed, max_in_val=total // 20)
         try:
@@ -457,7 +459,7 @@ def advise(file, seen):
         module = "zipfile" if archive[1] == "zip" else "tarfile"
         return f"it holds files; type: python -m {module} -e {path} FOLDER, and convert that folder"
     if seen == "UTF-16":
-        return f"it is UTF-16; type: iconv -f UTF-16 -t UTF-8 {path} > {shlex.quote(file.path + '.utf8.txt')}"
+        return f"it is UTF-16; type: iconv -f UTF-16 -t UTF-8 {path} > {path}.utf8{file.kind or '.txt'}"
     if seen == suffix:
         return f"rename it to say what it holds, as .jsonl{suffix} and .txt{suffix} do"
     if seen in KINDS or seen in CODECS:
@@ -559,7 +561,7 @@ def cut_text(data, cut_bytes):
         stop = start + cut_bytes
         if stop < len(data):
             stop = next((at + len(mark) for mark in (b"\n\n", b"\r\n\r\n", b"\n", b" ")
-                         if (at := data.rfind(mark, start, stop - len(mark) + 1)) >= 0), stop)
+                         if (at := data.rfind(mark, start, stop)) >= 0), stop)
             while stop > start + 1 and data[stop] & 0xC0 == 0x80:
                 stop -= 1    # not in the middle of a character
         yield f"byte {start}", data[start:stop]
@@ -638,7 +640,6 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
 
 
 def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
-    """Returns the number of tokens in the shard."""
     path, dtype, columns = os.path.join(out, shard.name), tokenizer.dtype, ["tokens", *keep]
     if os.path.exists(path):
         old = read_shard(out, shard.name, os.path.getsize(path))
@@ -737,7 +738,6 @@ def verify(folder: str) -> bool:
 
 
 def check_shard(file, folder, indexed):
-    """A line of the table."""
     rows, nulls, n_bytes = [], 0, 0
     try:
         if shard := read_shard(folder, *file):

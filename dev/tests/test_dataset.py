@@ -148,9 +148,9 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
 
 
 @pytest.mark.parametrize("spoil, words", [
-    (lambda folder: None, r"data does not exist; get some: python dataset.py -n 8, or .*convert FILES$"),
-    (lambda folder: folder.mkdir(), "data is no folder of shards; get some: "),
-    (lambda folder: folder.write_text("a file"), "data is no folder of shards; get some: "),
+    (lambda folder: None, r"data does not exist; if it moved, name .*: python dataset.py -n 8, or .*FILES$"),
+    (lambda folder: folder.mkdir(), "data is no folder of shards; if it moved, "),
+    (lambda folder: folder.write_text("a file"), "data is no folder of shards; if it moved, "),
     (lambda folder: make_shards(folder, (8,)), "0 train shards, 1 val; val is the last file, shard_00000.parq"
      r"uet .*; train and val need a file each; make more: python -m dev.prepare convert \S+/data --out \S+$"),
     (lambda folder: [make_shards(folder / split, (8,)) for split in ("train", "test")],
@@ -166,7 +166,9 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
     (spoiled("_delta_log/0.json", b"{}"), "files of older versions"),
     (lambda folder: [make_shards(folder / "snapshots" / v) for v in "ab"], "name the folder of one version"),
     (lambda folder: write_tokens(folder, "a", "b"), "token shards without index.json: run tokenize again"),
-    (lambda folder: [make_shards(folder), write_tokens(folder, "a")], "a.parquet and .* differ in kind"),
+    (lambda folder: [make_shards(folder), dataset.write_index(str(folder)), make_shards(folder / "new")],
+     "index.json does not match its folder: new/shard_00000.parquet is new, missing or resized"),
+    (lambda folder: [make_shards(folder), write_tokens(folder, "a")], "different kinds: .*a.parquet"),
     *((indexed(change), r"index.json cannot be used .*python dataset.py index \S+/data$") for change in (
         b"", b"{", b"[]", b"3", b"[" * 200_000, b"\xff", {"format": 2}, {"dtype": "nothing"}, {"shards": []},
         {"shards": {"a.parquet": {"bytes": 1}}}, *({"shards": {name: FULL}} for name in (
@@ -190,9 +192,14 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     os.symlink("..", tmp_path / "far" / "circle")
     assert read_all(tmp_path / "data") == texts
     (tmp_path / "files").mkdir()
-    for name in os.listdir(tmp_path / "data" / "a"):
-        os.symlink(tmp_path / "far" / name, tmp_path / "files" / name)
+    for path in (tmp_path / "data" / "a").glob("*.parquet"):
+        os.symlink(path, tmp_path / "files" / path.name)
     assert read_all(tmp_path / "files") == texts
+
+
+def test_shards_of_a_folder_and_of_those_in_it_are_read(tmp_path):
+    texts = make_shards(tmp_path / "new") + make_shards(tmp_path)
+    assert sorted(read_all(tmp_path)) == sorted(texts)
 
 
 def test_relative_folder_is_that_of_the_working_folder_of_today(tmp_path, monkeypatch):
@@ -217,7 +224,7 @@ def test_names_and_messages_are_printed_with_escapes(tmp_path, capsys):
 @pytest.mark.parametrize("kind", [pa.string(), pa.large_string(), pa.string_view(),
                                   pa.dictionary(pa.int32(), pa.string())], ids=str)
 def test_foreign_parquet_of_any_string_type_reads_the_same(tmp_path, kind):
-    texts = [*make_shards(tmp_path / "ours"), None, ""]
+    texts = [*make_shards(tmp_path / "_ours"), None, ""]
     table = pa.table({"id": range(94), "text": pa.array(texts).cast(kind), "tokens": range(94)})
     for name in "ab":
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=40)
@@ -276,10 +283,10 @@ def test_shard_that_is_not_what_was_written_is_an_error(tmp_path):
         path.write_bytes(complete)
     for letter in "abc":
         groups = [pa.array([letter * 99] * 9)] * 2
-        dataset.write_shard(f"{tmp_path}/same/{letter}.parquet", groups, compression="none")
-    shard = dataset.list_shards(f"{tmp_path}/same", "train")[0]
+        dataset.write_shard(f"{tmp_path}/_same/{letter}.parquet", groups, compression="none")
+    shard = dataset.list_shards(f"{tmp_path}/_same", "train")[0]
     assert shard.read(0).to_pylist() == ["a" * 99] * 9
-    os.replace(tmp_path / "same/b.parquet", tmp_path / "same/a.parquet")
+    os.replace(tmp_path / "_same/b.parquet", tmp_path / "_same/a.parquet")
     with pytest.raises(dataset.ShardError, match="not those that were written"):
         shard.read(1)
     buffers = [None, pa.py_buffer(b"\0\0\0\0\2\0\0\0"), pa.py_buffer(b"\xff\xfe")]
@@ -354,9 +361,9 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys, monkeypatch):
     index, size = json.loads((tmp_path / "index.json").read_bytes()), os.path.getsize(after[2].path)
     assert index.pop("shards")["shard_00002.parquet"] == {"bytes": size, "text_bytes": size, "rows": [8, 4]}
     assert index == {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
-    write_tokens(tmp_path / "tokens", "a", "b")
-    dataset.write_index(str(tmp_path / "tokens"))
-    (shard,) = dataset.list_shards(str(tmp_path / "tokens"), "train")
+    write_tokens(tmp_path / "_tokens", "a", "b")
+    dataset.write_index(str(tmp_path / "_tokens"))
+    (shard,) = dataset.list_shards(str(tmp_path / "_tokens"), "train")
     assert (shard.kind, shard.dtype, shard.fingerprint, shard.size) == ("tokens", "<u2", "bytes", 99)
     assert np.frombuffer(shard.read(0)[0].as_py(), shard.dtype).tolist() == [0, 1, 2]
     batches = list(dataset.parquets_iter_batched("train", start=1, step=2, data_dir=str(tmp_path)))
@@ -470,7 +477,7 @@ def test_web_reads_that_fail_are_tried_again(web, capsys):
     web.faults = {"index.json": [503, "cut"], "shard_00000.parquet": ["cut", 500, None, None, 429, "cut"],
                   "shard_00002.parquet": [None, 503]}
     assert read_all(web.url) == web.texts and not any(web.faults.values())
-    assert capsys.readouterr().err.count("trying again: ") == 7
+    assert capsys.readouterr().err.count("; trying again\n") == 7
     shard = dataset.list_shards(web.url, "train")[1]
     web.faults, web.requests[:] = {shard.name: [503] * 99, "index.json": [503] * 99}, []
     with pytest.raises(dataset.ShardError, match=r"00001.parquet, row group 1: .*503.*--data http"):
@@ -642,7 +649,7 @@ def test_download_of_a_wrong_size_or_stopped_by_ctrl_c_is_not_complete(hub):
     (["--help"], 0, "python dataset.py -n 8 -w 4"), ([], 2, "or -n: train shards"), (["-n0"], 2, "or -1 for"),
     (["-n1", "-w0"], 2, "-w: at least 1"), (["foo"], 2, "expected `index DIR`"), (["index"], 2, "`index"),
     (["-n", "many\x1b"], 2, "invalid int value: 'many\\x1b'; see python dataset.py --help\n"),
-    (["index", "/not\x1bthere"], 1, "error: /not\\x1bthere does not exist; get some: python dataset.py -n 8"),
+    (["index", "/not\x1bthere"], 1, "error: /not\\x1bthere does not exist; if it moved, "),
 ])
 def test_mistakes_on_the_command_line_are_one_line(arguments, status, words, capsys):
     with pytest.raises(SystemExit) as ended:

@@ -64,13 +64,13 @@ def test_import_tokenizer(tmp_path, capsys, pattern, changes):
     assert len(ours.encode("<|endoftext|>")) > 1 and ours.get_bos_token_id() == 0
     assert "is not empty" in command(*arguments)
     arguments[-1] = tmp_path / "more"
-    assert "--bos takes a special token: <|" in command(*arguments, "--bos", "<s>")
+    assert "--bos opens documents; special tokens: <|" in command(*arguments, "--bos", "<s>")
     assert command(*arguments, "--bos", "<|pad|>") is None
     described = json.loads((tmp_path / "tokenizer.json").read_text()) | {"added_tokens": []}
     for name in ("<|endoftext|>", "<|pad|>"):
         del described["model"]["vocab"][name]
     arguments[1].write_text(json.dumps(described))
-    assert command(*arguments[:-1], tmp_path / "none").endswith("--bos takes a special token: it has none")
+    assert command(*arguments[:-1], tmp_path / "none").endswith("--bos opens documents; special tokens: None")
 
 
 def swapped(described):

@@ -164,7 +164,7 @@ def test_no_more_processes_start_than_can_work(tmp_path, monkeypatch):
     seen, pool_of = [], prepare.pool_of
     monkeypatch.setattr(prepare, "pool_of", lambda executor, n: seen.append(n) or pool_of(executor, 1))
     prepare.convert([f"{tmp_path}/in"], f"{tmp_path}/out", text_key="raw_content", workers=1000)
-    assert seen[0] <= max(prepare.cores(), 20)
+    assert seen[0] <= prepare.cores() + 20
 
 
 def test_row_groups_of_long_documents_are_small(monkeypatch):
@@ -350,6 +350,7 @@ SHAPES = {    # what there is: (its files, None if convert takes it, else a part
     "text": (lambda t: each(t, ".txt"), None), "markdown": (lambda t: each(t, ".md"), None),
     "one long text": (lambda t: {"a.txt": "\n\n".join(t).encode()}, "--cut_bytes "),
     "text of Latin-1": (lambda t: {"a.txt": "\n\n".join(t).encode("latin-1")}, ICONV),
+    "JSON of UTF-16": (lambda t: {"a.jsonl": lines_of(text=t).decode().encode("utf-16")}, "iconv -f UTF-16 "),
     "text of UTF-16": (lambda t: {"a.txt": "\n\n".join(t).encode("utf-16")}, "iconv -f UTF-16 "),
     "sources": (lambda t: each(t, ".py"), "add --as_text '*.py'"),
     "no suffix": (lambda t: {"README": "\n\n".join(t).encode()}, "add --as_text README"),
@@ -482,6 +483,12 @@ def test_if_all_is_bad_the_first_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
     line = command("convert", tmp_path / "a.txt", "--out", tmp_path / "out", "--skip_bad")
     assert re.match(r"error: 0 documents: too few .*; skipped: \S+a.txt, byte 0: .*Latin-1", line)
+
+
+def test_what_is_no_plain_text_is_not_cut(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines_of(text=["a text"] * 30))
+    line = command("convert", tmp_path / "a.jsonl", "--out", tmp_path / "out", "--cut_bytes", "9")
+    assert line == "error: --cut_bytes cuts plain text, and here is none; name it by --as_text"
 
 
 def test_empty_documents_are_counted(tmp_path, capsys):
@@ -669,6 +676,8 @@ def test_a_text_file_is_cut_when_asked(tmp_path):
     assert b"".join(parts) == text.encode() and max(map(len, parts)) <= 1001
     assert sorted(part.decode() for part in parts) == sorted(read_all(tmp_path / "out"))
     assert sum(part.endswith(b"\n\n") for part in parts) > 2
+    assert [part for _, part in prepare.cut_text(b"ab\n\ncdef\n\nefgh", 10)] == [b"ab\n\ncdef\n\n", b"efgh"]
+    assert max(len(part) for _, part in prepare.cut_text(b"abc\r\n\r\ndef", 1)) == 1
     book = b"\r\n\r\n".join([b"a line\r\nanother"] * 200)    # Windows's line ends
     assert all(part.endswith(b"\r\n\r\n") for _, part in [*prepare.cut_text(book, 999)][:-1])
 
@@ -730,7 +739,7 @@ def test_verify_finds_shards_of_two_kinds(tmp_path, byte_tokenizer, capsys):
     shutil.copy(tmp_path / "tokens" / "shard_00001.parquet", tmp_path / "text")
     assert command("verify", tmp_path / "text") == 1
     words = capsys.readouterr().out
-    assert re.search(r"PROBLEM .*/text: \S+ and \S+ differ in kind; separate them", words)
+    assert re.search(r"PROBLEM .*/text holds shards of different kinds: .*tokens uint16 bytes", words)
     assert "text: 3 shards, 1 problem\n" in words
 
 

@@ -438,17 +438,19 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--data", "tokens"], "tokens holds tokens"),
     (["--data", "tokens", "--tokenizer", "other"], "tokens needs the tokenizer that made it, "),
     (["--tokenizer", "nowhere"], "nowhere"),
-    (["--resume", "nowhere.pt"], "nowhere.pt is no file of a checkpoint (FileNotFound"),
+    (["--resume", "nowhere.pt"], "nowhere.pt is no checkpoint's file (FileNotFound"),
     (["--resume", "text.pt"], "text.pt is damaged, or no step_*.pt of this train.py (BadZipFile"),
     (["--init", "tensor.pt"], "tensor.pt is damaged, or no step_*.pt of this train.py (AttributeError"),
     (["--eval", "handmade.pt"], "handmade.pt is damaged, or no step_*.pt of this train.py (ValueError"),
     (["--resume", "emptied.pt"], "emptied.pt does not fit this model (KeyError"),
     (["--init", "deep.pt", "--depth", "1"], "--depth 1 does not fit deep.pt, which has: --depth 2; leave"),
-    (["--eval", "a"], "a is no file of a checkpoint (IsADirectoryError"),
+    (["--eval", "a"], "a is no checkpoint's file (IsADirectoryError"),
     (["--resume", "auto", "--out", "mistyped"], "no checkpoint in mistyped; the newest is runs/one/step_"),
     (["--resume", "auto", "--out", "mistyped", "--steps", "9"], "no checkpoint in mistyped; the newest is"),
-    (["--resume", "atuo", "--out", "holds"], "atuo is no file of a checkpoint (FileNotFound"),
-    (["--resume", "holds"], "holds is no file of a checkpoint (IsADirectoryError"),
+    (["--resume", "atuo", "--out", "holds"], "atuo is no checkpoint's file (FileNotFound"),
+    (["--resume", "best.pt", "--out", "holds"], "holds/step_0000002.pt is newer than best.pt"),
+    (["--eval", "holds/log.jsonl"], "); there is holds/step_0000002.pt"),
+    (["--resume", "holds"], "holds is no checkpoint's file (IsADirectoryError"),
     (["--resume", "holds"], "); there is holds/step_0000002.pt"),
     (["--data", "a:0.5", "./a/:0.5"], "--data ./a/:0.5: expected PATH, or several"),
     (["--num_lanes", "1000"], "1000 lanes"),
@@ -469,12 +471,14 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
                         ("deep.pt", content | {"flags": {"depth": 2}})):
         torch.save(saved, name)
     os.mkdir("holds")
-    torch.save(content | {"flags": {"data": ["a"]}}, "holds/step_0000002.pt")
+    for name in ("holds/step_0000002.pt", "best.pt"):
+        torch.save(content | {"flags": {"data": ["a"]}}, name)
     if "--out" in flags:
         os.makedirs("runs/one")
         shutil.copy("holds/step_0000002.pt", "runs/one")
-    with open("text.pt", "w") as file:
-        file.write("text")
+    for name in ("text.pt", "holds/log.jsonl"):
+        with open(name, "w") as file:
+            file.write("text")
     if "=" in flags[0]:
         monkeypatch.setenv(*flags[0].split("="))
     toy = [] if flags[0] in ("--sample", "--eval", "--resume", "--init") else TOY
@@ -555,7 +559,7 @@ def test_lanes_that_do_not_fit_are_named_before_the_batch(command, monkeypatch):
 def test_null_documents_are_counted(command):
     write_shards("nulls", [[["some text ", "more", None] * 9], [["some text " * 9]]])
     told = command("--data", "nulls", "--steps", 2)
-    assert re.search(r"\n[1-9]\d* null documents were skipped so far, epochs included\n", told)
+    assert re.search(r"\nnull documents skipped by rank 0 since its start, all epochs: [1-9]", told)
     assert "null" not in command("--steps", 2)
 
 
