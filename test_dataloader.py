@@ -1501,8 +1501,8 @@ def test_close_ends_a_next_that_waits_or_starts(corpus, monkeypatch):
         loader.close()
         tokenizer.resume.set()
         assert isinstance(waiting.exception(60), RuntimeError | CancelledError)
-    starting, start = make(corpus), dataloader.Pipeline
-    monkeypatch.setattr(dataloader, "Pipeline", lambda loader: (start(loader), loader.close())[0])
+    starting, starts = make(corpus), iter([dataloader.Pipeline])    # one start: of `starting`
+    monkeypatch.setattr(dataloader, "Pipeline", lambda loader: (next(starts)(loader), loader.close())[0])
     for closed in (loader, starting):
         with pytest.raises(RuntimeError, match="closed"):
             next(closed)    # and the fixture closes both again
