@@ -144,10 +144,10 @@ def sources_of(flags):
         is_port = re.match(r"https?://[^:/]+:\d+$", spec)
         if isinstance(weight, str) or is_port or os.path.isdir(spec):    # a folder may be named web:2
             path, weight = spec, 1.0 if len(specs) == 1 else 0.0
-        if not path or not 0 < weight < math.inf or dataloader.source_name(path) in sources:
+        if not path or not 0 < weight < math.inf or (path := dataloader.source_name(path)) in sources:
             raise ValueError(f"--data {spec}: expected PATH, or several of PATH:WEIGHT, each path once and "
                              "each weight above 0, as in --data web:0.7 code:0.3")
-        sources[dataloader.source_name(path)] = weight
+        sources[path] = weight
     return sources
 
 

@@ -279,10 +279,10 @@ def keys_and_lengths(building):
     return keys[order], lengths[order]
 
 
-def plan_shards(keys, lengths, shard_bytes, skipped=()):
+def plan_shards(keys, lengths, shard_bytes, skipped):
     """
     For each shard, the (first key, last key) of its row groups. The last shard is val: 1 % of the documents,
-    or VAL_DOCUMENTS, or a tenth, if that is fewer. The others have equal bytes.
+    or VAL_DOCUMENTS, or a tenth, if that is fewer. The others have equal bytes. skipped: what an error names.
     """
     n = len(keys)
     if n < 2:
