@@ -99,6 +99,7 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, data_dir: s
 # The index: what a folder contains, known before the first read
 
 INDEX, INDEX_FORMAT = "index.json", 1
+CACHE_FORMAT = 2    # of indexes under the base directory: 2 has digests
 
 
 def all_shards(folder: str) -> list["Shard"]:
@@ -109,7 +110,7 @@ def all_shards(folder: str) -> list["Shard"]:
 def shards_of(folder, index):
     dtype = index["dtype"] and np.dtype(index["dtype"]).newbyteorder("<")
     return [Shard(folder, name, entry["bytes"], entry["text_bytes"], entry["rows"], index["kind"], dtype,
-                  index["tokenizer"])
+                  index["tokenizer"], entry.get("digest"))
             for name, entry in sorted(index["shards"].items()) if any(entry["rows"])]    # skips Spark's empty
 
 
@@ -117,8 +118,9 @@ def read_index(folder: str) -> dict | None:
     """
     A folder's index.json, compared with the files if the folder is local; None if it has none.
     {"format": 1, "kind": "text", "dtype": None, "tokenizer": None, "shards":
-     {"shard_00000.parquet": {"bytes": 1925, "text_bytes": 1925, "rows": [1024, 700]}, ...}}
-    rows: documents of each row group; text_bytes: size of the text shard, also if this one holds its tokens.
+     {"a.parquet": {"bytes": 1925, "text_bytes": 1925, "rows": [1024, 700], "digest": "b29037..."}, ...}}
+    rows: documents of each row group. text_bytes and digest (see digest_of; None or missing if unknown) are
+    those of the text shard, also if this one holds its tokens.
     """
     filesystem_of(folder)    # first: its errors are not the index's
     where, command = join_name(folder, INDEX), f"python dataset.py index {shlex.quote(folder)}"
@@ -145,7 +147,7 @@ def cached_index(folder):
     """The index of a folder that has none: from its footers, then kept under the base directory."""
     files = list_files(folder)
     real = folder if "://" in folder else os.path.realpath(folder)
-    key = hashlib.sha256(json.dumps([INDEX_FORMAT, real, files]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([CACHE_FORMAT, real, files]).encode()).hexdigest()[:16]
     path = os.path.join(get_base_dir(), "index", f"{key}.json")
     with locked(path):    # one process of a node reads the footers, the others wait for it
         with contextlib.suppress(OSError, ValueError), open(path) as file:
@@ -179,7 +181,7 @@ def read_entry(folder, file):
     """(name, index fields shared by the folder, index entry of this shard), from its footer."""
     name, size, _ = file
     with errors_named(folder, name, "footer"):
-        metadata, checksums = retry(lambda: read_footer(folder, name, size), folder)
+        metadata, checksums = retry(lambda: parse_footer(folder, name, size), folder)
         schema, extra = metadata.schema.to_arrow_schema(), metadata.metadata or {}
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if sum(rows) != metadata.num_rows or len(checksums or rows) != len(rows):
@@ -193,7 +195,8 @@ def read_entry(folder, file):
         seen = printable(", ".join(f"{field.name}: {field.type}" for field in schema))
         raise ShardError(f"{join_name(folder, name)}: expected one string column `text`, not {seen}; type: "
                          f"{CONVERT} {shlex.quote(folder)} --text_key COLUMN --out NEW_FOLDER")
-    return name, head, {"bytes": size, "text_bytes": text_bytes, "rows": rows}
+    digest = digest_of(extra, checksums)
+    return name, head, {"bytes": size, "text_bytes": text_bytes, "rows": rows, "digest": digest}
 
 
 def write_index(folder: str, out: str | None = None) -> dict:
@@ -209,6 +212,7 @@ def write_index(folder: str, out: str | None = None) -> dict:
 # Reading and writing shards
 
 CHECKSUMS = b"nanoloader.checksums"    # in a footer: the checksum of each row group's documents
+TEXT_DIGEST = b"nanoloader.text_digest"    # in a token shard's footer: the digest of its text shard
 
 
 class ShardError(OSError):
@@ -226,6 +230,7 @@ class Shard:
     kind: str                  # 'text' or 'tokens'
     dtype: np.dtype | None     # of the token ids
     fingerprint: str | None    # of the tokenizer that made them
+    digest: str | None = None    # of the text's checksums, see digest_of; None: not known
 
     @property
     def path(self) -> str:
@@ -237,7 +242,7 @@ class Shard:
             return retry(lambda: self._read(row_group), self.folder)
 
     def _read(self, row_group):
-        metadata, checksums = read_footer(self.folder, self.name, self.file_size)
+        metadata, checksums = read_footer(self)
         with open_file(self.folder, self.name, self.file_size) as file:
             parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=not checksums)
             column = parquet.read_row_group(row_group, [self.kind], use_threads=False).column(0)
@@ -253,11 +258,30 @@ class Shard:
 
 
 @functools.lru_cache(maxsize=64)    # saves a request for each row group of a remote shard
-def read_footer(folder, name, size):
+def read_footer(shard):
+    """What parse_footer returns; ValueError if the file was replaced. Cached for the life of this Shard."""
+    metadata, checksums = parse_footer(shard.folder, shard.name, shard.file_size)
+    if shard.digest and digest_of(metadata.metadata or {}, checksums) != shard.digest:
+        raise ValueError(f"it was replaced by another shard of this size; if that is meant: "
+                         f"python dataset.py index {shlex.quote(shard.folder)}")
+    return metadata, checksums
+
+
+def parse_footer(folder, name, size):
     """(metadata, checksums of the row groups' documents or None in shards that others wrote)"""
     with open_file(folder, name, size) as file:
         metadata = pq.ParquetFile(file).metadata
     return metadata, json.loads((metadata.metadata or {}).get(CHECKSUMS, b"null"))
+
+
+def digest_of(extra, checksums):
+    """
+    Of a text shard: 16 hex digits of the sha256 of its checksums as JSON. Its token shard records the same in
+    its footer (`extra`). None: others wrote the text, or an earlier version of ours the tokens.
+    """
+    if b"nanoloader.dtype" in extra:
+        return extra.get(TEXT_DIGEST, b"").decode() or None
+    return checksums and hashlib.sha256(json.dumps(checksums).encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager

@@ -644,7 +644,8 @@ def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
     if os.path.exists(path):
         old = read_shard(out, shard.name, os.path.getsize(path))
         wanted = shard.size, shard.rows, dtype, tokenizer.fingerprint(), columns
-        if (old.size, old.rows, old.dtype, old.fingerprint, columns_of(old)) != wanted:
+        found = old.size, old.rows, old.dtype, old.fingerprint, columns_of(old)
+        if found != wanted or old.digest not in (None, shard.digest):
             raise ValueError(f"{path} was made from other text, by another tokenizer, or with other --keep; "
                              "name a new folder with --out, or remove this one")
         return sum(count_bytes(old.read(i)) for i in range(len(old.rows))) // dtype.itemsize
@@ -656,7 +657,7 @@ def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
         return pa.table([ids, *read_columns(shard, row_group, keep)], columns) if keep else ids
 
     metadata = {"nanoloader.dtype": dtype.name, "nanoloader.tokenizer": tokenizer.fingerprint(),
-                "nanoloader.text_size": str(shard.size)}
+                "nanoloader.text_size": str(shard.size), dataset.TEXT_DIGEST: shard.digest or ""}
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(out, dataset.INDEX))    # it is written again when all shards are there
@@ -688,7 +689,7 @@ def read_shard(folder, name, size):
 
 
 def columns_of(shard):
-    return dataset.read_footer(shard.folder, shard.name, shard.file_size)[0].schema.to_arrow_schema().names
+    return dataset.read_footer(shard)[0].schema.to_arrow_schema().names
 
 
 def read_columns(shard, row_group, names):
@@ -738,11 +739,12 @@ def verify(folder: str) -> bool:
 
 
 def check_shard(file, folder, indexed):
-    rows, nulls, n_bytes = [], 0, 0
+    rows, nulls, n_bytes, kind = [], 0, 0, "pages, if any"
     try:
         if shard := read_shard(folder, *file):
-            rows = shard.rows
-            if indexed and vars(shard) != vars(indexed[shard.name]):
+            rows, kind = shard.rows, "documents" if dataset.read_footer(shard)[1] else kind
+            known = vars(indexed.get(shard.name, shard))
+            if vars(shard) != known | {"digest": known["digest"] or shard.digest}:
                 raise ValueError("it contradicts index.json; type: python dataset.py index FOLDER")
             others = [name for name in columns_of(shard) if name != shard.kind]
         for row_group in range(len(rows)):
@@ -750,7 +752,6 @@ def check_shard(file, folder, indexed):
             nulls, n_bytes = nulls + array.null_count, n_bytes + count_bytes(array)
             if others:
                 read_columns(shard, row_group, others)
-        kind = "documents" if dataset.read_footer(folder, *file)[1] else "pages, if any"
     except (OSError, ValueError) as error:
         return f"PROBLEM  {str(error).partition('; check it with')[0]}"
     return (f"{sum(rows):>11,} {len(rows):>10,} {nulls:>7,} {n_bytes / 1e6:>9,.1f} {file[1] / 1e6:>9,.1f}  "

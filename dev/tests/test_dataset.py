@@ -60,7 +60,7 @@ def footers(monkeypatch):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Retries do not wait; .waits are the seconds that they would have waited."""
-    quick.waits, _ = [], dataset.read_footer.cache_clear()
+    quick.waits = []
     monkeypatch.setattr(dataset, "ENDING", SimpleNamespace(wait=quick.waits.append))
 
 
@@ -315,6 +315,33 @@ def test_checksum_differs_for_other_documents_and_never_changes():
         assert dataset.checksum(array.cast(kind).slice(1, 4)) == 596_729_577
 
 
+def test_digest_tells_shards_of_equal_size_apart(tmp_path):
+    """Rewritten in this process, or replaced beside an old index.json: no old footers, no other text."""
+    folder, entries, sizes = str(tmp_path), [], [(3, 5), (5, 3), (3, 5)]
+    read = lambda: dataset.make_index(folder, dataset.list_files(folder))    # noqa: E731
+    for n, texts in enumerate(("ab", "ab", "ba")):
+        for name in "xy":
+            groups = [pa.array([text * 99] * size) for text, size in zip(texts, sizes[n], strict=True)]
+            dataset.write_shard(f"{tmp_path}/{name}.parquet", groups, compression="none")
+        entries.append(read()["shards"]["x.parquet"])
+        assert dataset.list_shards(folder, "train")[0].read(0).to_pylist() == [texts[0] * 99] * sizes[n][0]
+    assert [entry["rows"] for entry in entries] == [[3, 5], [5, 3], [3, 5]]
+    assert [len({entry[key] for entry in entries}) for key in ("bytes", "digest")] == [1, 3]
+    assert entries[0]["digest"] == "b29037bed2a8726b", "it is in users' states"
+    index = dataset.write_index(folder)
+    index["shards"]["x.parquet"] = entries[0]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(dataset.ShardError, match=r"replaced by another shard of this size; .*index \S+;"):
+        dataset.list_shards(folder, "train")[0].read(0)
+    for entry in index["shards"].values():    # as an earlier version wrote it
+        del entry["digest"]
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    (shard,) = dataset.list_shards(folder, "train")
+    assert shard.digest is None and shard.read(0).to_pylist() == ["b" * 99] * 3
+    pq.write_table(pa.table({"text": ["a"]}), tmp_path / "foreign.parquet")
+    assert read()["shards"]["foreign.parquet"]["digest"] is None
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_corrupted_shard_never_yields_other_text(tmp_path, known):
     """Flips, cuts, zeros, half of them near the footer: an error naming the shard, or the same documents."""
@@ -331,7 +358,6 @@ def test_corrupted_shard_never_yields_other_text(tmp_path, known):
             zeros = pick.choice([8, 100, 5000]) if how == "zero" else 0
             data[start:] = bytes(zeros) + data[start + zeros :] if zeros else b""
         path.write_bytes(data)
-        dataset.read_footer.cache_clear()
         try:
             shard = dataset.shards_of(
                 folder, index if known else dataset.make_index(folder, dataset.list_files(folder)))[0]
@@ -354,12 +380,13 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys, monkeypatch):
     dataset.main(["index", str(tmp_path)])
     assert "2 train shards, 1 val; val is the last file, shard_00002.parquet" in capsys.readouterr().out
     with monkeypatch.context() as patch:
-        patch.setattr(dataset, "read_footer", None)
+        patch.setattr(dataset, "parse_footer", None)
         after = both_splits(tmp_path)
     assert [vars(shard) for shard in before] == [vars(shard) for shard in after]
     assert [shard.rows for shard in after] == [[8] * 5, [8] * 5, [8, 4]] and read_all(tmp_path) == texts
     index, size = json.loads((tmp_path / "index.json").read_bytes()), os.path.getsize(after[2].path)
-    assert index.pop("shards")["shard_00002.parquet"] == {"bytes": size, "text_bytes": size, "rows": [8, 4]}
+    assert index.pop("shards")["shard_00002.parquet"] == {
+        "bytes": size, "text_bytes": size, "rows": [8, 4], "digest": after[2].digest}
     assert index == {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
     write_tokens(tmp_path / "_tokens", "a", "b")
     dataset.write_index(str(tmp_path / "_tokens"))

@@ -721,6 +721,8 @@ def test_tokenize_resumes(tmp_path, byte_tokenizer, monkeypatch):
     before = os.stat(f"{out}/shard_00000.parquet").st_mtime_ns
     assert prepare.tokenize(text, out) == total
     assert os.stat(f"{out}/shard_00000.parquet").st_mtime_ns == before
+    digests = [[shard.digest for shard in all_of(folder)] for folder in (text, out)]
+    assert digests[0] == digests[1] and len({*digests[0]}) == 3 and all(digests[0])
     with pytest.raises(ValueError, match="holds token ids already"):
         prepare.tokenize(out, str(tmp_path / "twice"))
     with pytest.raises(ValueError, match="cannot write to"):
@@ -759,7 +761,6 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
         data = bytearray(sound[path])
         data[at] ^= 4
         path.write_bytes(data)
-        dataset.read_footer.cache_clear()    # the command starts with an empty one
         assert command("verify", "--data", tmp_path) == 1
         words = capsys.readouterr().out
         assert re.search(f"{path.name} +{message}", words) and words.count("PROBLEM") == 1
@@ -779,8 +780,14 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     assert re.search(r"PROBLEM  .*index.json does not match .*00004.*python dataset.py index", words)
     assert re.search(r"shard_00004.parquet +PROBLEM ", words) and "5 shards, 2 problems" in words
     os.unlink(tmp_path / "shard_00004.parquet")
-    dataset.write_index(str(tmp_path))
+    index = dataset.write_index(str(tmp_path))
     assert command("verify", "--data", tmp_path) == 0
+    del index["shards"][first.name]["digest"]    # as an earlier version wrote it
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    assert command("verify", "--data", tmp_path) == 0
+    index["shards"][first.name]["digest"] = "another"
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    assert command("verify", "--data", tmp_path) == 1
 
 
 def test_stats_count_documents_tokens_lanes_and_cuts(tmp_path, byte_tokenizer, capsys):
