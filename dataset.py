@@ -413,7 +413,8 @@ def build_builtin_corpus(folder: str) -> None:
 # ---------------------------------------------------------------------------------------------------------
 # Folders and files, local or remote; processes; the screen
 
-SHARD_NAME = re.compile(r"(?!.*/[._])[^._/].*\.parquet", re.DOTALL)    # other tools' files begin with . or _
+SHARD_NAME = re.compile(r"(?!.*/[._])[^._/].*(?i:\.parquet|\.pq)", re.DOTALL)    # . and _: of other tools
+PACKED = re.compile(SHARD_NAME.pattern + r"\.(gz|zst|bz2|xz|lz4)", re.DOTALL)
 RETRY_SECONDS = 1.0    # the first wait, on average; each later one is twice as long
 ENDING = threading.Event()    # the program ends: set before Python waits for the threads of executors
 threading._register_atexit(ENDING.set)
@@ -438,8 +439,10 @@ def list_files(folder: str) -> list[tuple[str, int, int]]:
         infos = fs.get_file_info(pafs.FileSelector(root, recursive=True, allow_not_found=True))
         found = [(f.path[len(root):].lstrip("/") + "/" * (not f.is_file), f.size, f.mtime_ns) for f in infos]
     else:
-        found = list(list_local(folder, "", set()))
+        found = list(list_local(folder))
     files = sorted(file for file in found if SHARD_NAME.fullmatch(file[0]))
+    if packed := [name for name, _, _ in found if PACKED.fullmatch(name)]:
+        raise ValueError(f"{folder}: {min(packed)!a} cannot be read in place; unpack it, or move it away")
     versions = {name.split("/")[1] for name, _, _ in files if name.startswith("snapshots/")}
     if len(versions) > 1 or any(re.search(r"(^|/)(_delta_log|\.hoodie)/", name) for name, _, _ in found):
         raise ValueError(f"{folder} also holds files of older versions (a Delta table or a cache of Hugging "
@@ -449,17 +452,25 @@ def list_files(folder: str) -> list[tuple[str, int, int]]:
     return files
 
 
-def list_local(folder, prefix, seen):
-    """pyarrow's FileSelector would silently skip broken symlinks, and follow symlink loops."""
-    seen.add(os.path.realpath(folder))
-    for entry in os.scandir(folder) if os.path.isdir(folder) else ():
-        if entry.is_dir():
-            yield f"{prefix}{entry.name}/", 0, 0
-            if os.path.realpath(entry.path) not in seen:
-                yield from list_local(entry.path, f"{prefix}{entry.name}/", seen)
-        else:
-            info = entry.stat(follow_symlinks=entry.name.endswith(".parquet"))
-            yield prefix + entry.name, info.st_size, info.st_mtime_ns
+def list_local(folder):
+    """
+    pyarrow's FileSelector would silently skip broken symlinks, and follow symlink loops. Links come after the
+    folders, so that a link to one of them does not give its files other names.
+    """
+    folders, links, seen = [""] * os.path.isdir(folder), [], set()
+    while folders or links:
+        prefix = (folders or links).pop(0)
+        if (real := os.path.realpath(os.path.join(folder, prefix))) in seen:
+            continue
+        seen.add(real)
+        for entry in sorted(os.scandir(real), key=lambda entry: entry.name):
+            name = prefix + entry.name
+            if entry.is_dir():
+                yield f"{name}/", 0, 0
+                (links if entry.is_symlink() else folders).append(f"{name}/")
+            else:
+                info = entry.stat(follow_symlinks=bool(SHARD_NAME.fullmatch(name)))
+                yield name, info.st_size, info.st_mtime_ns
 
 
 def join_name(folder, name):    # s3://bucket/dir?region=x, f -> s3://bucket/dir/f?region=x

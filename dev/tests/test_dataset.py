@@ -197,6 +197,28 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     assert read_all(tmp_path / "files") == texts
 
 
+def test_link_to_a_folder_does_not_rename_its_shards(tmp_path, monkeypatch):
+    """... whatever the order of the directory, and however deep the folder is."""
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path: sorted(scan(path), key=os.DirEntry.is_symlink)[::-1])
+    make_shards(tmp_path / "m" / "deep")
+    for link in ("a", "z", "0/link"):
+        os.makedirs((tmp_path / link).parent, exist_ok=True)
+        os.symlink(tmp_path / "m" / "deep", tmp_path / link)
+    assert [name for name, *_ in dataset.list_files(str(tmp_path))] == [
+        f"m/deep/shard_0000{i}.parquet" for i in range(3)]
+
+
+def test_every_spelling_of_parquet_is_read_and_a_packed_file_is_an_error(tmp_path):
+    for name in ("a.parquet", "b.PARQUET", "c.pq", "_d.pq"):
+        pq.write_table(pa.table({"text": [name]}), tmp_path / name)
+    assert read_all(tmp_path) == ["a.parquet", "b.PARQUET", "c.pq"]
+    assert dataset.write_index(str(tmp_path)) == dataset.read_index(str(tmp_path))
+    (tmp_path / "d.parquet.gz").write_bytes(b"packed")
+    with pytest.raises(ValueError, match=r"'d.parquet.gz' cannot be read in place; unpack it"):
+        dataset.list_shards(str(tmp_path), "train")
+
+
 def test_shards_of_a_folder_and_of_those_in_it_are_read(tmp_path):
     texts = make_shards(tmp_path / "new") + make_shards(tmp_path)
     assert sorted(read_all(tmp_path)) == sorted(texts)
