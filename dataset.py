@@ -164,6 +164,9 @@ def cached_index(folder):
 
 def make_index(folder, files):
     """From the footers of these files."""
+    if os.path.isfile(folder):
+        raise ValueError(f"{folder} is a file; if it is a shard, name its folder: "
+                         f"{os.path.dirname(folder) or '.'}; else: {CONVERT} {shlex.quote(folder)} --out NEW")
     if not files:
         what = "is no folder of shards" if "://" in folder or os.path.exists(folder) else "does not exist"
         raise FileNotFoundError(f"{folder} {what}; if it moved, name its new place (--data); to get some: "
@@ -586,15 +589,18 @@ def download(n_train: int, folder: str, workers: int = 4) -> None:
     """Fetch train shards and the val shard, and write index.json once all are there."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_download, hf_hub_url
 
-    def fetch(name):
+    def fetch(name, only_ask=False):
         with errors_named("hf://datasets/" + REPOSITORY, name, "download", "the same command resumes"):
-            path = hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder)
             stated = get_hf_file_metadata(hf_hub_url(REPOSITORY, name, repo_type="dataset")).etag
+            if only_ask:
+                return
+            path = hf_hub_download(REPOSITORY, name, repo_type="dataset", local_dir=folder)
             if (seen := hashlib.sha256(np.memmap(path, "u1", "r")).hexdigest()) != stated:
                 os.unlink(path)
                 raise OSError(f"its SHA-256 is {seen}, but {stated} on the hub")
 
     names = [f"shard_{number:05d}.parquet" for number in (MAX_SHARD, *range(n_train))]
+    fetch(names[0], only_ask=True)    # once: hf_hub_download would try for a minute to reach a dead network
     pool = ThreadPoolExecutor(workers)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(folder, INDEX))    # stale until all are there

@@ -150,7 +150,8 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
 @pytest.mark.parametrize("spoil, words", [
     (lambda folder: None, r"data does not exist; if it moved, name .*: python dataset.py -n 8, or .*FILES$"),
     (lambda folder: folder.mkdir(), "data is no folder of shards; if it moved, "),
-    (lambda folder: folder.write_text("a file"), "data is no folder of shards; if it moved, "),
+    (lambda folder: folder.write_text("a file"),
+     r"/data is a file; if it is a shard, name its folder: (\S+); else: \S+ -m dev.prepare convert \1/data "),
     (lambda folder: make_shards(folder, (8,)), "0 train shards, 1 val; val is the last file, shard_00000.parq"
      r"uet .*; train and val need a file each; make more: python -m dev.prepare convert \S+/data --out \S+$"),
     (lambda folder: [make_shards(folder / split, (8,)) for split in ("train", "test")],
@@ -677,6 +678,13 @@ def test_download_from_a_hub_that_misbehaves_ends_complete(hub):
     assert {name: (hub.data / name).read_bytes() for name in hub.files} == hub.files
     assert json.loads((hub.data / "index.json").read_text())["shards"].keys() == hub.files.keys()
     assert dataset.list_shards(str(hub.data), "val")[0].name == "shard_06542.parquet"
+
+
+def test_download_without_a_network_is_one_line(hub):
+    hub.shutdown()
+    hub.server_close()
+    out, err = hub.start("-n", "1").communicate(timeout=100)
+    assert re.fullmatch(r"error: hf://.*06542.parquet, download: .*; the same command resumes\n", out + err)
 
 
 def test_download_of_a_wrong_size_or_stopped_by_ctrl_c_is_not_complete(hub):
