@@ -91,15 +91,14 @@ def list_parquet_files(data_dir: str | None = None, warn_on_legacy: bool = False
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1, data_dir: str | None = None):
     """nanochat's: a list of documents for every `step`-th row group of each shard, from `start` on."""
     for shard in list_shards(data_dir, split):
-        for row_group in range(start, len(shard.rows), step):
+        for row_group in range(start, len(shard.group_sizes), step):
             yield [text for text in shard.read(row_group).to_pylist() if text is not None]
 
 
 # ---------------------------------------------------------------------------------------------------------
 # The index: what a folder contains, known before the first read
 
-INDEX, INDEX_FORMAT = "index.json", 1
-CACHE_FORMAT = 2    # of indexes under the base directory: 2 has digests
+INDEX, INDEX_FORMAT = "index.json", 2
 
 
 def all_shards(folder: str) -> list["Shard"]:
@@ -110,17 +109,17 @@ def all_shards(folder: str) -> list["Shard"]:
 def shards_of(folder, index):
     dtype = index["dtype"] and np.dtype(index["dtype"]).newbyteorder("<")
     return [Shard(folder, name, entry["bytes"], entry["text_bytes"], entry["rows"], index["kind"], dtype,
-                  index["tokenizer"], entry.get("digest"))
+                  index["tokenizer"], entry["digest"])
             for name, entry in sorted(index["shards"].items()) if any(entry["rows"])]    # skips Spark's empty
 
 
 def read_index(folder: str) -> dict | None:
     """
     A folder's index.json, compared with the files if the folder is local; None if it has none.
-    {"format": 1, "kind": "text", "dtype": None, "tokenizer": None, "shards":
-     {"a.parquet": {"bytes": 1925, "text_bytes": 1925, "rows": [1024, 700], "digest": "b29037..."}, ...}}
-    rows: documents of each row group. text_bytes and digest (see digest_of; None or missing if unknown) are
-    those of the text shard, also if this one holds its tokens.
+    {"format": 2, "kind": "text", "dtype": None, "tokenizer": None, "shards":
+     {"a.parquet": {"bytes": 925, "text_bytes": 2104, "rows": [24, 7], "digest": "b29037..."}, ...}}
+    rows: documents of each row group. text_bytes (before compression) and digest (see digest_of; None if
+    unknown) are those of the text shard, also if this one holds its tokens.
     """
     filesystem_of(folder)    # first: its errors are not the index's
     where, command = join_name(folder, INDEX), f"python dataset.py index {shlex.quote(folder)}"
@@ -147,7 +146,7 @@ def cached_index(folder):
     """The index of a folder that has none: from its footers, then kept under the base directory."""
     files = list_files(folder)
     real = folder if "://" in folder else os.path.realpath(folder)
-    key = hashlib.sha256(json.dumps([CACHE_FORMAT, real, files]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([INDEX_FORMAT, real, files]).encode()).hexdigest()[:16]
     path = os.path.join(get_base_dir(), "index", f"{key}.json")
     with locked(path):    # one process of a node reads the footers, the others wait for it
         with contextlib.suppress(OSError, ValueError), open(path) as file:
@@ -189,15 +188,18 @@ def read_entry(folder, file):
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if sum(rows) != metadata.num_rows or len(checksums or rows) != len(rows):
             raise ValueError("its footer contradicts itself")
-        head, text_bytes = {"kind": "text", "dtype": None, "tokenizer": None}, size
+        head = {"kind": "text", "dtype": None, "tokenizer": None}
         if b"nanoloader.dtype" in extra:
             head = {"kind": "tokens", "dtype": extra[b"nanoloader.dtype"].decode(),
                     "tokenizer": extra[b"nanoloader.tokenizer"].decode()}
-            text_bytes = int(extra[b"nanoloader.text_size"])
+            text_bytes = int(extra[b"nanoloader.text_bytes"])
     if head["kind"] == "text" and [is_text(field.type) for field in schema if field.name == "text"] != [True]:
         seen = printable(", ".join(f"{field.name}: {field.type}" for field in schema))
         raise ShardError(f"{join_name(folder, name)}: expected one string column `text`, not {seen}; type: "
                          f"{CONVERT} {shlex.quote(folder)} --text_key COLUMN --out NEW_FOLDER")
+    if head["kind"] == "text":
+        columns = (metadata.row_group(i).column(j) for i in range(len(rows)) for j in range(metadata.num_columns))
+        text_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == "text")
     digest = digest_of(extra, checksums)
     return name, head, {"bytes": size, "text_bytes": text_bytes, "rows": rows, "digest": digest}
 
@@ -228,8 +230,8 @@ class Shard:
     folder: str
     name: str
     file_size: int
-    size: int                  # bytes of the text shard, even in its token shard: same fingerprint
-    rows: list[int]            # documents in each row group
+    text_bytes: int            # of the documents, before compression; in a token shard, of its text
+    group_sizes: list[int]     # documents in each row group
     kind: str                  # 'text' or 'tokens'
     dtype: np.dtype | None     # of the token ids
     fingerprint: str | None    # of the tokenizer that made them
@@ -238,6 +240,10 @@ class Shard:
     @property
     def path(self) -> str:
         return join_name(self.folder, self.name)
+
+    @property
+    def n_documents(self) -> int:
+        return sum(self.group_sizes)
 
     def read(self, row_group: int) -> pa.Array:
         """All documents of a row group: strings, or binary with raw token ids; ShardError if damaged."""
@@ -249,8 +255,8 @@ class Shard:
         with open_file(self.folder, self.name, self.file_size) as file:
             parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=not checksums)
             column = parquet.read_row_group(row_group, [self.kind], use_threads=False).column(0)
-        if len(column) != self.rows[row_group] or is_text(column.type) != (self.kind == "text"):
-            raise ValueError(f"it has {len(column):,} {column.type}s, {self.rows[row_group]:,} in the index")
+        if len(column) != self.group_sizes[row_group] or is_text(column.type) != (self.kind == "text"):
+            raise ValueError(f"it has {len(column):,} {column.type}s, {self.group_sizes[row_group]:,} in the index")
         if column.nbytes >= 2**31 or column.type not in (pa.string(), pa.binary()):    # plain 64-bit offsets
             column = column.cast(pa.large_string() if self.kind == "text" else pa.large_binary())
         array = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)

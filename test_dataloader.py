@@ -125,10 +125,10 @@ def tokenized(data, folder):
     for shard in dataset.list_shards(data, "train") + dataset.list_shards(data, "val"):
         groups = [pa.array([None if text is None else np.array(ids_of(text), np.uint16).tobytes()
                             for text in shard.read(i).to_pylist()], pa.binary())
-                  for i in range(len(shard.rows))]
+                  for i in range(len(shard.group_sizes))]
         dataset.write_shard(f"{folder}/{shard.name}", groups, "tokens", {
             "nanoloader.dtype": "uint16", "nanoloader.tokenizer": "bytes",
-            "nanoloader.text_size": str(shard.size)})
+            "nanoloader.text_bytes": str(shard.text_bytes)})
     dataset.write_index(str(folder))
     return str(folder)
 
@@ -136,7 +136,7 @@ def tokenized(data, folder):
 def documents_in(data):
     """{(path, row group, row): text} of the train split, without nulls, in reading order."""
     return {(shard.path, group, row): text for shard in dataset.list_shards(data, "train")
-            for group in range(len(shard.rows)) for row, text in enumerate(shard.read(group).to_pylist())
+            for group in range(len(shard.group_sizes)) for row, text in enumerate(shard.read(group).to_pylist())
             if text is not None}
 
 
@@ -360,7 +360,7 @@ def shards_of_stable_size(data_dir, split):
     """The order of sources depends on sizes of shards, and these on the version of the compression."""
     shards = dataset.list_shards(data_dir, split)
     for shard in shards:
-        shard.size = 40 * sum(shard.rows)
+        shard.text_bytes = 40 * sum(shard.group_sizes)
     return shards
 
 
@@ -647,7 +647,7 @@ def test_token_shards_are_checked_like_a_tokenizer(corpus, tmp_path):
         os.makedirs(tmp_path / name)
         for i in range(2):
             dataset.write_shard(f"{tmp_path}/{name}/{i}.parquet", [array], "tokens", {
-                "nanoloader.dtype": "uint16", "nanoloader.tokenizer": "bytes", "nanoloader.text_size": "9"})
+                "nanoloader.dtype": "uint16", "nanoloader.tokenizer": "bytes", "nanoloader.text_bytes": "9"})
         dataset.write_index(f"{tmp_path}/{name}")
         return f"{tmp_path}/{name}"
 

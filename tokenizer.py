@@ -494,7 +494,7 @@ def trained_dir(sources: Sequence[str], vocab_size: int) -> str:
             raise ValueError(f"{source} holds tokens, and a tokenizer is trained on text: pass the text they "
                              "were made from (--data), or the tokenizer that made them (--tokenizer)")
         name = os.path.basename(source.partition("?")[0].removesuffix("/index.json").rstrip("/"))
-        entries.append([name, [[shard.name, shard.size] for shard in shards]])
+        entries.append([name, [[shard.name, shard.text_bytes] for shard in shards]])
     entries.sort()
     names = re.sub(r"[^\w.+-]", "_", "+".join(name for name, _ in entries))[:100]
     digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:8]

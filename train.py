@@ -203,7 +203,7 @@ def train(flags, at_exit):
     flags.data = flags.data or list(sources)
     if not flags.num_lanes:
         flags.num_lanes = math.lcm(8, world)
-        n_documents = min(sum(sum(shard.rows) for shard in list_shards(path, "train")) for path in sources)
+        n_documents = min(sum(shard.n_documents for shard in list_shards(path, "train")) for path in sources)
         if world <= n_documents < flags.num_lanes:
             flags.num_lanes = n_documents // world * world
             print0(f"a source has only {n_documents} documents, so num_lanes is {flags.num_lanes}")

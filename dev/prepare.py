@@ -643,12 +643,12 @@ def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
     path, dtype, columns = os.path.join(out, shard.name), tokenizer.dtype, ["tokens", *keep]
     if os.path.exists(path):
         old = read_shard(out, shard.name, os.path.getsize(path))
-        wanted = shard.size, shard.rows, dtype, tokenizer.fingerprint(), columns
-        found = old.size, old.rows, old.dtype, old.fingerprint, columns_of(old)
+        wanted = shard.text_bytes, shard.group_sizes, dtype, tokenizer.fingerprint(), columns
+        found = old.text_bytes, old.group_sizes, old.dtype, old.fingerprint, columns_of(old)
         if found != wanted or old.digest not in (None, shard.digest):
             raise ValueError(f"{path} was made from other text, by another tokenizer, or with other --keep; "
                              "name a new folder with --out, or remove this one")
-        return sum(count_bytes(old.read(i)) for i in range(len(old.rows))) // dtype.itemsize
+        return sum(count_bytes(old.read(i)) for i in range(len(old.group_sizes))) // dtype.itemsize
 
     tokens = []
     def encode(row_group):
@@ -657,12 +657,12 @@ def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
         return pa.table([ids, *read_columns(shard, row_group, keep)], columns) if keep else ids
 
     metadata = {"nanoloader.dtype": dtype.name, "nanoloader.tokenizer": tokenizer.fingerprint(),
-                "nanoloader.text_size": str(shard.size), dataset.TEXT_DIGEST: shard.digest or ""}
+                "nanoloader.text_bytes": str(shard.text_bytes), dataset.TEXT_DIGEST: shard.digest or ""}
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(out, dataset.INDEX))    # it is written again when all shards are there
     with ThreadPoolExecutor(threads) as pool:
-        encoded = in_order(pool, encode, range(len(shard.rows)), 2 * threads)
+        encoded = in_order(pool, encode, range(len(shard.group_sizes)), 2 * threads)
         dataset.write_shard(path, (ids for _, ids in encoded), "tokens", metadata, compression)
     return sum(tokens)
 
@@ -742,7 +742,7 @@ def check_shard(file, folder, indexed):
     rows, nulls, n_bytes, kind = [], 0, 0, "pages, if any"
     try:
         if shard := read_shard(folder, *file):
-            rows, kind = shard.rows, "documents" if dataset.read_footer(shard)[1] else kind
+            rows, kind = shard.group_sizes, "documents" if dataset.read_footer(shard)[1] else kind
             known = vars(indexed.get(shard.name, shard))
             if vars(shard) != known | {"digest": known["digest"] or shard.digest}:
                 raise ValueError("it contradicts index.json; type: python dataset.py index FOLDER")
@@ -791,7 +791,7 @@ def lengths_of(shards):
 
 
 def row_groups_of(shards):
-    return [(shard, row_group) for shard in shards for row_group in range(len(shard.rows))]
+    return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]
 
 
 def count_tokens(shards, lengths, tokenizer):
@@ -830,8 +830,8 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train",
     if tokenizer and shards[0].fingerprint not in (None, tokenizer.fingerprint()):
         raise ValueError(f"{folder} needs the tokenizer that made it, not {tokenizer_dir}")
     for shard, row_group in row_groups_of(shards):
-        rows = range(max(0, start - first), min(shard.rows[row_group], start + n - first))
-        first += shard.rows[row_group]
+        rows = range(max(0, start - first), min(shard.group_sizes[row_group], start + n - first))
+        first += shard.group_sizes[row_group]
         documents = shard.read(row_group)[rows.start:rows.stop].to_pylist() if rows else []
         for row, document in zip(rows, documents, strict=True):
             lengths, text = ["null"], ""

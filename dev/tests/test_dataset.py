@@ -74,7 +74,7 @@ def test_builtin_corpus_is_made_once_and_is_always_the_same(tmp_path, monkeypatc
         (folder,) = set(pool.map(dataset.find_data, [None] * 3))
     assert capsys.readouterr().out.count("building a corpus of Python's library") == 1
     train, val = dataset.list_shards(folder, "train"), dataset.list_shards(folder, "val")
-    assert len(train) == 4 and len(val) == 1 and all(len(shard.rows) % 8 == 0 for shard in train + val)
+    assert len(train) == 4 and len(val) == 1 and all(len(shard.group_sizes) % 8 == 0 for shard in train + val)
     texts = read_all(folder)
     assert 0.5e6 < sum(map(len, texts[-sum(val[0].rows) :])) < 2e6
     with open(json.__file__, encoding="utf-8") as file:
@@ -136,7 +136,7 @@ def indexed(change, then=lambda folder: None):
 
 
 def write_tokens(folder, *names):
-    head = {"nanoloader.dtype": "uint16", "nanoloader.tokenizer": "bytes", "nanoloader.text_size": "99"}
+    head = {"nanoloader.dtype": "uint16", "nanoloader.tokenizer": "bytes", "nanoloader.text_bytes": "99"}
     for name in names:
         ids = pa.array([np.arange(3, dtype="<u2").tobytes()], pa.binary())
         dataset.write_shard(f"{folder}/{name}.parquet", [ids], "tokens", head)
@@ -231,7 +231,7 @@ def test_relative_folder_is_that_of_the_working_folder_of_today(tmp_path, monkey
         dataset.write_index(f"{tmp_path}/{name}/data:2")
         monkeypatch.chdir(tmp_path / name)
         [shard] = dataset.list_shards("data:2", "train")
-        assert sum(shard.rows) == sum(len(shard.read(group)) for group in range(len(shard.rows))) == i + 8
+        assert sum(shard.group_sizes) == sum(len(shard.read(group)) for group in range(len(shard.group_sizes))) == i + 8
 
 
 def test_names_and_messages_are_printed_with_escapes(tmp_path, capsys):
@@ -252,7 +252,7 @@ def test_foreign_parquet_of_any_string_type_reads_the_same(tmp_path, kind):
     for name in "ab":
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=40)
     (shard,) = dataset.list_shards(str(tmp_path), "train")
-    assert (shard.rows, shard.kind, shard.dtype) == ([40, 40, 14], "text", None)
+    assert (shard.group_sizes, shard.kind, shard.dtype) == ([40, 40, 14], "text", None)
     assert [text for i in range(3) for text in shard.read(i).to_pylist()] == texts
     data, offsets, valid = dataset.column_views(shard.read(2).slice(3))
     seen = [bytes(data[a:b]).decode() for a, b in itertools.pairwise(offsets)]
@@ -384,7 +384,7 @@ def test_corrupted_shard_never_yields_other_text(tmp_path, known):
         try:
             shard = dataset.shards_of(
                 folder, index if known else dataset.make_index(folder, dataset.list_files(folder)))[0]
-            documents = [text for i in range(len(shard.rows)) for text in shard.read(i).to_pylist()]
+            documents = [text for i in range(len(shard.group_sizes)) for text in shard.read(i).to_pylist()]
             assert documents == texts[:64], "OTHER TEXT"
             outcomes.add("harmless")
         except dataset.ShardError as error:
@@ -406,7 +406,7 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys, monkeypatch):
         patch.setattr(dataset, "parse_footer", None)
         after = both_splits(tmp_path)
     assert [vars(shard) for shard in before] == [vars(shard) for shard in after]
-    assert [shard.rows for shard in after] == [[8] * 5, [8] * 5, [8, 4]] and read_all(tmp_path) == texts
+    assert [shard.group_sizes for shard in after] == [[8] * 5, [8] * 5, [8, 4]] and read_all(tmp_path) == texts
     index, size = json.loads((tmp_path / "index.json").read_bytes()), os.path.getsize(after[2].path)
     assert index.pop("shards")["shard_00002.parquet"] == {
         "bytes": size, "text_bytes": size, "rows": [8, 4], "digest": after[2].digest}
@@ -414,7 +414,7 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys, monkeypatch):
     write_tokens(tmp_path / "_tokens", "a", "b")
     dataset.write_index(str(tmp_path / "_tokens"))
     (shard,) = dataset.list_shards(str(tmp_path / "_tokens"), "train")
-    assert (shard.kind, shard.dtype, shard.fingerprint, shard.size) == ("tokens", "<u2", "bytes", 99)
+    assert (shard.kind, shard.dtype, shard.fingerprint, shard.text_bytes) == ("tokens", "<u2", "bytes", 99)
     assert np.frombuffer(shard.read(0)[0].as_py(), shard.dtype).tolist() == [0, 1, 2]
     batches = list(dataset.parquets_iter_batched("train", start=1, step=2, data_dir=str(tmp_path)))
     assert batches == [texts[i : i + 8] for i in (8, 24, 48, 64)]
