@@ -236,25 +236,24 @@ class Source:
         Yield a lane's chunks from the Place `start` on, as (Place, [Part, ...]); endless without `epochs`. A
         large row group is cut into chunks; small ones that follow each other are joined to one.
         """
-        epoch, turn, chunk = start
+        epoch, turn, first_chunk = start
         while epochs is None or epoch <= epochs:
-            joined, n_bytes = [], 0
-            for turn in range(turn + (lane - turn) % self.num_lanes, len(self.order(epoch)[0]), self.num_lanes):
+            turns = range(turn + (lane - turn) % self.num_lanes, len(self.order(epoch)[0]), self.num_lanes)
+            place, joined, n_bytes = None, [], 0
+            for turn in turns:
                 part, part_bytes = self.find(epoch, turn)
-                n_chunks = max(1, (2 * part_bytes + self.chunk_bytes) // (2 * self.chunk_bytes))    # rounded
+                n_chunks = min(round(part_bytes / self.chunk_bytes), len(part.indices))
                 if joined and (n_chunks > 1 or n_bytes >= self.chunk_bytes):
                     yield place, joined
                     joined, n_bytes = [], 0
-                if n_chunks == 1:
+                if n_chunks <= 1:
                     place = place if joined else Place(epoch, turn)
                     joined.append(part)
                     n_bytes += part_bytes
-                else:
-                    for chunk in range(chunk, n_chunks):
-                        first, stop = (i * len(part.indices) // n_chunks for i in (chunk, chunk + 1))
-                        if first < stop:
-                            yield Place(epoch, turn, chunk), [part._replace(indices=part.indices[first:stop])]
-                chunk = 0
+                for chunk in range(first_chunk, n_chunks if n_chunks > 1 else 0):
+                    first, stop = (i * len(part.indices) // n_chunks for i in (chunk, chunk + 1))
+                    yield Place(epoch, turn, chunk), [part._replace(indices=part.indices[first:stop])]
+                first_chunk = 0
             if joined:
                 yield place, joined
             epoch, turn = epoch + 1, 0
@@ -314,114 +313,57 @@ class Chunk(NamedTuple):
 
 CHECK_EVERY = 1000    # our tokenizer also encodes one document in 1,000 with tiktoken, as a check
 
-class Packer:
+class Encoder:
     """
-    Makes Chunks, in its own threads. transform(ids, location, epoch) takes a document's ids (int64, BOS first)
-    and returns those to deliver, or None to filter it out. It runs in these threads, in any order, and again
-    after a resume, so it must depend only on its arguments. A state stores only its name. An id ~t (below 0)
-    is token t without a loss: its target is -100.
+    Documents to ids. transform(ids, location, epoch) takes a document's ids (int64, BOS first) and returns
+    those to deliver, or None to filter it out. It runs in threads, in any order, and again after a resume, so
+    it must depend only on its arguments. An id ~t (below 0) is token t without a loss: its target is -100.
     """
 
-    def __init__(self, loader):
-        self.tokenizer, self.threads, self.transform = loader.tokenizer, loader.threads, loader.transform
-        self.pack, self.T, self.bos = PACKINGS[loader.packing], loader.T, loader.tokenizer.bos
-        self.executor = ThreadPoolExecutor(1 if self.tokenizer.is_multithreaded else self.threads, "pack")
-        self.readers = ThreadPoolExecutor(8, "read")    # 8: remote reads mostly wait
-        self.arrays = weakref.WeakValueDictionary()     # Futures of row groups, alive while somebody holds them
+    def __init__(self, tokenizer, threads=1, transform=None):
+        self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
 
-    def submit(self, place, parts, taken):
-        """The Future of the chunk, and those of its row groups."""
-        arrays = [self.read(part.shard, part.row_group) for part in parts]
-        return self.executor.submit(self.chunk, place, parts, taken, arrays), arrays
-
-    def read(self, shard, row_group):
-        key = shard.path, row_group
-        array = self.arrays.get(key) or self.readers.submit(shard.read, row_group)
-        self.arrays[key] = array
-        return array
-
-    def close(self):
-        for executor in (self.executor, self.readers):    # running chunks finish; nothing waits for them
-            executor.shutdown(wait=False, cancel_futures=True)
-
-    def chunk(self, place, parts, taken, arrays):
-        if ENDING.is_set():    # Python waits for its threads
-            raise CancelledError
-        encoded = [self.encode(part, array.result(), place.epoch)
-                   for part, array in zip(parts, arrays, strict=True)]
-        documents = list(itertools.chain.from_iterable(encoded))
-        counts = {"documents": len(documents), "filtered_documents": sum(ids is None for ids in documents)}
-        documents = [() if ids is None else ids for ids in documents]
-        lengths = list(map(len, documents))
-        counts["null_documents"] = lengths.count(0) - counts["filtered_documents"]
-        starts, T, rows = [0] * len(lengths), None, None
-        for T, n in taken:
-            rows = self.pack(starts, lengths, T + 1)
-            collections.deque(itertools.islice(rows, n), maxlen=0)
-        first = list(starts)
-        rows = list(rows if T == self.T else self.pack(starts, lengths, self.T + 1))
-        counts |= count_cuts(rows, lengths, first, self.T + 1)
-        ids, n_tokens = self.join(rows, documents)
-        return Chunk(place, parts, taken, ids, n_tokens, rows, self.pack is not flat, counts)
-
-    def join(self, rows, documents):
-        """(ids, n_tokens) of a Chunk."""
-        R, pieces, n_tokens = self.T + 1, [], []
-        dtype = next((ids.dtype for ids in documents if len(ids)), self.tokenizer.dtype)
-        padding = np.full(R, self.bos, dtype)
-        for row in rows:
-            n = 0
-            for d, start, stop in row:
-                if start and self.pack is not flat:
-                    pieces.append(documents[d][:1])
-                    n += 1
-                pieces.append(documents[d][start:stop])
-                n += stop - start
-            pieces.append(padding[n:])
-            n_tokens.append(n)
-        # np.concatenate would release the GIL at every piece, and wait to get it back.
-        return np.frombuffer(b"".join(pieces), dtype).reshape(len(rows), R), np.array(n_tokens)
-
-    def encode(self, part, array, epoch):
-        """Each document's ids, None for a filtered one; an error names shard, row group and row."""
+    def encode(self, part, row_group_array, epoch=1):
+        """A list of each document's ids, None for a filtered one. An error names shard, row group and row."""
         shard, row_group, indices = part
         in_sequence = (np.diff(indices) == 1).all()    # a slice needs no copy
-        texts = array[int(indices[0]):int(indices[-1]) + 1] if in_sequence else array.take(pa.array(indices))
+        array = (row_group_array[int(indices[0]):int(indices[-1]) + 1] if in_sequence
+                 else row_group_array.take(pa.array(indices)))
         try:
-            ids, bounds = (self.encode_text(texts, part, epoch) if shard.kind == "text"
-                           else self.view_tokens(texts, shard.dtype))
-            check_documents(ids, bounds, texts, self.bos)
+            ids, bounds = self._view_tokens(array, part) if shard.dtype else self._encode(array, part, epoch)
+            check_documents(ids, bounds, array, self.tokenizer.bos)
             documents = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
             if self.transform:
-                documents = [self.transformed(ids, Location(shard.path, row_group, i), epoch)
+                documents = [self._transform(ids, Location(shard.path, row_group, i), epoch)
                              for ids, i in zip(documents, indices.tolist(), strict=True)]
         except BaseException as error:    # tiktoken's panics are not Exceptions
             if len(indices) > 1:    # one by one, to find the culprit
                 for i in range(len(indices)):
-                    self.encode(part._replace(indices=indices[i:i + 1]), array, epoch)
+                    self.encode(part._replace(indices=indices[i:i + 1]), row_group_array, epoch)
             where = f"{shard.path}, row group {row_group}, row {indices[0]}"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
         return documents
 
-    def encode_text(self, texts, part, epoch):
-        key = repr((part.shard.path, part.row_group, int(part.indices[0]), epoch))
+    def _encode(self, array, part, epoch):
+        key = f"{part.shard.path} {part.row_group} {part.indices[0]} {epoch}"
         first = zlib.crc32(key.encode()) % CHECK_EVERY    # other documents in every epoch
-        return self.tokenizer.encode(texts, range(first, len(texts), CHECK_EVERY), threads=self.threads)
+        return self.tokenizer.encode(array, range(first, len(array), CHECK_EVERY), threads=self.threads)
 
-    def view_tokens(self, array, dtype):
-        data, offsets, _ = column_views(array)
+    def _view_tokens(self, array, part):
+        dtype, (data, offsets, _) = part.shard.dtype, column_views(array)
         if (np.diff(offsets) % dtype.itemsize).any():
             raise ValueError(f"a document's bytes are not a whole number of {dtype} tokens")
         return np.frombuffer(data[offsets[0]:offsets[-1]], dtype), (offsets - offsets[0]) // dtype.itemsize
 
-    def transformed(self, ids, location, epoch):
+    def _transform(self, ids, location, epoch):
         if not len(ids):
             return ids
         result = self.transform(ids.astype(np.int64), location, epoch)
         array = np.asarray(() if result is None else result)
         if not array.size:
             return None
-        if array.ndim != 1 or array.dtype.kind not in "iu" or int(array[0]) not in (self.bos, ~self.bos):
+        bos = self.tokenizer.bos
+        if array.ndim != 1 or array.dtype.kind not in "iu" or int(array[0]) not in (bos, ~bos):
             raise TypeError(f"transform returned {array.dtype} {array.shape}; expected ids, BOS first")
         return array.astype(np.int64)
 
@@ -435,6 +377,71 @@ def check_documents(ids, bounds, array, bos):
     is_bos = (first == bos) | (first == ~bos) if ids.dtype.kind == "i" else first == bos
     if (lengths[valid] < 1).any() or lengths[~valid].any() or not is_bos.all():
         raise ValueError(f"a document does not begin with BOS ({bos}), or a null one has tokens")
+
+
+class Packer:
+    """Makes Chunks, in its own threads."""
+
+    def __init__(self, loader):
+        self.encoder, self.pack, self.T = loader.encoder, PACKINGS[loader.packing], loader.T
+        n_threads = 1 if loader.tokenizer.is_multithreaded else loader.threads
+        self.executor = ThreadPoolExecutor(n_threads, "pack")
+        self.readers = ThreadPoolExecutor(8, "read")    # 8: remote reads mostly wait
+        self.arrays = weakref.WeakValueDictionary()     # Futures of row groups, while somebody holds them
+
+    def submit(self, place, parts, taken):
+        """The Future of the chunk, and those of its row groups."""
+        arrays = [self.read(part.shard, part.row_group) for part in parts]
+        return self.executor.submit(self.chunk, place, parts, taken, arrays), arrays
+
+    def read(self, shard, row_group):
+        key = shard.path, row_group
+        array = self.arrays.get(key) or self.readers.submit(shard.read, row_group)
+        self.arrays[key] = array
+        return array
+
+    def chunk(self, place, parts, taken, arrays):
+        if ENDING.is_set():    # Python waits for its threads
+            raise CancelledError
+        encoded = [self.encoder.encode(part, array.result(), place.epoch)
+                   for part, array in zip(parts, arrays, strict=True)]
+        documents = list(itertools.chain.from_iterable(encoded))
+        n_filtered = sum(ids is None for ids in documents)
+        documents = [() if ids is None else ids for ids in documents]
+        lengths = list(map(len, documents))
+        starts, T, rows = [0] * len(lengths), None, None
+        for T, n in taken:
+            rows = self.pack(starts, lengths, T + 1)
+            collections.deque(itertools.islice(rows, n), maxlen=0)
+        counts = {"documents": len(documents), "filtered_documents": n_filtered,
+                  "null_documents": lengths.count(0) - n_filtered}
+        before = list(starts)
+        rows = list(rows if T == self.T else self.pack(starts, lengths, self.T + 1))
+        counts |= count_cuts(rows, lengths, before, self.T + 1)
+        ids, n_tokens = self.join(rows, documents)
+        return Chunk(place, parts, taken, ids, n_tokens, rows, self.pack is not flat, counts)
+
+    def join(self, rows, documents):
+        """(ids, n_tokens) of a Chunk."""
+        R, pieces, n_tokens = self.T + 1, [], []
+        dtype = next((ids.dtype for ids in documents if len(ids)), np.dtype(np.int64))
+        padding = np.full(R, self.encoder.tokenizer.bos, dtype)
+        for row in rows:
+            n = 0
+            for d, start, stop in row:
+                if start and self.pack is not flat:
+                    pieces.append(documents[d][:1])
+                    n += 1
+                pieces.append(documents[d][start:stop])
+                n += stop - start
+            pieces.append(padding[n:])
+            n_tokens.append(n)
+        # np.concatenate would release the GIL at every piece, and wait to get it back.
+        return np.frombuffer(b"".join(pieces), dtype).reshape(len(rows), R), np.array(n_tokens)
+
+    def close(self):
+        for executor in (self.executor, self.readers):    # running chunks finish; nothing waits for them
+            executor.shutdown(wait=False, cancel_futures=True)
 
 
 def count_cuts(rows, lengths, starts, R):
@@ -563,7 +570,7 @@ class PackedLoader(IterableDataset):
     """
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs shifted by one, and -100
     (torch's ignore_index) where a row is short or a token has no loss. A yielded batch is never overwritten.
-    tokenizer: see as_encoder in tokenizer.py; transform(ids, location, epoch): see Packer
+    tokenizer: see as_encoder in tokenizer.py; transform(ids, location, epoch): see Encoder
     packing: "exactfit", "wholefit", "flat" or "bestfit"
     data_dir: a folder or URI of shards, or {folder: weight}. Weights are proportions of rows: numbers, or
         functions of the row number. Default: what dataset.find_data finds
@@ -594,7 +601,8 @@ class PackedLoader(IterableDataset):
         self.threads = cores_of_this_rank() if threads is None else threads
         self.chunk_bytes = min(1024 * (self.T + 1), 1 << 26) if chunk_bytes is None else chunk_bytes
         check_shared(self.num_lanes, self.world_size)
-        self.tokenizer, self.device = as_encoder(tokenizer), torch.device(device)
+        self.encoder, self.device = Encoder(tokenizer, self.threads, transform), torch.device(device)
+        self.tokenizer = self.encoder.tokenizer
         self.weights, self.epochs = sources_of(data_dir, epochs)
         sources = [Source(name, list_shards(name, split), self.num_lanes, shuffle_seed, self.chunk_bytes)
                    for name in self.weights]
