@@ -64,7 +64,7 @@ def flat(starts, lengths, R):
 
 
 def bestfit(starts, lengths, R):
-    """nanochat's rule: the longest document that fits; if none does, the shortest, and its tail is dropped."""
+    """nanochat's rule: the longest document that fits; if none does, the shortest, its tail dropped."""
     left = sorted((n, -d) for d, n in enumerate(lengths) if starts[d] < n)    # equal lengths: oldest last
     while left:
         row, free = [], R
@@ -117,17 +117,14 @@ class Buffer:
     def __init__(self, starts, lengths, R):
         self.starts, self.lengths, self.R = starts, lengths, R
         self.left = {}                           # document -> tokens to deliver, oldest first
-        self.long = collections.deque()          # documents longer than a row, oldest first
-        self.by_length, self.sizes = {}, []      # length -> the others, oldest first; sorted lengths
+        self.by_length, self.sizes = {}, []      # such a number -> its documents, oldest first; sorted numbers
         for d, n in enumerate(lengths):
             if starts[d] < n:
                 self.add(d)
 
     def add(self, d):
-        n = self.left[d] = self.lengths[d] - self.starts[d] + (self.starts[d] > 0)    # a rest repeats BOS
-        if n > self.R:
-            self.long.append(d)
-            return
+        n = self.lengths[d] - self.starts[d] + (self.starts[d] > 0)    # a rest repeats BOS
+        n = self.left[d] = min(n, self.R + 1)    # all longer than a row: R + 1
         if n not in self.by_length:
             self.by_length[n] = collections.deque()
             insort(self.sizes, n)
@@ -135,16 +132,13 @@ class Buffer:
 
     def take(self, d, row, free):
         """
-        Append at most `free` tokens of `d` to the row; returns how many remain free. `d` is the oldest of
-        all, of the long ones or of its length. The rest of a document becomes the youngest.
+        Append at most `free` tokens of `d`, the oldest of all or of its length, to the row. Its rest becomes
+        the youngest document. Returns how many tokens remain free.
         """
         n, start = self.left.pop(d), self.starts[d]
-        if n > self.R:
-            self.long.popleft()
-        else:
-            self.by_length[n].popleft()
-            if not self.by_length[n]:
-                del self.by_length[n], self.sizes[bisect_left(self.sizes, n)]
+        self.by_length[n].popleft()
+        if not self.by_length[n]:
+            del self.by_length[n], self.sizes[bisect_left(self.sizes, n)]
         self.starts[d] += min(n, free) - (start > 0)
         if n > free:
             self.add(d)
@@ -154,19 +148,20 @@ class Buffer:
 
 def exactfit(starts, lengths, R, whole=False):
     """
-    Rows of whole documents, filled exactly. A row opens with the oldest document, and fill_gap fills the rest.
-    What no documents fill is filled from the oldest one longer than a row (it is cut anyway), else from the
-    shortest one longer than the gap.
+    Rows of whole documents, filled exactly: a row opens with the oldest document, and fill_gap fills the rest.
+    If no documents do, a piece of the oldest one longer than a row does (it is cut anyway), or else a piece of
+    the shortest one longer than the gap.
     """
     buffer = Buffer(starts, lengths, R)
+    by_length, sizes = buffer.by_length, buffer.sizes
     while buffer.left:
         row = []
         free = buffer.take(next(iter(buffer.left)), row, R)
-        for n in fill_gap(free, buffer.sizes, buffer.by_length) if free else ():
-            free = buffer.take(buffer.by_length[n][0], row, free)
-        while free and buffer.left and (buffer.long or not whole):
-            longer = min(bisect_right(buffer.sizes, free), len(buffer.sizes) - 1)
-            d = buffer.long[0] if buffer.long else buffer.by_length[buffer.sizes[longer]][0]
+        for n in fill_gap(free, sizes, by_length) if free else ():
+            free = buffer.take(by_length[n][0], row, free)
+        while free and sizes and (R + 1 in by_length or not whole):
+            shortest = sizes[min(bisect_right(sizes, free), len(sizes) - 1)]
+            d = by_length.get(R + 1, by_length[shortest])[0]
             if free == 1 and starts[d]:    # room for BOS alone
                 break
             free = buffer.take(d, row, free)
@@ -174,7 +169,7 @@ def exactfit(starts, lengths, R, whole=False):
 
 
 def wholefit(starts, lengths, R):
-    """Like exactfit, but no document that fits in a row is cut: what none fills stays short. For chats."""
+    """Like exactfit, but never cuts a document that fits in a row: what none fills stays short. For chats."""
     return exactfit(starts, lengths, R, whole=True)
 
 
@@ -291,7 +286,7 @@ class Chunk(NamedTuple):
     """The rows of a chunk that were not delivered when it was made."""
     place: Place
     parts: list[Part]
-    taken: tuple            # ((T, number of rows), ...), in this order: delivered earlier
+    taken: tuple            # ((T, number of rows), ...), in this order: delivered before; the last is this T
     ids: np.ndarray         # (rows, T + 1); short rows end with BOS
     n_tokens: np.ndarray    # (rows,), without these
     rows: list              # of the packing: [(document, start, stop), ...]
@@ -408,24 +403,24 @@ class Packer:
         documents = list(itertools.chain.from_iterable(encoded))
         n_filtered = sum(ids is None for ids in documents)
         documents = [() if ids is None else ids for ids in documents]
-        lengths = list(map(len, documents))
-        starts, T, rows = [0] * len(lengths), None, None
+        lengths, starts = list(map(len, documents)), [0] * len(documents)
+        if not taken or taken[-1][0] != self.T:
+            taken = (*taken, (self.T, 0))
         for T, n in taken:
             rows = self.pack(starts, lengths, T + 1)
             collections.deque(itertools.islice(rows, n), maxlen=0)
+        rows = list(rows)
+        stops = {d: stop for row in rows for d, _, stop in row}
+        cut = {d for row in rows for d, start, stop in row if stop - start < lengths[d] <= self.T + 1}
         counts = {"documents": len(documents), "filtered_documents": n_filtered,
-                  "null_documents": lengths.count(0) - n_filtered}
-        before = list(starts)
-        rows = list(rows if T == self.T else self.pack(starts, lengths, self.T + 1))
-        counts |= count_cuts(rows, lengths, before, self.T + 1)
-        ids, n_tokens = self.join(rows, documents)
-        return Chunk(place, parts, taken, ids, n_tokens, rows, self.pack is not flat, counts)
+                  "null_documents": lengths.count(0) - n_filtered, "cut_documents": len(cut),
+                  "dropped_tokens": sum(lengths[d] - stop for d, stop in stops.items())}
+        return Chunk(place, parts, taken, *self.join(rows, documents), rows, self.pack is not flat, counts)
 
     def join(self, rows, documents):
         """(ids, n_tokens) of a Chunk."""
-        R, pieces, n_tokens = self.T + 1, [], []
         dtype = next((ids.dtype for ids in documents if len(ids)), np.dtype(np.int64))
-        padding = np.full(R, self.encoder.tokenizer.bos, dtype)
+        pieces, n_tokens, padding = [], [], np.full(self.T + 1, self.encoder.tokenizer.bos, dtype)
         for row in rows:
             n = 0
             for d, start, stop in row:
@@ -437,21 +432,12 @@ class Packer:
             pieces.append(padding[n:])
             n_tokens.append(n)
         # np.concatenate would release the GIL at every piece, and wait to get it back.
-        return np.frombuffer(b"".join(pieces), dtype).reshape(len(rows), R), np.array(n_tokens)
+        ids = np.frombuffer(b"".join(pieces), dtype).reshape(len(rows), self.T + 1)
+        return ids, np.array(n_tokens)
 
     def close(self):
         for executor in (self.executor, self.readers):    # running chunks finish; nothing waits for them
             executor.shutdown(wait=False, cancel_futures=True)
-
-
-def count_cuts(rows, lengths, starts, R):
-    """{"cut": documents that fit in a row but were cut, "dropped": tokens in no row}"""
-    stops, n_pieces = list(starts), collections.Counter()
-    for d, _, stop in itertools.chain.from_iterable(rows):
-        n_pieces[d] += 1
-        stops[d] = stop
-    cut = sum(lengths[d] <= R and (n > 1 or stops[d] < lengths[d]) for d, n in n_pieces.items())
-    return {"cut": cut, "dropped": sum(lengths) - sum(stops)}
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -510,8 +496,8 @@ class Stream:
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
         self.state, self.taken, self.tasks = state, state.taken, source.deal(lane, state.place, epochs)
         self.chunks = collections.deque()    # Futures; rows of the first are being delivered
-        self.i, self.arrays = 0, None        # rows delivered of it; row groups that the next chunk may need, too
-        self.epoch_with_rows, self.counts = state.place.epoch, collections.Counter()
+        self.i, self.arrays = 0, None        # rows delivered of it; row groups that the next chunk may share
+        self.epoch, self.counts = state.place.epoch, collections.Counter()    # epoch: of the last row
 
     def submit(self, n):
         """Let `n` chunks be ready or under way."""
@@ -530,31 +516,23 @@ class Stream:
             chunk = self.chunks[0].result()
             self.submit(self.ahead)    # not before: the first chunks of all lanes go first
             if self.i < len(chunk.rows):
-                self.epoch_with_rows = chunk.place.epoch
+                self.epoch = chunk.place.epoch
                 return chunk, self.i
-            if not chunk.rows:
-                self.counts.update(chunk.counts)
+            self.counts.update(chunk.counts)
             self.chunks.popleft()
             self.i = 0
-            if self.epochs is None and chunk.place.epoch > self.epoch_with_rows + 100:
-                raise ValueError(f"{self.source.name}: a lane found no token in 100 epochs, only null or filtered "
-                                 "documents; lower num_lanes, or inspect the data")
+            if self.epochs is None and chunk.place.epoch > self.epoch + 100:
+                raise ValueError(f"{self.source.name}: a lane found no token in 100 epochs, only null or "
+                                 "filtered documents; lower num_lanes, or inspect the data")
         return None
 
     def row(self):
         """Deliver a row: (chunk, index of the row in it); None at the end."""
         if found := self.peek():
             chunk, i = found
-            if i == 0:
-                self.counts.update(chunk.counts)
+            *earlier, (T, n) = chunk.taken
+            self.i, self.state = i + 1, StreamState(chunk.place, (*earlier, (T, n + i + 1)))
             self.counts.update(rows=1, tokens=int(chunk.n_tokens[i]))
-            self.i, T = i + 1, chunk.ids.shape[1] - 1
-            earlier = chunk.taken
-            if earlier and earlier[-1][0] == T:
-                earlier, n = earlier[:-1], earlier[-1][1] + self.i
-            else:
-                n = self.i
-            self.state = StreamState(chunk.place, (*earlier, (T, n)))
         return found
 
 
@@ -771,7 +749,7 @@ class PackedLoader(IterableDataset):
         for lane in (self._streams or {}).values():
             for name, stream in lane.items():
                 counts[name].update(stream.counts)
-                counts[name]["epoch"] = max(counts[name]["epoch"], stream.epoch_with_rows)
+                counts[name]["epoch"] = max(counts[name]["epoch"], stream.epoch)
         return {"waited_s": self.waited, "sources": {name: dict(counter) for name, counter in counts.items()}}
 
 
@@ -827,12 +805,9 @@ def config_of(loader):
 
 
 def with_digest(state):
-    """The state as plain JSON, with a SHA-256 per lane: a rank may be given only some of the lanes."""
-    state = json.loads(json.dumps({**state, "digest": {}}))
-    for number, lane in state["lanes"].items():
-        part = json.dumps({**state, "digest": {}, "lanes": {number: lane}}, sort_keys=True)
-        state["digest"][number] = hashlib.sha256(part.encode()).hexdigest()
-    return state
+    """The state as plain JSON, with its SHA-256."""
+    state = json.loads(json.dumps({**state, "digest": None}))
+    return {**state, "digest": hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()}
 
 
 def read_state(loader, state):
