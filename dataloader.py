@@ -181,7 +181,7 @@ PACKINGS = {"flat": flat, "bestfit": bestfit, "exactfit": exactfit, "wholefit": 
 class Place(NamedTuple):
     """A chunk of a lane of a source. Places compare in reading order."""
     epoch: int = 1
-    turn: int = 0     # index of its row group (or part of one) in the epoch's order; of the first, if several
+    turn: int = 0     # index in the epoch's order of its row group (or part of one); of the first, if several
     chunk: int = 0    # index of the chunk in this row group
 
 
@@ -207,15 +207,15 @@ class Source:
     """
 
     def __init__(self, name: str, shards: list[Shard], num_lanes: int, seed: int | None, chunk_bytes: int):
-        self.name, self.shards, self.num_lanes, self.seed = name, shards, num_lanes, seed
-        self.chunk_bytes = chunk_bytes
+        self.name, self.shards, self.num_lanes = name, shards, num_lanes
+        self.seed, self.chunk_bytes, self.n_parts = seed, chunk_bytes, 1
         self.first_group = np.cumsum([0, *(len(shard.group_sizes) for shard in shards)])    # of each shard
         self.group_sizes = np.array([n for shard in shards for n in shard.group_sizes], np.int64)
-        self.n_documents, self.n_parts = [shard.n_documents for shard in shards], 1
         while np.minimum(self.group_sizes, self.n_parts).sum() < min(num_lanes, self.group_sizes.sum()):
             self.n_parts += 1
         content = [[shard.name, shard.text_bytes, shard.group_sizes, shard.digest] for shard in shards]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+        self.n_documents = [shard.n_documents for shard in shards]
         self.order = lru_cache(maxsize=4)(self._order)
 
     def _order(self, epoch):
@@ -234,20 +234,22 @@ class Source:
         epoch, turn, first_chunk = start
         while epochs is None or epoch <= epochs:
             turns = range(turn + (lane - turn) % self.num_lanes, len(self.order(epoch)[0]), self.num_lanes)
-            place, joined, n_bytes = None, [], 0
+            joined, n_bytes = [], 0
             for turn in turns:
                 part, part_bytes = self.find(epoch, turn)
                 n_chunks = min(round(part_bytes / self.chunk_bytes), len(part.indices))
                 if joined and (n_chunks > 1 or n_bytes >= self.chunk_bytes):
                     yield place, joined
                     joined, n_bytes = [], 0
-                if n_chunks <= 1:
+                if n_chunks > 1:
+                    cuts = [i * len(part.indices) // n_chunks for i in range(n_chunks + 1)]
+                    for chunk, (a, b) in enumerate(itertools.pairwise(cuts)):
+                        if chunk >= first_chunk:
+                            yield Place(epoch, turn, chunk), [part._replace(indices=part.indices[a:b])]
+                else:
                     place = place if joined else Place(epoch, turn)
                     joined.append(part)
                     n_bytes += part_bytes
-                for chunk in range(first_chunk, n_chunks if n_chunks > 1 else 0):
-                    first, stop = (i * len(part.indices) // n_chunks for i in (chunk, chunk + 1))
-                    yield Place(epoch, turn, chunk), [part._replace(indices=part.indices[first:stop])]
                 first_chunk = 0
             if joined:
                 yield place, joined
@@ -258,9 +260,9 @@ class Source:
         groups, parts = self.order(epoch)
         group = int(groups[turn])
         i = int(bisect_right(self.first_group, group)) - 1
-        indices = shuffled(int(self.group_sizes[group]), self.seed, epoch, 1, group)[parts[turn]::self.n_parts]
-        part = Part(self.shards[i], group - int(self.first_group[i]), indices)
-        return part, part.shard.text_bytes * len(indices) // self.n_documents[i]
+        indices = shuffled(int(self.group_sizes[group]), self.seed, epoch, 1, group)
+        part = Part(self.shards[i], group - int(self.first_group[i]), indices[parts[turn]::self.n_parts])
+        return part, part.shard.text_bytes * len(part.indices) // self.n_documents[i]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -286,7 +288,7 @@ class Chunk(NamedTuple):
     """The rows of a chunk that were not delivered when it was made."""
     place: Place
     parts: list[Part]
-    taken: tuple            # ((T, number of rows), ...), in this order: delivered before; the last is this T
+    taken: tuple            # ((T, number of rows), ...): delivered before, in this order; the last T is ours
     ids: np.ndarray         # (rows, T + 1); short rows end with BOS
     n_tokens: np.ndarray    # (rows,), without these
     rows: list              # of the packing: [(document, start, stop), ...]
@@ -298,8 +300,8 @@ class Chunk(NamedTuple):
         firsts, pieces, offset = [0, *itertools.accumulate(len(part.indices) for part in self.parts)], [], 0
         for d, start, stop in self.rows[i]:
             p = bisect_right(firsts, d) - 1
-            part = self.parts[p]
-            location = Location(part.shard.path, part.row_group, int(part.indices[d - firsts[p]]))
+            shard, row_group, indices = self.parts[p]
+            location = Location(shard.path, row_group, int(indices[d - firsts[p]]))
             offset += bool(start and self.repeats_bos)
             pieces.append(Piece(location, self.place.epoch, start, stop, offset))
             offset += stop - start
@@ -318,33 +320,30 @@ class Encoder:
     def __init__(self, tokenizer, threads=1, transform=None):
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
 
-    def encode(self, part, row_group_array, epoch=1):
-        """A list of each document's ids, None for a filtered one. An error names shard, row group and row."""
-        shard, row_group, indices = part
-        in_sequence = (np.diff(indices) == 1).all()    # a slice needs no copy
-        array = (row_group_array[int(indices[0]):int(indices[-1]) + 1] if in_sequence
-                 else row_group_array.take(pa.array(indices)))
+    def encode(self, part, row_group, epoch=1):
+        """The ids of each document of a Part, None if filtered. row_group: the Arrow array of all documents."""
+        array, path = row_group.take(pa.array(part.indices)), part.shard.path
         try:
-            ids, bounds = self._view_tokens(array, part) if shard.dtype else self._encode(array, part, epoch)
+            ids, bounds = self._view(array, part) if part.shard.dtype else self._encode(array, part, epoch)
             check_documents(ids, bounds, array, self.tokenizer.bos)
             documents = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
             if self.transform:
-                documents = [self._transform(ids, Location(shard.path, row_group, i), epoch)
-                             for ids, i in zip(documents, indices.tolist(), strict=True)]
+                documents = [self._transform(ids, Location(path, part.row_group, i), epoch)
+                             for ids, i in zip(documents, part.indices.tolist(), strict=True)]
+            return documents
         except BaseException as error:    # tiktoken's panics are not Exceptions
-            if len(indices) > 1:    # one by one, to find the culprit
-                for i in range(len(indices)):
-                    self.encode(part._replace(indices=indices[i:i + 1]), row_group_array, epoch)
-            where = f"{shard.path}, row group {row_group}, row {indices[0]}"
+            if len(part.indices) > 1:    # one by one, to find the culprit
+                for i in range(len(part.indices)):
+                    self.encode(part._replace(indices=part.indices[i:i + 1]), row_group, epoch)
+            where = f"{path}, row group {part.row_group}, row {part.indices[0]}"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
-        return documents
 
     def _encode(self, array, part, epoch):
         key = f"{part.shard.path} {part.row_group} {part.indices[0]} {epoch}"
         first = zlib.crc32(key.encode()) % CHECK_EVERY    # other documents in every epoch
         return self.tokenizer.encode(array, range(first, len(array), CHECK_EVERY), threads=self.threads)
 
-    def _view_tokens(self, array, part):
+    def _view(self, array, part):
         dtype, (data, offsets, _) = part.shard.dtype, column_views(array)
         if (np.diff(offsets) % dtype.itemsize).any():
             raise ValueError(f"a document's bytes are not a whole number of {dtype} tokens")
@@ -353,11 +352,10 @@ class Encoder:
     def _transform(self, ids, location, epoch):
         if not len(ids):
             return ids
-        result = self.transform(ids.astype(np.int64), location, epoch)
+        bos, result = self.tokenizer.bos, self.transform(ids.astype(np.int64), location, epoch)
         array = np.asarray(() if result is None else result)
         if not array.size:
             return None
-        bos = self.tokenizer.bos
         if array.ndim != 1 or array.dtype.kind not in "iu" or int(array[0]) not in (bos, ~bos):
             raise TypeError(f"transform returned {array.dtype} {array.shape}; expected ids, BOS first")
         return array.astype(np.int64)
@@ -446,8 +444,8 @@ class Packer:
 @cache
 def step_of(num_lanes):
     """
-    The step s for which frac(g * s / 2**64) spreads the rows g of the run evenly over [0, 1): all of them, and
-    those of each lane, whose own step is s * num_lanes = 2**64 / golden ratio (mod 2**64). Of the num_lanes
+    The step s for which frac(g * s / 2**64) spreads the rows g of the run evenly over [0, 1), and those of
+    each lane, too: a lane's own step, s * num_lanes, is 2**64 / golden ratio (mod 2**64). Of the num_lanes
     such steps, the one whose continued fraction has the smallest largest partial quotient.
     """
     golden = 0x9E3779B97F4A7C15    # 2**64 / golden ratio
@@ -496,7 +494,7 @@ class Stream:
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
         self.state, self.taken, self.tasks = state, state.taken, source.deal(lane, state.place, epochs)
         self.chunks = collections.deque()    # Futures; rows of the first are being delivered
-        self.i, self.arrays = 0, None        # rows delivered of it; row groups that the next chunk may share
+        self.i, self.arrays = 0, None        # rows delivered of it; row groups, which the next chunk may share
         self.epoch, self.counts = state.place.epoch, collections.Counter()    # epoch: of the last row
 
     def submit(self, n):
@@ -552,9 +550,9 @@ class PackedLoader(IterableDataset):
     packing: "exactfit", "wholefit", "flat" or "bestfit"
     data_dir: a folder or URI of shards, or {folder: weight}. Weights are proportions of rows: numbers, or
         functions of the row number. Default: what dataset.find_data finds
-    rank, world_size: of the data-parallel ranks; tensor, context or pipeline parallel ranks that share a batch
+    rank, world_size: of the data-parallel ranks; tensor, context or pipeline parallel ranks that share rows
         pass the same rank. Default: those of `group`, else torch.distributed's, else RANK and WORLD_SIZE
-    group: a process group of the data-parallel ranks, if not all processes have a loader
+    group: a process group of the data-parallel ranks; needed if some processes have no loader
     num_lanes: world sizes that divide it give the same rows. Default: lcm(8, world_size), or as in the state
     shuffle_seed: an int: a new order every epoch; None: documents in file order
     epochs: n, or {folder: n}; other folders are endless. The ranks of a finite run end together if
@@ -655,11 +653,11 @@ class PackedLoader(IterableDataset):
                     self.position, self._delivered = before
                 self._stop()
             if self._closed and isinstance(error, Exception):
-                raise RuntimeError("this PackedLoader is closed; make a new one, load the state into it") from None
+                raise RuntimeError("this PackedLoader is closed; load its state into a new one") from None
             raise
 
     def _next_rows(self):
-        """(for each row of the batch, (chunk, index of its row) or None if its lane has ended; the position after)"""
+        """([(chunk, index of a row) or None if the lane has ended, for each row of the batch], Position after)"""
         began, rows, lanes, step = time.perf_counter(), [], dict(self.position.lanes), step_of(self.num_lanes)
         for b in range(self.B):
             g = self.position.g + self.rank + b * self.world_size
@@ -741,16 +739,14 @@ class PackedLoader(IterableDataset):
 
     def stats(self) -> dict:
         """
-        What this process did since its start or the last load: seconds that next() waited, and for each source
-        its epoch and counts: rows, tokens; of the chunks begun: documents, null, filtered and cut ones, and
-        tokens dropped.
+        Seconds waited in next(), and for each source its epoch and counts of this process since the last load
+        or error: rows, tokens; of finished chunks documents (all, null, filtered, cut) and dropped tokens.
         """
-        counts = {name: collections.Counter() for name in self.sources}
-        for lane in (self._streams or {}).values():
-            for name, stream in lane.items():
-                counts[name].update(stream.counts)
-                counts[name]["epoch"] = max(counts[name]["epoch"], stream.epoch)
-        return {"waited_s": self.waited, "sources": {name: dict(counter) for name, counter in counts.items()}}
+        sources = {name: collections.Counter() for name in self.sources}
+        for name, stream in itertools.chain(*(lane.items() for lane in (self._streams or {}).values())):
+            sources[name] += stream.counts
+            sources[name]["epoch"] = max(sources[name]["epoch"], stream.epoch)
+        return {"waited_s": self.waited, "sources": {name: dict(counts) for name, counts in sources.items()}}
 
 
 def lanes_of_rank(g, rank, world_size, num_lanes):
@@ -791,9 +787,8 @@ def env_int(name, least):
 VERSION = 5    # the rows of a version never change
 
 
-def name_of(weight_or_transform):
-    """A function's name; None and numbers as they are."""
-    function = weight_or_transform
+def name_of(function):
+    """Its name; None and numbers (weights) as they are."""
     return getattr(function, "__name__", type(function).__name__) if callable(function) else function
 
 
@@ -813,24 +808,24 @@ def with_digest(state):
 def read_state(loader, state):
     """-> (Position, the attributes of the loader that change)"""
     check_state(state)
-    with damage_named():
-        saved, ours, theirs = state["sources"], config_of(loader), state["config"]
-        for key in ("num_lanes", "chunk_bytes"):
-            if loader.arguments[key] is None:
-                ours[key] = theirs[key]
-        for key in {**theirs, **ours}:
-            if theirs.get(key) != ours.get(key):
-                raise ValueError(f"{key} is {theirs.get(key)!r} in the state, but {ours.get(key)!r} here")
-        g, num_lanes, chunk_bytes = state["rows"], ours["num_lanes"], ours["chunk_bytes"]
-        check_shared(num_lanes, loader.world_size)
-        mine = lanes_of_rank(g, loader.rank, loader.world_size, num_lanes)
-        check_lanes(mine, state["lanes"])
-        lanes = {lane: dict.fromkeys(loader.sources, StreamState()) for lane in mine}
-        for name, old in saved_names(saved, loader.sources).items():
-            for lane, streams in lanes.items():
-                at = state["lanes"][str(lane)][old]
-                ended = at["ended"] and saved[old]["epochs"] == loader.epochs[name]
-                streams[name] = StreamState(Place(*at["place"]), tuple(map(tuple, at["taken"])), ended)
+    g, ours, theirs = state["rows"], config_of(loader), state["config"]
+    for key in ("num_lanes", "chunk_bytes"):
+        if loader.arguments[key] is None:
+            ours[key] = theirs[key]
+    for key in ours:
+        if theirs[key] != ours[key]:
+            raise ValueError(f"{key} is {theirs[key]!r} in the state, but {ours[key]!r} here")
+    num_lanes, chunk_bytes = ours["num_lanes"], ours["chunk_bytes"]
+    check_shared(num_lanes, loader.world_size)
+    mine = lanes_of_rank(g, loader.rank, loader.world_size, num_lanes)
+    check_lanes(mine, state["lanes"])
+    lanes = {lane: dict.fromkeys(loader.sources, StreamState()) for lane in mine}
+    for name, old in saved_names(state["sources"], loader.sources).items():
+        more_epochs = state["sources"][old]["epochs"] != loader.epochs[name]
+        for lane, streams in lanes.items():
+            at = state["lanes"][str(lane)][old]
+            taken = tuple(map(tuple, at["taken"]))
+            streams[name] = StreamState(Place(*at["place"]), taken, at["ended"] and not more_epochs)
     sources = {name: Source(name, source.shards, num_lanes, source.seed, chunk_bytes)
                for name, source in loader.sources.items()}
     return Position(g, lanes), {"num_lanes": num_lanes, "chunk_bytes": chunk_bytes, "sources": sources}
@@ -849,39 +844,37 @@ def saved_names(saved, sources):
 
 
 def gather_states(loader) -> dict | None:
-    """The merged state of all ranks on the first rank, None on the others. All ranks of loader.group call it."""
-    state = loader.state_dict()
+    """The merged state of all ranks, on the first one; None on the others. All ranks of the group call it."""
+    state, group = loader.state_dict(), loader.group
     if not (dist.is_available() and dist.is_initialized()):
         return merge_states([state])
-    group = loader.group
     data = json.dumps(state).encode()    # bytes of JSON: nothing is unpickled
-    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    size = torch.tensor(len(data), device=device)
+    size = torch.tensor(len(data), device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
     dist.all_reduce(size, dist.ReduceOp.MAX, group)
-    padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8).to(device)
-    is_first = dist.get_rank(group) == 0
-    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))] if is_first else None
+    padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8).to(size.device)
+    parts = None
+    if dist.get_rank(group) == 0:
+        parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
     dist.gather(padded, parts, group=group, group_dst=0)
     return merge_states([json.loads(part.cpu().numpy().tobytes()) for part in parts]) if parts else None
 
 
 def merge_states(states: list[dict]) -> dict:
     """Merge all ranks' states of one step into one that any allowed world size can load."""
-    if not states:
-        raise ValueError("no states; expected one of each rank")
     lanes = {}
     for state in states:
         check_state(state)
-        with damage_named():
-            if state["rows"] != states[0]["rows"]:
-                raise ValueError(f"ranks have drawn {states[0]['rows']} and {state['rows']} rows of the run, not equally "
-                                 "many batches; did one of them use the training loader to evaluate? Make another for that")
-            for key in ("T", "config", "sources"):
-                if state[key] != states[0][key]:
-                    raise ValueError(f"states of different runs: {key} is {states[0][key]!r} and {state[key]!r}")
-            for lane, streams in state["lanes"].items():
-                if lanes.setdefault(lane, streams) != streams:
-                    raise ValueError(f"states of different runs: lane {lane} is twice there, and differs")
+        if len(seen := {states[0]["rows"], state["rows"]}) > 1:
+            raise ValueError(f"ranks have drawn {min(seen)} and {max(seen)} rows, not equally many batches; to "
+                             "evaluate on some ranks, make another loader")
+        for key in ("T", "config", "sources"):
+            if state[key] != states[0][key]:
+                raise ValueError(f"states of different runs: {key} is {states[0][key]} and {state[key]}")
+        for lane, streams in state["lanes"].items():
+            if lanes.setdefault(lane, streams) != streams:
+                raise ValueError(f"states of different runs: lane {lane} is in two of them, and differs")
+    if not states:
+        raise ValueError("no states; expected one of each rank")
     check_lanes(range(states[0]["config"]["num_lanes"]), lanes)
     return with_digest({**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))})
 
@@ -908,14 +901,14 @@ def check_arguments(loader):
 
 def check_shared(num_lanes, world_size):
     if num_lanes % world_size:
-        raise ValueError(f"{num_lanes} lanes cannot be shared evenly by {world_size} ranks; choose a world size "
-                         f"that divides {num_lanes}, or, in a new run, a num_lanes divisible by {world_size}")
+        raise ValueError(f"{num_lanes} lanes cannot be shared evenly by {world_size} ranks; choose a world size that "
+                         f"divides {num_lanes}, or, in a new run, a num_lanes divisible by {world_size}")
 
 
 def sources_of(data_dir, epochs):
     """data_dir and epochs as {source: weight} and {source: epochs}."""
     if isinstance(data_dir, (list, tuple, set)):
-        raise ValueError(f"data_dir={data_dir!r}; for a mixture pass {{folder: weight}}, such as "
+        raise ValueError(f"data_dir={data_dir!r}; for a mixture, pass {{folder: weight}}: "
                          f"{dict.fromkeys(map(str, data_dir), 1)}")
     given = data_dir if isinstance(data_dir, dict) else {find_data(data_dir and os.fspath(data_dir)): 1}
     weights = {source_name(path): weight for path, weight in given.items()}
@@ -943,39 +936,32 @@ def check_start(loader):
     if loader.arguments["rank"] is None and seen != now:
         raise RuntimeError(f"made as rank {seen[0]} of {seen[1]}, used as rank {now[0]} of {now[1]}: make "
                            "the loader after torch.distributed is initialised, or pass rank and world_size")
-    ours = loader.tokenizer.fingerprint
     for name, source in loader.sources.items():
-        if (theirs := source.shards[0].fingerprint) not in (None, ours):
+        ours, theirs = loader.tokenizer.fingerprint, source.shards[0].fingerprint
+        if theirs not in (None, ours):
             raise ValueError(f"{name} needs the tokenizer that made it, {theirs:.16}, not {ours:.16}")
     check_enough_documents(loader)
 
 
 def check_enough_documents(loader):
     for name, source in loader.sources.items():
-        if (n := int(source.group_sizes.sum())) < loader.num_lanes:
-            lanes = n - n % loader.world_size
-            advice = f"pass num_lanes={lanes}" if lanes else f"{loader.world_size} ranks need as many documents"
+        if (n := sum(source.n_documents)) < loader.num_lanes:
+            fewer = n - n % loader.world_size
+            advice = f"pass num_lanes={fewer}" if fewer else f"{loader.world_size} ranks need at least one each"
             raise ValueError(f"{name}: {n} documents for {loader.num_lanes} lanes; {advice}")
 
 
 def check_state(state):
     if not isinstance(state, dict):
-        raise ValueError(f"a state is a dict, as state_dict() returns it, not {type(state).__name__}; after "
-                         "reading a file: json.loads(text)")
-    with damage_named():
-        if state["version"] != VERSION:
-            raise ValueError(f"a loader state of version {state['version']!r}; this dataloader.py reads version "
-                             f"{VERSION}: finish the run with the files that began it, or begin a new one")
-        if with_digest(state)["digest"] != state["digest"]:
-            raise ValueError("this state is damaged or was edited; load it as state_dict() returned it")
-
-
-@contextlib.contextmanager
-def damage_named():
-    try:
-        yield
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(f"this state is damaged: {type(error).__name__}: {error}") from error
+        raise ValueError(f"this state is a {type(state).__name__}; expected the dict that state_dict() "
+                         "returned, or json.loads() of its text")
+    if state.get("version") != VERSION:
+        raise ValueError(f"a loader state of version {state.get('version')!r}; this dataloader.py reads version "
+                         f"{VERSION}: finish the run with the files that began it, or begin a new run")
+    with contextlib.suppress(TypeError, ValueError):    # of what is no JSON
+        if with_digest(state)["digest"] == state.get("digest"):
+            return
+    raise ValueError("this state is damaged or was edited; load it as state_dict() returned it")
 
 
 def check_lanes(needed, lanes):
