@@ -12,7 +12,6 @@ A *chunk* is the documents of about 256 rows: part of a row group, or several sm
 itself, so its rows depend on nothing else, and a state is little more than a chunk's place and the number of
 rows delivered from it. Row groups are dealt to lanes; row g of the run comes from lane g % num_lanes, for any
 number of ranks. The trade-off: the last row of a chunk is short, so about 0.2 % of the tokens are padding.
-
 Threads: 8 "read" row groups; one per core, "pack", makes whole chunks, ahead of use. next() only copies rows.
 """
 
@@ -62,7 +61,6 @@ def flat(starts, lengths, R):
                 row.append((d, start, starts[d]))
         yield row
 
-
 def bestfit(starts, lengths, R):
     """nanochat's rule: the longest document that fits; if none does, the shortest, its tail dropped."""
     left = sorted((n, -d) for d, n in enumerate(lengths) if starts[d] < n)    # equal lengths: oldest last
@@ -76,81 +74,67 @@ def bestfit(starts, lengths, R):
             starts[d] = n
         yield row
 
-
-def fill_gap(gap, lengths, by_length):
+def fill_gap(gap, sizes, by_length):
     """
-    Choose the lengths of documents that fill `gap` tokens exactly, or as nearly as possible.
-    lengths: sorted and distinct; by_length[n]: the documents of n tokens. Tries one document; then two, close
-    in length; then any number, by subset sum: bit k of the integer `reachable` is set if some subset leaves
-    k tokens open. Tries longer documents first, and equal ones in groups of 1, 2, 4, ...
-    Example: lengths [2, 3, 4, 7], one document each: gap=10 -> [7, 3];  gap=8 -> [7], one token stays open
+    Choose the lengths of documents that fill `gap` tokens exactly, or as nearly as possible, by subset sum:
+    bit k of `reachable` is set if some documents leave k tokens open. Pairs go first: they are found faster.
+    sizes: sorted lengths; by_length[n]: the documents of n tokens, taken in groups of 1, 2, 4, ...
+    Example: one document each of 2, 3, 4, 7: gap=10 -> [7, 3];  gap=8 -> [7], one token stays open
     """
-    if gap in by_length:
-        return [gap]
-    half = bisect_right(lengths, gap // 2)
-    for n in reversed(lengths[:half]):
+    for n in reversed(sizes[:bisect_right(sizes, gap // 2)]):
         if gap - n in by_length and (2 * n < gap or len(by_length[n]) > 1):
             return [gap - n, n]
     reachable, steps = 1 << gap, []    # steps: (length, number of documents, `reachable` before)
-    for n in lengths[half:bisect_right(lengths, gap)]:
-        reachable |= 1 << gap - n    # a filling holds at most one document longer than half the gap
-    for length in reversed(lengths[:half]):
+    for length in reversed(sizes[:bisect_right(sizes, gap)]):
         available, n = min(len(by_length[length]), gap // length), 1
         while available and not reachable & 1 and len(steps) * gap < 1 << 25:    # `steps`: at most 4 MB
             n = min(n, available)
             steps.append((length, n, reachable))
             reachable |= reachable >> n * length
             available, n = available - n, 2 * n
-        if reachable & 1:
-            break
     chosen, unfilled = [], (reachable & -reachable).bit_length() - 1
     for length, n, before in reversed(steps):
         if not before >> unfilled & 1:
             chosen += [length] * n
             unfilled += n * length
-    return [gap - unfilled, *chosen] if unfilled < gap else chosen
-
+    return chosen
 
 class Buffer:
-    """The documents of a chunk that are not delivered yet: whole ones, and the rest of those that were cut."""
+    """The documents of a chunk that are not delivered yet: whole ones, and the rests of cut ones."""
 
     def __init__(self, starts, lengths, R):
         self.starts, self.lengths, self.R = starts, lengths, R
-        self.left = {}                           # document -> tokens to deliver, oldest first
-        self.by_length, self.sizes = {}, []      # such a number -> its documents, oldest first; sorted numbers
+        self.left = {}                         # document -> its length, at most R + 1; oldest first
+        self.by_length, self.sizes = {}, []    # length -> documents, oldest first; sorted lengths
         for d, n in enumerate(lengths):
             if starts[d] < n:
                 self.add(d)
 
     def add(self, d):
-        n = self.lengths[d] - self.starts[d] + (self.starts[d] > 0)    # a rest repeats BOS
-        n = self.left[d] = min(n, self.R + 1)    # all longer than a row: R + 1
+        repeated_bos = int(self.starts[d] > 0)
+        n = self.left[d] = min(self.R + 1, self.lengths[d] - self.starts[d] + repeated_bos)
         if n not in self.by_length:
             self.by_length[n] = collections.deque()
             insort(self.sizes, n)
         self.by_length[n].append(d)
 
     def take(self, d, row, free):
-        """
-        Append at most `free` tokens of `d`, the oldest of all or of its length, to the row. Its rest becomes
-        the youngest document. Returns how many tokens remain free.
-        """
+        """Append up to `free` tokens of `d`, the oldest of all or of its length; returns how many stay free."""
         n, start = self.left.pop(d), self.starts[d]
         self.by_length[n].popleft()
         if not self.by_length[n]:
             del self.by_length[n], self.sizes[bisect_left(self.sizes, n)]
         self.starts[d] += min(n, free) - (start > 0)
         if n > free:
-            self.add(d)
+            self.add(d)    # the rest, as the youngest
         row.append((d, start, self.starts[d]))
         return free - min(n, free)
 
-
 def exactfit(starts, lengths, R, whole=False):
     """
-    Rows of whole documents, filled exactly: a row opens with the oldest document, and fill_gap fills the rest.
-    If no documents do, a piece of the oldest one longer than a row does (it is cut anyway), or else a piece of
-    the shortest one longer than the gap.
+    Rows of whole documents, filled exactly: a row opens with the oldest document, fill_gap fills the rest. If
+    no documents do, a piece of the oldest one longer than a row does (it is cut anyway), or else one of the
+    shortest one longer than the gap.
     """
     buffer = Buffer(starts, lengths, R)
     by_length, sizes = buffer.by_length, buffer.sizes
@@ -167,11 +151,9 @@ def exactfit(starts, lengths, R, whole=False):
             free = buffer.take(d, row, free)
         yield row
 
-
 def wholefit(starts, lengths, R):
-    """Like exactfit, but never cuts a document that fits in a row: what none fills stays short. For chats."""
+    """For chats: like exactfit, but no document that fits in a row is cut; what none fills stays short."""
     return exactfit(starts, lengths, R, whole=True)
-
 
 PACKINGS = {"flat": flat, "bestfit": bestfit, "exactfit": exactfit, "wholefit": wholefit}
 
@@ -184,20 +166,17 @@ class Place(NamedTuple):
     turn: int = 0     # index in the epoch's order of its row group (or part of one); of the first, if several
     chunk: int = 0    # index of the chunk in this row group
 
-
 class Part(NamedTuple):
     """Documents of one row group."""
     shard: Shard
     row_group: int
     indices: np.ndarray    # of the documents in the row group, in reading order
 
-
 def shuffled(n, seed, *key):
     """Permute range(n) by (seed, *key); without a seed, keep its order. PCG64's raw stream never changes."""
     if seed is None:
         return np.arange(n)
     return np.argsort(np.random.PCG64((seed, *key)).random_raw(n), kind="stable")
-
 
 class Source:
     """
@@ -234,7 +213,7 @@ class Source:
         epoch, turn, first_chunk = start
         while epochs is None or epoch <= epochs:
             turns = range(turn + (lane - turn) % self.num_lanes, len(self.order(epoch)[0]), self.num_lanes)
-            joined, n_bytes = [], 0
+            place, joined, n_bytes = None, [], 0
             for turn in turns:
                 part, part_bytes = self.find(epoch, turn)
                 n_chunks = min(round(part_bytes / self.chunk_bytes), len(part.indices))
@@ -274,7 +253,6 @@ class Location(NamedTuple):
     row_group: int
     row: int
 
-
 class Piece(NamedTuple):
     """Tokens [start, stop) of a document (token 0 is its BOS), in a row from index `offset` on."""
     location: Location
@@ -282,7 +260,6 @@ class Piece(NamedTuple):
     start: int
     stop: int
     offset: int
-
 
 class Chunk(NamedTuple):
     """The rows of a chunk that were not delivered when it was made."""
@@ -307,7 +284,6 @@ class Chunk(NamedTuple):
             offset += stop - start
         return pieces
 
-
 CHECK_EVERY = 1000    # our tokenizer also encodes one document in 1,000 with tiktoken, as a check
 
 class Encoder:
@@ -321,10 +297,10 @@ class Encoder:
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
 
     def encode(self, part, row_group, epoch=1):
-        """The ids of each document of a Part, None if filtered. row_group: the Arrow array of all documents."""
+        """The ids of each document of a Part, none of a null or filtered one. row_group: its Arrow array."""
         array, path = row_group.take(pa.array(part.indices)), part.shard.path
         try:
-            ids, bounds = self._view(array, part) if part.shard.dtype else self._encode(array, part, epoch)
+            ids, bounds = self._ids(array, part, epoch)
             check_documents(ids, bounds, array, self.tokenizer.bos)
             documents = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
             if self.transform:
@@ -338,39 +314,34 @@ class Encoder:
             where = f"{path}, row group {part.row_group}, row {part.indices[0]}"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
 
-    def _encode(self, array, part, epoch):
+    def _ids(self, array, part, epoch):
+        """(ids, bounds) as encode_documents in tokenizer.py returns them."""
+        if dtype := part.shard.dtype:
+            data, offsets, _ = column_views(array)
+            if (np.diff(offsets) % dtype.itemsize).any():
+                raise ValueError(f"a document's bytes are not a whole number of {dtype} tokens")
+            bounds = (offsets - offsets[0]) // dtype.itemsize
+            return np.frombuffer(data[offsets[0]:offsets[-1]], dtype), bounds
         key = f"{part.shard.path} {part.row_group} {part.indices[0]} {epoch}"
         first = zlib.crc32(key.encode()) % CHECK_EVERY    # other documents in every epoch
         return self.tokenizer.encode(array, range(first, len(array), CHECK_EVERY), threads=self.threads)
 
-    def _view(self, array, part):
-        dtype, (data, offsets, _) = part.shard.dtype, column_views(array)
-        if (np.diff(offsets) % dtype.itemsize).any():
-            raise ValueError(f"a document's bytes are not a whole number of {dtype} tokens")
-        return np.frombuffer(data[offsets[0]:offsets[-1]], dtype), (offsets - offsets[0]) // dtype.itemsize
-
     def _transform(self, ids, location, epoch):
-        if not len(ids):
-            return ids
-        bos, result = self.tokenizer.bos, self.transform(ids.astype(np.int64), location, epoch)
-        array = np.asarray(() if result is None else result)
-        if not array.size:
-            return None
-        if array.ndim != 1 or array.dtype.kind not in "iu" or int(array[0]) not in (bos, ~bos):
-            raise TypeError(f"transform returned {array.dtype} {array.shape}; expected ids, BOS first")
-        return array.astype(np.int64)
-
+        if len(ids):
+            bos, result = self.tokenizer.bos, self.transform(ids.astype(np.int64), location, epoch)
+            ids = np.asarray([] if result is None else result)
+            if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids[0]) not in (bos, ~bos)):
+                raise TypeError(f"transform returned {ids.dtype} {ids.shape}; expected ids, BOS first")
+        return ids.astype(np.int64)
 
 def check_documents(ids, bounds, array, bos):
     """Check a tokenizer's or token shard's output: document i is ids[bounds[i]:bounds[i + 1]], BOS first."""
     if bounds.dtype.kind not in "iu" or len(bounds) != len(array) + 1 or bounds[0] or bounds[-1] != len(ids):
         raise ValueError(f"expected {len(array) + 1} integer bounds from 0 to {len(ids)}, got {bounds}")
     valid = array.is_valid().to_numpy(zero_copy_only=False)
-    lengths, first = np.diff(bounds), ids[bounds[:-1][valid]]
-    is_bos = (first == bos) | (first == ~bos) if ids.dtype.kind == "i" else first == bos
-    if (lengths[valid] < 1).any() or lengths[~valid].any() or not is_bos.all():
+    lengths, first = np.diff(bounds), ids[bounds[:-1][valid]].astype(np.int64)
+    if (lengths[valid] < 1).any() or lengths[~valid].any() or not np.isin(first, (bos, ~bos)).all():
         raise ValueError(f"a document does not begin with BOS ({bos}), or a null one has tokens")
-
 
 class Packer:
     """Makes Chunks, in its own threads."""
@@ -383,15 +354,13 @@ class Packer:
         self.arrays = weakref.WeakValueDictionary()     # Futures of row groups, while somebody holds them
 
     def submit(self, place, parts, taken):
-        """The Future of the chunk, and those of its row groups."""
-        arrays = [self.read(part.shard, part.row_group) for part in parts]
+        """(the Future of the chunk, those of its row groups)"""
+        arrays = []
+        for shard, row_group, _ in parts:
+            key = shard.path, row_group
+            arrays.append(self.arrays.get(key) or self.readers.submit(shard.read, row_group))
+            self.arrays[key] = arrays[-1]
         return self.executor.submit(self.chunk, place, parts, taken, arrays), arrays
-
-    def read(self, shard, row_group):
-        key = shard.path, row_group
-        array = self.arrays.get(key) or self.readers.submit(shard.read, row_group)
-        self.arrays[key] = array
-        return array
 
     def chunk(self, place, parts, taken, arrays):
         if ENDING.is_set():    # Python waits for its threads
@@ -399,20 +368,17 @@ class Packer:
         encoded = [self.encoder.encode(part, array.result(), place.epoch)
                    for part, array in zip(parts, arrays, strict=True)]
         documents = list(itertools.chain.from_iterable(encoded))
-        n_filtered = sum(ids is None for ids in documents)
-        documents = [() if ids is None else ids for ids in documents]
         lengths, starts = list(map(len, documents)), [0] * len(documents)
         if not taken or taken[-1][0] != self.T:
             taken = (*taken, (self.T, 0))
         for T, n in taken:
             rows = self.pack(starts, lengths, T + 1)
-            collections.deque(itertools.islice(rows, n), maxlen=0)
+            collections.deque(itertools.islice(rows, n), maxlen=0)    # delivered before
         rows = list(rows)
         stops = {d: stop for row in rows for d, _, stop in row}
         cut = {d for row in rows for d, start, stop in row if stop - start < lengths[d] <= self.T + 1}
-        counts = {"documents": len(documents), "filtered_documents": n_filtered,
-                  "null_documents": lengths.count(0) - n_filtered, "cut_documents": len(cut),
-                  "dropped_tokens": sum(lengths[d] - stop for d, stop in stops.items())}
+        counts = {"documents": len(documents), "empty_documents": lengths.count(0),
+                  "cut_documents": len(cut), "dropped_tokens": sum(lengths[d] - stops[d] for d in stops)}
         return Chunk(place, parts, taken, *self.join(rows, documents), rows, self.pack is not flat, counts)
 
     def join(self, rows, documents):
@@ -451,7 +417,6 @@ def step_of(num_lanes):
     golden = 0x9E3779B97F4A7C15    # 2**64 / golden ratio
     return min(((k * 2**64 + golden) // num_lanes for k in range(num_lanes)), key=largest_quotient)
 
-
 def largest_quotient(step):
     """The largest partial quotient of step / 2**64, up to convergents with denominators of 2**20."""
     a, b, largest, denominators = 2**64, step, 0, (0, 1)
@@ -461,24 +426,19 @@ def largest_quotient(step):
         a, b = b, a % b
     return largest
 
-
-def source_of_row(g, bounds, step):
-    """The index of the source that gives row g. Example: bounds_of([2, 1], ...), one lane: 0001001010..."""
-    return bisect_right(bounds, g * step % 2**64)
-
-
-def bounds_of(weights, g):
-    """Cumulative weights, scaled to 2**64. Negative weights count as 0; if all are 0, shares are equal."""
+def choose_source(weights, g, step):
+    """
+    The index of the source that gives row g: the one that holds frac(g * step / 2**64), where weights divide
+    [0, 1). Weights below 0 count as 0; if all are 0, shares are equal. Example: [2, 1], one lane: 0010010100
+    """
     given = [weight(g) if callable(weight) else weight for weight in weights]
     try:
         values = [max(float(weight), 0.0) for weight in given]
-        largest = max(values) or 1.0
-        scaled = [int(value / largest * 2**62) for value in values]    # not of NaN or infinity
-    except (TypeError, ValueError, OverflowError) as error:
+        scaled = [int(value / (max(values) or 1.0) * 2**62) for value in values]    # not of NaN or infinity
+    except (TypeError, ValueError) as error:
         raise ValueError(f"the weights of row {g} are {given}; expected finite numbers") from error
     cumulative = list(itertools.accumulate(scaled if any(scaled) else [1] * len(scaled)))
-    return [number * 2**64 // cumulative[-1] for number in cumulative]
-
+    return bisect_right([number * 2**64 // cumulative[-1] for number in cumulative], g * step % 2**64)
 
 class StreamState(NamedTuple):
     """The position of a stream, which is one lane of one source. The default is the beginning."""
@@ -486,16 +446,17 @@ class StreamState(NamedTuple):
     taken: tuple[tuple[int, int], ...] = ()    # (T, rows of this chunk delivered with it), in order
     ended: bool = False                        # a finite source has no more rows
 
-
 class Stream:
     """One lane of one source: its rows, from chunks that are made ahead."""
 
     def __init__(self, source, lane, state, packer, epochs, ahead):
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
         self.state, self.taken, self.tasks = state, state.taken, source.deal(lane, state.place, epochs)
-        self.chunks = collections.deque()    # Futures; rows of the first are being delivered
-        self.i, self.arrays = 0, None        # rows delivered of it; row groups, which the next chunk may share
         self.epoch, self.counts = state.place.epoch, collections.Counter()    # epoch: of the last row
+        self.chunks = collections.deque()    # Futures; rows of the first are being delivered
+        self.i, self.arrays = 0, None        # rows delivered of it; row groups that the next may share
+        if not state.ended:
+            self.submit(1)    # the first chunks of all lanes are made before their second ones
 
     def submit(self, n):
         """Let `n` chunks be ready or under way."""
@@ -510,9 +471,9 @@ class Stream:
             self.submit(1)
             if not self.chunks:
                 self.state = self.state._replace(ended=True)
-                break
+                return None
             chunk = self.chunks[0].result()
-            self.submit(self.ahead)    # not before: the first chunks of all lanes go first
+            self.submit(self.ahead)
             if self.i < len(chunk.rows):
                 self.epoch = chunk.place.epoch
                 return chunk, self.i
@@ -522,7 +483,6 @@ class Stream:
             if self.epochs is None and chunk.place.epoch > self.epoch + 100:
                 raise ValueError(f"{self.source.name}: a lane found no token in 100 epochs, only null or "
                                  "filtered documents; lower num_lanes, or inspect the data")
-        return None
 
     def row(self):
         """Deliver a row: (chunk, index of the row in it); None at the end."""
@@ -541,25 +501,23 @@ class Position(NamedTuple):
     g: int         # rows delivered by the whole run
     lanes: dict    # of this rank: {lane: {source: StreamState}}
 
-
 class PackedLoader(IterableDataset):
     """
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs shifted by one, and -100
     (torch's ignore_index) where a row is short or a token has no loss. A yielded batch is never overwritten.
     tokenizer: see as_encoder in tokenizer.py; transform(ids, location, epoch): see Encoder
-    packing: "exactfit", "wholefit", "flat" or "bestfit"
+    packing: "exactfit", "wholefit", "flat" or "bestfit"; threads: default: this rank's cores
     data_dir: a folder or URI of shards, or {folder: weight}. Weights are proportions of rows: numbers, or
         functions of the row number. Default: what dataset.find_data finds
     rank, world_size: of the data-parallel ranks; tensor, context or pipeline parallel ranks that share rows
         pass the same rank. Default: those of `group`, else torch.distributed's, else RANK and WORLD_SIZE
     group: a process group of the data-parallel ranks; needed if some processes have no loader
     num_lanes: world sizes that divide it give the same rows. Default: lcm(8, world_size), or as in the state
+    chunk_bytes: of text. Default: 1,024 for each token of a row, about 256 rows, or as in the state
     shuffle_seed: an int: a new order every epoch; None: documents in file order
     epochs: n, or {folder: n}; other folders are endless. The ranks of a finite run end together if
         torch.distributed is initialised. uneven: if lanes differ in length, "stop" ends with the shortest;
         "pad" gives masked rows until the longest ends (divide summed losses by all ranks' unmasked targets)
-    chunk_bytes: of text. Default: 1,024 for each token of a row, about 256 rows, or as in the state
-    threads: default: this rank's cores
     """
 
     def __init__(self, tokenizer, B: int, T: int, split: str, *, packing: str = "exactfit",
@@ -573,11 +531,11 @@ class PackedLoader(IterableDataset):
         if rank is None and world_size is None:
             self.rank, self.world_size = ranks_of_this_process(group)
         check_arguments(self)
-        self.num_lanes = math.lcm(8, self.world_size) if num_lanes is None else num_lanes
-        self.threads = cores_of_this_rank() if threads is None else threads
-        self.chunk_bytes = min(1024 * (self.T + 1), 1 << 26) if chunk_bytes is None else chunk_bytes
+        self.num_lanes = self.num_lanes or math.lcm(8, self.world_size)
+        self.chunk_bytes = self.chunk_bytes or min(1024 * (self.T + 1), 1 << 26)
         check_shared(self.num_lanes, self.world_size)
-        self.encoder, self.device = Encoder(tokenizer, self.threads, transform), torch.device(device)
+        self.threads, self.device = self.threads or cores(), torch.device(device)
+        self.encoder = Encoder(tokenizer, self.threads, transform)
         self.tokenizer = self.encoder.tokenizer
         self.weights, self.epochs = sources_of(data_dir, epochs)
         sources = [Source(name, list_shards(name, split), self.num_lanes, shuffle_seed, self.chunk_bytes)
@@ -585,9 +543,6 @@ class PackedLoader(IterableDataset):
         # By fingerprint: the same order for moved folders, and for tokens of the same text.
         sources.sort(key=lambda source: (source.fingerprint, source.name))
         self.sources = {source.name: source for source in sources}
-        if num_lanes is not None:    # else a loaded state may have fewer lanes
-            check_enough_documents(self)
-        self.ends_together = all(self.epochs.values()) and self.world_size > 1    # endless runs never wait
         self.position, self._delivered, self.waited = self._beginning(), [], 0.0
         self._streams, self._packer, self._gloo, self._finished, self._closed = None, None, None, False, False
         self._pid, self._lock = os.getpid(), threading.Lock()
@@ -599,21 +554,19 @@ class PackedLoader(IterableDataset):
     def _start(self):
         """Start the threads, at `position`."""
         check_start(self)
-        if self.ends_together and self._gloo is None and dist.is_available() and dist.is_initialized():
+        ends_together = all(self.epochs.values()) and self.world_size > 1    # endless runs never wait
+        if ends_together and not self._gloo and dist.is_available() and dist.is_initialized():
             ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
             self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
         packer = self._packer = Packer(self)
         if self._closed:    # by another thread, which has not seen this packer
             raise RuntimeError
-        g, lanes = self.position
+        (g, lanes), self._streams = self.position, {}
         ahead = 1 + max(1, 2 * self.threads // (len(lanes) * len(self.sources)))    # chunks of each stream
-        self._streams = {
-            lane: {name: Stream(self.sources[name], lane, state, packer, self.epochs[name], ahead)
-                   for name, state in lanes[lane].items()}
-            for lane in lanes_of_rank(g, self.rank, self.world_size, self.num_lanes)}    # in turn
-        for stream in itertools.chain.from_iterable(lane.values() for lane in self._streams.values()):
-            if not stream.state.ended:
-                stream.submit(1)
+        for lane in lanes_of_rank(g, self.rank, self.world_size, self.num_lanes):
+            self._streams[lane] = {
+                name: Stream(self.sources[name], lane, state, packer, self.epochs[name], ahead)
+                for name, state in lanes[lane].items()}
 
     def _stop(self):
         """Drop what was prepared; the next batch is made anew, from `position`."""
@@ -657,15 +610,14 @@ class PackedLoader(IterableDataset):
             raise
 
     def _next_rows(self):
-        """([(chunk, index of a row) or None if the lane has ended, for each row of the batch], Position after)"""
+        """([(chunk, index of the row) or None if its lane has ended] of the batch, the Position after it)"""
         began, rows, lanes, step = time.perf_counter(), [], dict(self.position.lanes), step_of(self.num_lanes)
         for b in range(self.B):
             g = self.position.g + self.rank + b * self.world_size
             streams, found = self._streams[g % self.num_lanes], None
             names = [name for name, stream in streams.items() if not stream.state.ended]
             while names and not found:    # the other sources take over from one that ends
-                bounds = bounds_of([self.weights[name] for name in names], g) if len(names) > 1 else []
-                name = names[source_of_row(g, bounds, step)]
+                name = names[choose_source([self.weights[name] for name in names], g, step)]
                 found = streams[name].row()
                 if not found:
                     names.remove(name)
@@ -676,7 +628,7 @@ class PackedLoader(IterableDataset):
 
     def _is_in_run(self, rows):
         """Whether the batch belongs to the run. The ranks of a finite run agree, and so end together."""
-        streams = itertools.chain.from_iterable(lane.values() for lane in self._streams.values())
+        streams = itertools.chain(*(lane.values() for lane in self._streams.values()))
         more, lacking = any(rows) or any(stream.peek() for stream in streams), not all(rows)
         if gloo := self._gloo:    # close() may remove it
             flags = torch.tensor([more, lacking], dtype=torch.int64)
@@ -748,35 +700,24 @@ class PackedLoader(IterableDataset):
             sources[name]["epoch"] = max(sources[name]["epoch"], stream.epoch)
         return {"waited_s": self.waited, "sources": {name: dict(counts) for name, counts in sources.items()}}
 
-
 def lanes_of_rank(g, rank, world_size, num_lanes):
-    """This rank's lanes in the order of their turns, starting at row g of the run."""
+    """This rank's lanes in the order in which they give rows, from row g of the run on."""
     return [(g + rank + i * world_size) % num_lanes for i in range(num_lanes // world_size)]
-
 
 def ranks_of_this_process(group=None):
     """(rank, world size): the group's or torch.distributed's if initialised, else the launcher's."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(group), dist.get_world_size(group)
     names = "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"    # srun, mpirun: no RANK
-    rank, world_size, *tasks = (env_int(name, least=int(name != "RANK")) for name in names)
-    if (rank is None) != (world_size is None) or (rank is None and max(n or 1 for n in tasks) > 1):
-        seen = " ".join(f"{name}={os.environ[name]}" for name in names if name in os.environ)
-        raise ValueError(f"found only {seen}: all processes would get the same rows; initialise "
+    seen = {name: os.environ[name] for name in names if name in os.environ}
+    if not all(n.isdecimal() for n in seen.values()):
+        raise ValueError(f"the environment has {seen}; expected whole numbers")
+    if {"RANK", "WORLD_SIZE"} <= seen.keys():
+        return int(seen["RANK"]), int(seen["WORLD_SIZE"])
+    if seen.keys() & {"RANK", "WORLD_SIZE"} or any(int(n) > 1 for n in seen.values()):
+        raise ValueError(f"the environment has only {seen}: all processes would get the same rows; set up "
                          "torch.distributed first, or pass rank=... and world_size=...")
-    return rank or 0, world_size or 1
-
-
-def cores_of_this_rank():
-    return max(1, cores() // (env_int("LOCAL_WORLD_SIZE", least=1) or 1))
-
-
-def env_int(name, least):
-    """A launcher's environment variable; None if it is not set."""
-    value = os.environ.get(name)
-    if value is not None and (not value.isdecimal() or int(value) < least):
-        raise ValueError(f"{name}={value!r} in the environment; expected a whole number, {least} or more")
-    return value and int(value)
+    return 0, 1
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -786,11 +727,9 @@ def env_int(name, least):
 
 VERSION = 5    # the rows of a version never change
 
-
 def name_of(function):
     """Its name; None and numbers (weights) as they are."""
     return getattr(function, "__name__", type(function).__name__) if callable(function) else function
-
 
 def config_of(loader):
     """What a place in the data depends on: not T, B, weights, world size or threads."""
@@ -798,12 +737,10 @@ def config_of(loader):
             "shuffle_seed": loader.shuffle_seed, "packing": loader.packing,
             "tokenizer": loader.tokenizer.fingerprint, "transform": name_of(loader.transform)}
 
-
 def with_digest(state):
     """The state as plain JSON, with its SHA-256."""
     state = json.loads(json.dumps({**state, "digest": None}))
     return {**state, "digest": hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()}
-
 
 def read_state(loader, state):
     """-> (Position, the attributes of the loader that change)"""
@@ -830,7 +767,6 @@ def read_state(loader, state):
                for name, source in loader.sources.items()}
     return Position(g, lanes), {"num_lanes": num_lanes, "chunk_bytes": chunk_bytes, "sources": sources}
 
-
 def saved_names(saved, sources):
     """{name in the loader: name in the state} of sources in both; folders may have moved."""
     moved = {entry["fingerprint"]: name for name, entry in saved.items() if name not in sources}
@@ -842,9 +778,8 @@ def saved_names(saved, sources):
                          f"changed in: {changed or 'none'}. Put new data in a new folder")
     return known
 
-
 def gather_states(loader) -> dict | None:
-    """The merged state of all ranks, on the first one; None on the others. All ranks of the group call it."""
+    """The merged state of all ranks on the first one, None on the others. All ranks of the group call it."""
     state, group = loader.state_dict(), loader.group
     if not (dist.is_available() and dist.is_initialized()):
         return merge_states([state])
@@ -858,15 +793,14 @@ def gather_states(loader) -> dict | None:
     dist.gather(padded, parts, group=group, group_dst=0)
     return merge_states([json.loads(part.cpu().numpy().tobytes()) for part in parts]) if parts else None
 
-
 def merge_states(states: list[dict]) -> dict:
     """Merge all ranks' states of one step into one that any allowed world size can load."""
     lanes = {}
     for state in states:
         check_state(state)
         if len(seen := {states[0]["rows"], state["rows"]}) > 1:
-            raise ValueError(f"ranks have drawn {min(seen)} and {max(seen)} rows, not equally many batches; to "
-                             "evaluate on some ranks, make another loader")
+            raise ValueError(f"ranks have drawn {min(seen)} and {max(seen)} rows, not as many batches each; "
+                             "to evaluate on one of them, make another loader")
         for key in ("T", "config", "sources"):
             if state[key] != states[0][key]:
                 raise ValueError(f"states of different runs: {key} is {states[0][key]} and {state[key]}")
@@ -888,22 +822,20 @@ def check_arguments(loader):
             raise ValueError(f"{name}={getattr(loader, name)!r}; choose one of {', '.join(allowed)}")
     least = {"rank": 0, "world_size": 1, "B": 1, "T": 1, "num_lanes": 1, "threads": 1, "chunk_bytes": 1,
              "shuffle_seed": 0}
-    optional = "num_lanes", "threads", "chunk_bytes", "shuffle_seed"
     for name, low in least.items():
         n = getattr(loader, name)
         if isinstance(n, np.integer):
             n = vars(loader)[name] = int(n)
-        if (type(n) is not int or n < low) and not (n is None and name in optional):
+        is_default = n is None and name in ("num_lanes", "threads", "chunk_bytes", "shuffle_seed")
+        if not is_default and (type(n) is not int or n < low):
             raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
     if loader.rank >= loader.world_size:
         raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks start at 0")
 
-
 def check_shared(num_lanes, world_size):
     if num_lanes % world_size:
-        raise ValueError(f"{num_lanes} lanes cannot be shared evenly by {world_size} ranks; choose a world size that "
-                         f"divides {num_lanes}, or, in a new run, a num_lanes divisible by {world_size}")
-
+        raise ValueError(f"{num_lanes} lanes cannot be shared evenly by {world_size} ranks; choose a world "
+                         f"size that divides {num_lanes}, or, in a new run, a num_lanes divisible by it")
 
 def sources_of(data_dir, epochs):
     """data_dir and epochs as {source: weight} and {source: epochs}."""
@@ -920,15 +852,13 @@ def sources_of(data_dir, epochs):
     for name, weight in weights.items():
         n = epochs.get(name)
         if not callable(weight) and (type(weight) not in (int, float) or not 0 < weight < math.inf):
-            raise ValueError(f"weight {weight!r} of {name}; expected a number above 0, or a function of the row")
+            raise ValueError(f"weight {weight!r} of {name}; expected a number above 0, or a function of g")
         if n is not None and (type(n) is not int or n < 1):
             raise ValueError(f"epochs={n!r}; expected an int, 1 or more, or None for an endless run")
     return weights, {name: epochs.get(name) for name in weights}
 
-
 def source_name(path):    # a, a/ and ./a are one source
     return str(path).rstrip("/") if "://" in str(path) else os.path.normpath(path)
-
 
 def check_start(loader):
     """A process group initialised after the loader would give every rank the same rows."""
@@ -940,29 +870,22 @@ def check_start(loader):
         ours, theirs = loader.tokenizer.fingerprint, source.shards[0].fingerprint
         if theirs not in (None, ours):
             raise ValueError(f"{name} needs the tokenizer that made it, {theirs:.16}, not {ours:.16}")
-    check_enough_documents(loader)
-
-
-def check_enough_documents(loader):
-    for name, source in loader.sources.items():
         if (n := sum(source.n_documents)) < loader.num_lanes:
             fewer = n - n % loader.world_size
-            advice = f"pass num_lanes={fewer}" if fewer else f"{loader.world_size} ranks need at least one each"
+            advice = f"pass num_lanes={fewer}" if fewer else f"{loader.world_size} ranks need one each"
             raise ValueError(f"{name}: {n} documents for {loader.num_lanes} lanes; {advice}")
-
 
 def check_state(state):
     if not isinstance(state, dict):
         raise ValueError(f"this state is a {type(state).__name__}; expected the dict that state_dict() "
                          "returned, or json.loads() of its text")
     if state.get("version") != VERSION:
-        raise ValueError(f"a loader state of version {state.get('version')!r}; this dataloader.py reads version "
-                         f"{VERSION}: finish the run with the files that began it, or begin a new run")
+        raise ValueError(f"a loader state of version {state.get('version')!r}; this dataloader.py reads "
+                         f"{VERSION}: finish the run with the files that began it, or begin a new one")
     with contextlib.suppress(TypeError, ValueError):    # of what is no JSON
         if with_digest(state)["digest"] == state.get("digest"):
             return
     raise ValueError("this state is damaged or was edited; load it as state_dict() returned it")
-
 
 def check_lanes(needed, lanes):
     if len(needed) > len(lanes) or any(str(number) not in lanes for number in needed):

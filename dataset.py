@@ -556,8 +556,9 @@ def in_order(executor: ThreadPoolExecutor, function: Callable, items: Iterable, 
             future.cancel()
 
 
-def cores() -> int:    # that this process may use
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def cores() -> int:    # that this process may use; torchrun's processes share a machine's
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, n // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
 
 
 def printable(text) -> str:
