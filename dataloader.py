@@ -119,7 +119,7 @@ class Buffer:
         self.by_length[n].append(d)
 
     def take(self, d, row, free):
-        """Append up to `free` tokens of `d`, the oldest of all or of its length; returns how many stay free."""
+        """Append up to `free` tokens of `d`, the oldest of all or of its length; return how many stay free."""
         n, start = self.left.pop(d), self.starts[d]
         self.by_length[n].popleft()
         if not self.by_length[n]:
@@ -696,7 +696,7 @@ class PackedLoader(IterableDataset):
         """
         sources = {name: collections.Counter() for name in self.sources}
         for name, stream in itertools.chain(*(lane.items() for lane in (self._streams or {}).values())):
-            sources[name] += stream.counts
+            sources[name].update(stream.counts)
             sources[name]["epoch"] = max(sources[name]["epoch"], stream.epoch)
         return {"waited_s": self.waited, "sources": {name: dict(counts) for name, counts in sources.items()}}
 
