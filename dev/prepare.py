@@ -133,6 +133,10 @@ def building_folder(out):
             os.makedirs(building + "/runs")
             os.makedirs(building + "/shards")
             yield building
+        except OSError as error:
+            if str(error.filename).startswith(parent):
+                raise ValueError(f"{error}; to write elsewhere, name another folder with --out") from error
+            raise
         finally:
             shutil.rmtree(parent, ignore_errors=True)
 
@@ -287,7 +291,8 @@ def plan_shards(keys, lengths, shard_bytes, skipped):
     n = len(keys)
     if n < 2:
         cut = min(10_000, 1 + int(lengths.sum()) // 16)
-        raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard"
+        raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard, which take at "
+                         "least 2, and 9 with the loader's 8 lanes"
                          + f"; to cut a long one at its blank lines, add --cut_bytes {cut}" * (cut > 1)
                          + "".join(f"; skipped: {message}" for message in skipped[:1]))
     train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
@@ -388,8 +393,11 @@ def find_inputs(inputs, as_text=()):
         if not files:
             raise ValueError(f"{pattern}: no such files; expected {', '.join(as_text or KINDS)} (text also "
                              f"with {', '.join(CODECS)}): a file, a folder or a glob in quotes")
-        found |= {file.path: file for file in listed}
-        ignored |= others
+        empty = [file.path for file in listed if file.kind in (".txt", ".md") and not file.size]
+        found |= {file.path: file for file in listed if file.path not in empty}
+        ignored |= others | dict.fromkeys(empty, "empty")
+    if not found:
+        raise ValueError(f"{' '.join(inputs)}: all files are empty")
     ignored = {path: reason for path, reason in ignored.items() if path not in found}
     return sorted(found.values(), key=lambda file: os.path.split(file.path)), ignored
 
@@ -484,6 +492,8 @@ def documents_of(file, text_key, columns, cut_bytes=None):
                     yield where, None, {}, reason(error)
                 else:
                     yield where, text, record, None
+    except ColumnError as error:
+        yield "columns", None, {}, str(error)
     except UNREADABLE as error:
         yield f"unreadable after {where}", None, {}, reason(error)
 
@@ -568,13 +578,22 @@ def cut_text(data, cut_bytes):
         start = stop
 
 
+class ColumnError(ValueError):
+    """A file has no column of a name that was typed, or several."""
+
+
+def check_columns(columns, names, seen, advice):
+    """columns: the text's, then those of --keep; advice: how to name the text's."""
+    if bad := [name for name in columns if names.count(name) != 1]:
+        advice = advice if bad[0] == columns[0] else "it is named by --keep"
+        raise ColumnError(f"expected one column {bad[0]!r}, saw {seen}; {advice}")
+
+
 def csv_records(lines, columns, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
     rows = csv.DictReader((line.decode() for line in lines), delimiter=delimiter, strict=True)
-    if bad := [name for name in columns if (rows.fieldnames or []).count(name) != 1]:
-        advice = f"add --text_key NAME, or a first line that names the columns, with {delimiter!r} between"
-        advice = advice if bad[0] == columns[0] else "it is named by --keep"
-        raise ValueError(f"expected one column {bad[0]!r}, saw {str(rows.fieldnames)[:200]}; {advice}")
+    advice = f"add --text_key NAME, or a first line that names the columns, with {delimiter!r} between"
+    check_columns(columns, rows.fieldnames or [], str(rows.fieldnames)[:200], advice)
     for row in rows:
         yield f"line {rows.line_num}", row
 
@@ -593,10 +612,8 @@ def table_records(kind, stream, columns):
         file = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
         schema = file.schema
         batches = map(file.get_batch, range(file.num_record_batches)) if is_file else file
-    if bad := [name for name in columns if schema.names.count(name) != 1]:
-        seen = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
-        advice = f"add --text_key NAME, or {MAKE_JSONL}" if bad[0] == columns[0] else "it is named by --keep"
-        raise ValueError(f"expected one column {bad[0]!r}, saw {seen}; {advice}")
+    seen = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
+    check_columns(columns, schema.names, seen, f"add --text_key NAME, or {MAKE_JSONL}")
     names, row = dict.fromkeys(schema.names), itertools.count()
     for batch in batches:
         for record in batch.select(columns).to_pylist():
