@@ -37,6 +37,7 @@ import pytest
 import dataset
 from dev import prepare
 from test_dataloader import HERE, ByteTokenizer, make, run
+from tokenizer import find_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------
 # Texts, files and shards
@@ -105,6 +106,7 @@ def byte_tokenizer(monkeypatch):
     made = ByteTokenizer()
     made.decode = lambda ids: bytes(ids).decode()
     monkeypatch.setattr(prepare, "find_tokenizer", lambda folder, sources, size: (made, "bytes"))
+    monkeypatch.setattr(prepare, "known_tokenizer", lambda folder, source: (made, "bytes"))
     return made
 
 
@@ -863,12 +865,12 @@ def test_head_prints_documents(tmp_path, byte_tokenizer, capsys, kind):
     assert command("head", folder, "-n", 3, "--start", 39, "--tokenizer", "x") is None
     shown = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in shown[::2]] == [
-        f"{folder}/shard_0000{at}" for at in (
-            "0.parquet, row group 4, row 7", "1.parquet, row group 0, row 0",
-            "1.parquet, row group 0, row 1")]
+        f"{number}    {folder}/shard_0000{at}" for number, at in (
+            (39, "0.parquet, row group 4, row 7"), (40, "1.parquet, row group 0, row 0"),
+            (41, "1.parquet, row group 0, row 1"))]
     for text, about, beginning in zip(texts[39:42], shown[::2], shown[1::2], strict=True):
         assert f"{len(text.encode()) + 1:,} tokens" in about
-        assert beginning == "    " + dataset.printable(text[:200])
+        assert beginning == "      " + dataset.printable(text[:200])
     assert command("head", folder, "--split", "val", "--tokenizer", "x") is None
     words = capsys.readouterr().out
     assert r"\x1b[2Jval" in words and "row 1: null" in words
@@ -884,18 +886,68 @@ def test_head_refuses_a_tokenizer_that_did_not_make_the_tokens(tmp_path, byte_to
     assert command("head", tmp_path / "tokens", "--tokenizer", "bytes") is None
     byte_tokenizer.name = "another"
     line = command("head", tmp_path / "tokens", "--tokenizer", "bytes")
-    assert line == f"error: {tmp_path}/tokens needs the tokenizer that made it, not bytes"
+    assert line == (f"error: {tmp_path}/tokens needs the tokenizer that made it, {os.getcwd()}/bytes (not "
+                    "found here), not bytes")
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """Text, its tokens, and a tokenizer of 300 tokens that was trained on the text and made the tokens."""
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "base"))
+    make_shards(tmp_path / "text")
+    monkeypatch.setattr(prepare, "VOCAB_SIZE", 300)
+    assert command("tokenize", tmp_path / "text", "--out", tmp_path / "tokens") is None
+    return glob.glob(f"{tmp_path}/base/tokenizer-text-*-300")[0]
+
+
+def test_tokens_know_the_folder_of_their_tokenizer(tmp_path, trained, capsys):
+    """As it was when they were made, or found again in the base directory."""
+    make_shards(tmp_path / "more", (50, 20))
+    assert command("tokenize", tmp_path / "more", "--out", tmp_path / "more_tokens") is None
+    [wrong] = glob.glob(f"{tmp_path}/base/tokenizer-more-*-300")
+    line = command("head", tmp_path / "tokens", "--tokenizer", wrong)
+    assert line == f"error: {tmp_path}/tokens needs the tokenizer that made it, {trained}, not {wrong}"
+    with pytest.raises(ValueError, match=f"or what made them: --tokenizer {trained}$"):
+        find_tokenizer(None, [str(tmp_path / "tokens")], 300)
+    os.rename(trained, renamed := f"{tmp_path}/base/tokenizer-renamed")
+    assert command("head", tmp_path / "tokens") is None
+    assert capsys.readouterr().out.endswith(f"to see text, add --tokenizer {renamed}\n")
+
+
+def test_stats_train_no_tokenizer(tmp_path, trained, capsys):
+    """They take the one of this data, else count bytes and say so."""
+    assert command("stats", tmp_path / "text") is None
+    words = capsys.readouterr().out
+    assert words.startswith(f"{tmp_path}/text, tokens by {trained}\n") and "  about " in words
+    shutil.rmtree(trained)
+    assert command("stats", tmp_path / "text") is None
+    words = capsys.readouterr().out
+    assert words.startswith(f"{tmp_path}/text: tokens and cuts need a tokenizer; add --tokenizer DIR, or ")
+    assert re.search(r"train .*  -\nval .*  -\n", words) and "exactfit" not in words
+    assert "bytes  of text" in words
+    assert not glob.glob(f"{tmp_path}/base/tokenizer-*[0-9]")
+
+
+def test_raw_head_shows_line_breaks(tmp_path, capsys):
+    for name in "ab":
+        texts = pa.array(["def f():\n\treturn \x1b\r\n" + 300 * "x"])
+        dataset.write_shard(f"{tmp_path}/{name}.parquet", [texts])
+    assert command("head", tmp_path) is None
+    assert capsys.readouterr().out.splitlines()[1][:30] == r"      def f(): return \x1b xxx"
+    assert command("head", tmp_path, "--raw") is None
+    lines = ["def f():", r"        return \x1b\r", 300 * "x"]
+    assert capsys.readouterr().out.splitlines()[1:] == ["      " + line for line in lines]
 
 
 def test_head_of_tokens_says_how_to_see_text(tmp_path, byte_tokenizer, capsys):
     make_shards(tmp_path / "text")
     assert command("tokenize", tmp_path / "text", "--out", tmp_path / "tokens") is None
-    hint = "add --tokenizer FOLDER\n"
+    hint = "add --tokenizer "
     for arguments in (["text"], ["tokens", "--tokenizer", "x"]):
         assert command("head", tmp_path / arguments[0], *arguments[1:]) is None
         assert hint not in capsys.readouterr().out
     assert command("head", "--data", tmp_path / "tokens") is None
-    assert capsys.readouterr().out.endswith(hint)
+    assert hint in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("arguments, status", [
