@@ -556,11 +556,7 @@ def cores() -> int:    # that this process may use
 
 def printable(text) -> str:
     """One line of text from a disk or a network, without control characters: 'a\\n\\x1bb' -> 'a \\x1bb'."""
-    return escaped(" ".join(str(text).split()))
-
-
-def escaped(line: str) -> str:
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(text).split()))
 
 
 class Parser(argparse.ArgumentParser):

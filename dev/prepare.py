@@ -884,8 +884,8 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenize
                     lengths.append(f"{len(tokenizer.encode_documents([document])[0]):,} tokens")
             number = first - shard.rows[row_group] + row
             print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
-            lines = text.expandtabs().split("\n") if raw else [" ".join(text[:200].split())]
-            print(*("      " + dataset.escaped(line) for line in lines), sep="\n")
+            shown = re.sub("[^ \n]+", lambda word: dataset.printable(word[0]), text.expandtabs())
+            print("      " + (shown.replace("\n", "\n      ") if raw else dataset.printable(text[:200])))
     if start >= first:
         print(f"no document {start:,}: {folder} has {counted(first, 'document')} for {split}, from 0 on")
     elif shards[0].kind == "tokens" and not tokenizer:

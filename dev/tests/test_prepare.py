@@ -935,7 +935,7 @@ def test_raw_head_shows_line_breaks(tmp_path, capsys):
     assert command("head", tmp_path) is None
     assert capsys.readouterr().out.splitlines()[1][:30] == r"      def f(): return \x1b xxx"
     assert command("head", tmp_path, "--raw") is None
-    lines = ["def f():", r"        return \x1b\r", 300 * "x"]
+    lines = ["def f():", r"        return \x1b", 300 * "x"]
     assert capsys.readouterr().out.splitlines()[1:] == ["      " + line for line in lines]
 
 
