@@ -13,6 +13,7 @@ The trade-off: with GPT-4's split pattern, gigatoken encodes 72 M tokens per CPU
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -485,6 +486,17 @@ def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
     return RustBPETokenizer.from_directory(folder), folder
 
 
+def maker_of(shard: dataset.Shard) -> str:
+    """For messages: the folder of the tokenizer of a token shard, as tokenize recorded it, or found again."""
+    extra = dataset.read_footer(shard)[0].metadata
+    recorded = extra.get(b"nanoloader.tokenizer_dir", b"FOLDER").decode()
+    for folder in (recorded, *map(str, Path(get_base_dir()).glob("tokenizer*"))):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if json.loads(Path(folder, JSON_FILE).read_bytes())["fingerprint"] == shard.fingerprint:
+                return folder
+    return f"{recorded} (not found here)"
+
+
 def trained_dir(sources: Sequence[str], vocab_size: int) -> str:
     """Where the tokenizer of these sources is kept: named after them, their shards' digest, and its size."""
     entries = []
@@ -492,7 +504,7 @@ def trained_dir(sources: Sequence[str], vocab_size: int) -> str:
         shards = list_shards(source, "train")
         if shards[0].kind == "tokens":
             raise ValueError(f"{source} holds tokens, and a tokenizer is trained on text: pass the text they "
-                             "were made from (--data), or the tokenizer that made them (--tokenizer)")
+                             f"were made from (--data), or what made them: --tokenizer {maker_of(shards[0])}")
         name = os.path.basename(source.partition("?")[0].removesuffix("/index.json").rstrip("/"))
         entries.append([name, [[shard.name, shard.text_bytes] for shard in shards]])
     entries.sort()

@@ -22,6 +22,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -33,6 +34,10 @@ import zipfile
 import zlib
 from datetime import datetime, timedelta
 from typing import NamedTuple
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # One line for a Ctrl-C in the seconds that torch takes to import, up to main
+    signal.signal(signal.SIGINT, lambda *seen: (os.write(2, b"\nstopped; nothing was done\n"), os._exit(130)))
 
 # Waiting threads sleep: spinning took 3.2 s a step instead of 0.46 (2 cores, load 9). torch reads it now.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -181,6 +186,11 @@ def train(flags, at_exit):
         print0(f"resumed from {checkpoint}: step {first}; changed: {changes if changed else 'nothing'}")
         if first > flags.steps:
             raise ValueError(f"--steps {flags.steps}: {checkpoint} is at step {first} of the run already")
+    elif flags.init:
+        theirs = {name: value for name, value in saved["flags"].items() if getattr(flags, name) != value}
+        taken = as_typed(vars(flags), ["depth", "vocab_size"])
+        print0(f"from {origin}: weights, tokenizer, {taken}; not its "
+               + as_typed(theirs, [name for name in theirs if name != "init"]))
     sources = sources_of(flags)
     torch.manual_seed(flags.seed)
     if saved:
@@ -241,6 +251,8 @@ def train(flags, at_exit):
            f"{tokenizer.get_vocab_size():,} tokens, {where}\n"
            f"a step: {flags.batch_size} rows of {flags.seq_len} tokens (ranks x rows: {world} x {loader.B}), "
            f"at most {flags.micro_batch_size} in a forward; data: {' '.join(sources)}; run: {out}")
+    if resumes and saved["machine"] != (machine := machine_of(device, world)):
+        print0(f"now on {machine}; before on {saved['machine']}: equal up to rounding from here")
     if rank == 0 and not is_locked:
         lock_folder(out, at_exit)
     log = Log(out, flags, model.flops_per_token(flags.seq_len) / (peak_flops(device) * world), {
@@ -254,7 +266,7 @@ def train(flags, at_exit):
                 "version": VERSION, "step": step, "flags": settings, "model": model.state_dict(),
                 "optimizers": [o.state_dict() for o in optimizers], "tokenizer": tokenizer.as_dict(),
                 "loader": json.dumps(gather_states(loader)), "rows_hash": rows_hash, "val_files": val_files,
-                "constant_since": constant_since})
+                "constant_since": constant_since, "machine": machine_of(device, world)})
 
     # Loop. SIGTERM and Ctrl-C (which torchrun repeats) finish the step, then save
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -334,7 +346,10 @@ def start_ranks(flags):
     """-> device, rank, world size. torchrun's ranks form a group on CPUs, too; else they would be N runs."""
     backend = "gloo"    # for tensors in CPU memory (flags, states): without a wait for the GPU
     if flags.device == "cpu":
-        torch.set_num_threads(dataloader.cores_of_this_rank())
+        threads = dataloader.env_int("OMP_NUM_THREADS", least=1)
+        if threads == 1 and (dataloader.env_int("LOCAL_WORLD_SIZE", least=1) or 1) > 1:
+            threads = None    # torchrun sets it to 1, where the user has not set it
+        torch.set_num_threads(threads or dataloader.cores_of_this_rank())
     else:
         torch.accelerator.set_device_index(dataloader.env_int("LOCAL_RANK", least=0) or 0)
         backend = f"cpu:gloo,{flags.device}:{dist.get_default_backend_for_device(flags.device)}"
@@ -671,9 +686,9 @@ def generate(model, tokenizer, T, prompt, n_tokens, temperature=0.8, top_k=50):
 # ---------------------------------------------------------------------------------------------------------
 # Runs and checkpoints: a file that is complete or not there
 
-VERSION = 3    # of a checkpoint's content:
+VERSION = 4    # of a checkpoint's content:
 CONTENT = {"version": int, "step": int, "flags": dict, "loader": str, "model": dict, "optimizers": list,
-           "tokenizer": dict, "rows_hash": int, "val_files": dict, "constant_since": int}
+           "tokenizer": dict, "rows_hash": int, "val_files": dict, "constant_since": int, "machine": str}
 
 
 def choose_run(flags, rank, at_exit):
@@ -787,14 +802,20 @@ def load_checkpoint(path):
             raise ValueError(f"{damaged} differs from its checksum")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         wrong = [name for name, kind in CONTENT.items() if not isinstance(content.get(name), kind)]
-        if wrong or content["version"] != VERSION:
-            raise ValueError(f"this code reads version {VERSION}; it lacks {', '.join(wrong) or 'that'}")
+        if content.get("version") != VERSION:
+            raise ValueError(f"this train.py reads checkpoints of version {VERSION}, this one has "
+                             f"{content.get('version')}")
+        if wrong:
+            raise ValueError(f"it lacks {', '.join(wrong)}")
     except Exception as error:    # a file that is not torch's raises almost anything
         what = "damaged, or no step_*.pt of this train.py" if os.path.isfile(path) else "no checkpoint's file"
         there = list_checkpoints(path if os.path.isdir(path) else os.path.dirname(path))
         verb, others = "remove it to go on from" if path in there else "there is", {*there} - {path}
-        advice = f"; {verb} {max(others)}" if others else ""
-        raise ValueError(f"{path} is {what} ({type(error).__name__}: {error!s:.200}){advice}") from None
+        if not others:
+            verb, others = "there is", {*glob.glob("runs/*/step_*.pt")} - {path}
+        advice = f"{verb} {max(others)}" if others else "expected a step_*.pt of a run"
+        why = re.sub(r"\x1b\[\d*m", "", str(error))    # torch prints in bold
+        raise ValueError(f"{path} is {what} ({type(error).__name__}: {why:.200}); {advice}") from None
     return content
 
 
@@ -817,6 +838,17 @@ def peak_flops(device):
     known = {"GB200": 2500e12, "B200": 2250e12, "NVL": 835e12, "H100 PCIe": 756e12, "H100": 989e12,
              "H200": 989e12, "A100": 312e12}    # the first that is part of the name
     return next((flops for chip, flops in known.items() if chip in name), math.inf)
+
+
+def machine_of(device, world):
+    """On what the rounding of sums depends. Example: ranks 1, threads 2, AMD EPYC 7763 64-Core, AVX2"""
+    if device.type == "cuda":
+        return f"ranks {world}, {torch.cuda.get_device_name()}"
+    name = platform.machine()
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        name = next((line[12:].strip(" :\n") for line in file if line.startswith("model name")), name)
+    name += f", {torch.backends.cpu.get_cpu_capability()}"    # of AVX2, AVX512, ...: what torch uses
+    return f"ranks {world}, threads {torch.get_num_threads()}, {name}"
 
 
 def peak_memory(device):
@@ -897,4 +929,6 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
+    if callable(signal.getsignal(signal.SIGINT)):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main())

@@ -66,7 +66,10 @@ def speed_picture(lines):
 
 
 def loss_picture(folders):
-    """Training loss above, val below. Each run's line is thinner than the one before: equal runs all show."""
+    """
+    Training loss above, val below, of a mixture with a line for each source, dashed in other ways. Each run's
+    line is thinner than the one before: equal runs all show.
+    """
     figure, settled = Figure((9, 7), layout="constrained"), 0
     upper, lower = figure.subplots(2, sharex=True)
     for i, folder in enumerate(folders):
@@ -78,15 +81,23 @@ def loss_picture(folders):
         n = -(-len(losses) // 150)
         means = losses[:len(losses) // n * n].reshape(-1, n, 2).mean(axis=1)
         settled = max(settled, means[len(means) // 10:, 1].max())
-        vals = np.array([(r["step"], r["val_bpb"]) for r in records if "val_bpb" in r]).reshape(-1, 2)
-        width, last = 5 - 4 * i / len(folders), f", val {vals[-1, 1]:.4f}" if len(vals) else ""
-        upper.plot(*means.T, linewidth=width, label=folder + last)
-        lower.plot(*vals.T, "o-", linewidth=width)
+        vals, width, last = {}, 5 - 4 * i / len(folders), ""
+        for record in records:
+            if "val_bpb" in record:
+                vals.setdefault(record.get("source"), []).append((record["step"], record["val_bpb"]))
+                last = f", val {record['val_bpb']:.4f}"    # of a mixture: that over all sources
+        upper.plot(*means.T, linewidth=width, label=folder + last, color=f"C{i % 10}")
+        for j, (source, points) in enumerate(vals.items()):
+            style = "o" + ("-", "--", ":", "-.")[j % 4]
+            label = f"{folder}: {source}" if len(vals) > 1 else None
+            lower.plot(*np.transpose(points), style, color=f"C{i % 10}", linewidth=width, label=label)
     if not upper.lines:
         raise ValueError(f"no losses in {' '.join(folders)}; expected folders of runs of train.py")
     upper.set(ylabel="training loss, nats per token", ylim=(None, 1.02 * settled))
     lower.set(ylabel="val, bits per byte", xlabel="step")
     upper.legend()
+    if lower.get_legend_handles_labels()[0]:
+        lower.legend()
     return figure
 
 

@@ -46,7 +46,7 @@ from tqdm import tqdm
 import dataset
 from dataset import Parser, all_shards, cores, errors_in_one_line, find_data, in_order, list_shards
 from dev.import_tokenizer import import_tokenizer
-from tokenizer import find_tokenizer
+from tokenizer import RustBPETokenizer, find_tokenizer, is_saved, maker_of, trained_dir
 
 # ---------------------------------------------------------------------------------------------------------
 # Convert: text files -> shuffled shards, in bounded memory
@@ -133,6 +133,10 @@ def building_folder(out):
             os.makedirs(building + "/runs")
             os.makedirs(building + "/shards")
             yield building
+        except OSError as error:
+            if str(error.filename).startswith(parent):
+                raise ValueError(f"{error}; to write elsewhere, name another folder with --out") from error
+            raise
         finally:
             shutil.rmtree(parent, ignore_errors=True)
 
@@ -287,7 +291,8 @@ def plan_shards(keys, lengths, shard_bytes, skipped):
     n = len(keys)
     if n < 2:
         cut = min(10_000, 1 + int(lengths.sum()) // 16)
-        raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard"
+        raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard, which take at "
+                         "least 2, and 9 with the loader's 8 lanes"
                          + f"; to cut a long one at its blank lines, add --cut_bytes {cut}" * (cut > 1)
                          + "".join(f"; skipped: {message}" for message in skipped[:1]))
     train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
@@ -388,8 +393,11 @@ def find_inputs(inputs, as_text=()):
         if not files:
             raise ValueError(f"{pattern}: no such files; expected {', '.join(as_text or KINDS)} (text also "
                              f"with {', '.join(CODECS)}): a file, a folder or a glob in quotes")
-        found |= {file.path: file for file in listed}
-        ignored |= others
+        empty = [file.path for file in listed if file.kind in (".txt", ".md") and not file.size]
+        found |= {file.path: file for file in listed if file.path not in empty}
+        ignored |= others | dict.fromkeys(empty, "empty")
+    if not found:
+        raise ValueError(f"{' '.join(inputs)}: all files are empty")
     ignored = {path: reason for path, reason in ignored.items() if path not in found}
     return sorted(found.values(), key=lambda file: os.path.split(file.path)), ignored
 
@@ -484,6 +492,8 @@ def documents_of(file, text_key, columns, cut_bytes=None):
                     yield where, None, {}, reason(error)
                 else:
                     yield where, text, record, None
+    except ColumnError as error:
+        yield "columns", None, {}, str(error)
     except UNREADABLE as error:
         yield f"unreadable after {where}", None, {}, reason(error)
 
@@ -568,13 +578,22 @@ def cut_text(data, cut_bytes):
         start = stop
 
 
+class ColumnError(ValueError):
+    """A file has no column of a name that was typed, or several."""
+
+
+def check_columns(columns, names, seen, advice):
+    """columns: the text's, then those of --keep; advice: how to name the text's."""
+    if bad := [name for name in columns if names.count(name) != 1]:
+        advice = advice if bad[0] == columns[0] else "it is named by --keep"
+        raise ColumnError(f"expected one column {bad[0]!r}, saw {seen}; {advice}")
+
+
 def csv_records(lines, columns, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
     rows = csv.DictReader((line.decode() for line in lines), delimiter=delimiter, strict=True)
-    if bad := [name for name in columns if (rows.fieldnames or []).count(name) != 1]:
-        advice = f"add --text_key NAME, or a first line that names the columns, with {delimiter!r} between"
-        advice = advice if bad[0] == columns[0] else "it is named by --keep"
-        raise ValueError(f"expected one column {bad[0]!r}, saw {str(rows.fieldnames)[:200]}; {advice}")
+    advice = f"add --text_key NAME, or a first line that names the columns, with {delimiter!r} between"
+    check_columns(columns, rows.fieldnames or [], str(rows.fieldnames)[:200], advice)
     for row in rows:
         yield f"line {rows.line_num}", row
 
@@ -593,10 +612,8 @@ def table_records(kind, stream, columns):
         file = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
         schema = file.schema
         batches = map(file.get_batch, range(file.num_record_batches)) if is_file else file
-    if bad := [name for name in columns if schema.names.count(name) != 1]:
-        seen = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
-        advice = f"add --text_key NAME, or {MAKE_JSONL}" if bad[0] == columns[0] else "it is named by --keep"
-        raise ValueError(f"expected one column {bad[0]!r}, saw {seen}; {advice}")
+    seen = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
+    check_columns(columns, schema.names, seen, f"add --text_key NAME, or {MAKE_JSONL}")
     names, row = dict.fromkeys(schema.names), itertools.count()
     for batch in batches:
         for record in batch.select(columns).to_pylist():
@@ -627,19 +644,19 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
         raise ValueError(f"{out} holds {others[0]}, which {data_dir} does not; name a new folder with --out")
     tokenizer, where = find_tokenizer(tokenizer_dir, [data_dir], VOCAB_SIZE)
     print(f"tokenizer: {where}", flush=True)
-    columns = sorted(columns_of(shards[0]))
+    columns, where = sorted(columns_of(shards[0])), os.path.abspath(where)
     if missing := {*keep} - {*columns}:
         raise ValueError(f"--keep {min(missing)}: {shards[0].path} has only {', '.join(columns)}")
     print_dropped({*columns} - {"text", *keep})
     one = functools.partial(tokenize_shard, out=os.path.abspath(out), tokenizer=tokenizer,
-                            threads=threads or cores(), compression=compression, keep=keep)
+                            where=where, threads=threads or cores(), compression=compression, keep=keep)
     with pool_of(executor, 1) as pool:
         tokens = sum(run_all(pool, one, shards, at_once, "tokenize"))
     dataset.write_index(out)
     return tokens
 
 
-def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
+def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
     path, dtype, columns = os.path.join(out, shard.name), tokenizer.dtype, ["tokens", *keep]
     if os.path.exists(path):
         old = read_shard(out, shard.name, os.path.getsize(path))
@@ -657,6 +674,7 @@ def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
         return pa.table([ids, *read_columns(shard, row_group, keep)], columns) if keep else ids
 
     metadata = {"nanoloader.dtype": dtype.name, "nanoloader.tokenizer": tokenizer.fingerprint(),
+                "nanoloader.tokenizer_dir": where,
                 "nanoloader.text_bytes": str(shard.text_bytes), dataset.TEXT_DIGEST: shard.digest or ""}
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
@@ -760,10 +778,12 @@ def check_shard(file, folder, indexed):
 
 def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) -> None:
     """Print what a folder contains: documents, bytes, tokens, lengths, row groups, lanes, and what is cut."""
-    lengths, tokens, tokenizer = {}, {}, None
+    lengths, tokens, tokenizer, header = {}, {}, None, folder
     if list_shards(folder, "train")[0].kind == "text":
-        tokenizer, tokenizer_dir = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)
-    print(f"{folder}, tokens by {tokenizer_dir}" if tokenizer else folder)
+        tokenizer, tokenizer_dir = known_tokenizer(tokenizer_dir, folder)
+        header += (f", tokens by {tokenizer_dir}" if tokenizer else ": tokens and cuts need a tokenizer; add "
+                   f"--tokenizer DIR, or train one: python tokenizer.py --data {shlex.quote(folder)}")
+    print(header)
     print(f"{'split':<6} {'shards':>7} {'row groups':>11} {'documents':>13} {'nulls':>7} {'MB':>11}  tokens")
     for split in ("train", "val"):
         shards = list_shards(folder, split)
@@ -775,10 +795,23 @@ def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) ->
               f"{n_bytes / 1e6:>11,.1f}  {total}")
     print("lanes  at most as many as documents; if there are more than row groups, some share one")
     if len(tokens["train"]):
-        print_cuts(tokens["train"], seq_len)
+        if tokenizer or shards[0].kind == "tokens":
+            print_cuts(tokens["train"], seq_len)
         points = np.percentile(np.concatenate([*lengths.values()]), percents := (10, 50, 90, 99, 100))
         parts = [f"{percent} % up to {point:,.0f}" for percent, point in zip(percents, points, strict=True)]
         print(f"bytes  of {'text' if shards[0].kind == 'text' else 'ids'} in a document: {', '.join(parts)}")
+
+
+def known_tokenizer(tokenizer_dir, folder):
+    """(tokenizer, its folder): the one given, or the largest that was trained on this data; else Nones."""
+    if not tokenizer_dir:
+        stem = trained_dir([folder], 0).removesuffix("0")
+        trained = filter(is_saved, glob.glob(glob.escape(stem) + "*"))
+        sizes = [int(path.removeprefix(stem)) for path in trained]
+        if not sizes:
+            return None, None
+        tokenizer_dir = f"{stem}{max(sizes)}"
+    return RustBPETokenizer.from_directory(tokenizer_dir), tokenizer_dir
 
 
 def lengths_of(shards):
@@ -797,11 +830,13 @@ def row_groups_of(shards):
 def count_tokens(shards, lengths, tokenizer):
     """
     (number of tokens, in words; tokens of documents). For token shards: exact, of all documents; for text: of
-    16 row groups spread over the shards. lengths: bytes of all documents.
+    16 row groups spread over the shards; without a tokenizer, none. lengths: bytes of all documents.
     """
     if shards[0].kind == "tokens":
         lengths = lengths // shards[0].dtype.itemsize
         return f"{lengths.sum():,}", lengths
+    if not tokenizer:
+        return "-", lengths
     positions = row_groups_of(shards)
     samples = [shard.read(i).drop_null() for shard, i in positions[::-(-len(positions) // 16)]]
     tokens = np.concatenate([np.diff(tokenizer.encode_documents(texts.to_pylist())[1]) for texts in samples])
@@ -822,13 +857,17 @@ def print_cuts(lengths, T, limit=20_000):
     print(f"rows   exactfit with T = {T:,} cuts {share:.1%} of the train documents although they fit{advice}")
 
 
-def head(folder: str, n: int = 5, start: int = 0, split: str = "train",
-         tokenizer_dir: str | None = None) -> None:
-    """Print n documents of a split, from number `start` on: where they are, their lengths and beginnings."""
+def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenizer_dir: str | None = None,
+         raw: bool = False) -> None:
+    """
+    Print n documents of a split, from number `start` on: their numbers, places, lengths and beginnings, or
+    with raw their whole text.
+    """
     tokenizer = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)[0] if tokenizer_dir else None
     shards, first = list_shards(folder, split), 0
     if tokenizer and shards[0].fingerprint not in (None, tokenizer.fingerprint()):
-        raise ValueError(f"{folder} needs the tokenizer that made it, not {tokenizer_dir}")
+        raise ValueError(f"{folder} needs the tokenizer that made it, {maker_of(shards[0])}, "
+                         f"not {tokenizer_dir}")
     for shard, row_group in row_groups_of(shards):
         rows = range(max(0, start - first), min(shard.group_sizes[row_group], start + n - first))
         first += shard.group_sizes[row_group]
@@ -838,17 +877,19 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train",
             if document is not None and shard.kind == "tokens":
                 ids = np.frombuffer(document, shard.dtype)
                 lengths = [f"{len(ids):,} tokens"]
-                text = tokenizer.decode(ids[1:].tolist()) if tokenizer else str(ids[:40].tolist())
+                text = tokenizer.decode(ids[1:].tolist()) if tokenizer else str(ids.tolist())
             elif document is not None:
                 lengths, text = [f"{len(document.encode()):,} bytes"], document
                 if tokenizer:
                     lengths.append(f"{len(tokenizer.encode_documents([document])[0]):,} tokens")
-            print(f"{shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
-            print("    " + dataset.printable(text[:200]))
+            number = first - shard.rows[row_group] + row
+            print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
+            shown = re.sub("[^ \n]+", lambda word: dataset.printable(word[0]), text.expandtabs())
+            print("      " + (shown.replace("\n", "\n      ") if raw else dataset.printable(text[:200])))
     if start >= first:
         print(f"no document {start:,}: {folder} has {counted(first, 'document')} for {split}, from 0 on")
     elif shards[0].kind == "tokens" and not tokenizer:
-        print("these are token ids; to see text, add --tokenizer FOLDER")
+        print(f"these are token ids; to see text, add --tokenizer {maker_of(shards[0])}")
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -890,16 +931,17 @@ def make_parser():
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
     add = command("head", lambda flags: head(folder_of(flags), flags.n, flags.start, flags.split,
-                                             flags.tokenizer), "print some documents")
+                                             flags.tokenizer, flags.raw), "print some documents")
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
     add("--start", type=int, default=0, help="number of the first one in its split (default 0)")
     add("--split", default="train", choices=("train", "val"))
+    add("--raw", action="store_true", help="print whole documents, with their line breaks")
     add("--tokenizer", help="folder of the tokenizer")
     command("verify", lambda flags: sys.exit(not verify(folder_of(flags))),
             "check every shard against all its checksums")
     add = command("stats", lambda flags: stats(folder_of(flags), flags.tokenizer, flags.seq_len),
                   "count documents, bytes, tokens, lengths, row groups, lanes, cuts")
-    add("--tokenizer", help="folder of the tokenizer")
+    add("--tokenizer", help="its folder (default: that trained on this data; if there is none, only bytes)")
     add("--seq_len", type=at_least_1, default=2048, help="T of the rows that exactfit packs (default 2048)")
     add = command("import_tokenizer", lambda flags: print(import_tokenizer(flags.file, flags.out, flags.bos)),
                   "convert Hugging Face's tokenizer.json, if it is a byte-level BPE", has_folder=False)

@@ -192,5 +192,20 @@ def test_losses_have_steps_val_and_a_legend(pictures, tmp_path, capsys):
     assert all(line.get_xydata().tolist() == [[0, 9], [1, 8], [2, 7]] for line in upper.lines)
     assert upper.lines[0].get_linewidth() > upper.lines[1].get_linewidth() + 1
     assert lower.get_xlabel() == "step" and lower.lines[0].get_xydata().tolist() == [[3, 2.5]]
+    assert lower.get_legend() is None
     with pytest.raises(SystemExit, match="expected folders of runs"):
         pictures.main(["loss", names[1]])
+
+
+def test_loss_of_a_mixture_has_a_line_for_each_source(pictures, tmp_path):
+    records = [{"step": step, "loss": 5.0} for step in range(3)]
+    records += [{"step": step, "val_bpb": bpb + step, "source": source} for step in (1, 2)
+                for source, bpb in (("web", 2.0), ("code", 1.0), ("all", 1.5))]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    upper, lower = pictures.loss_picture([str(tmp_path)]).axes
+    assert [line.get_xydata().tolist() for line in lower.lines] == [
+        [[1, bpb + 1], [2, bpb + 2]] for bpb in (2.0, 1.0, 1.5)]
+    assert [text.get_text() for text in lower.get_legend().texts] == [
+        f"{tmp_path}: {source}" for source in ("web", "code", "all")]
+    assert len({line.get_linestyle() for line in lower.lines}) == 3
+    assert upper.get_legend().texts[0].get_text() == f"{tmp_path}, val 3.5000"

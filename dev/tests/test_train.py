@@ -52,8 +52,12 @@ def base(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_folder(base, tmp_path, monkeypatch):
-    """Each test types its commands in its own folder, with the two sources in it; one thread."""
+    """
+    Each test types its commands in its own folder, with the two sources in it. This process and those that it
+    starts compute with the same number of threads: one, or OMP_NUM_THREADS.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
     monkeypatch.setattr(dataloader, "cores", lambda: 1)
     for source in ("a", "b"):
         os.symlink(base / source, source)
@@ -181,7 +185,7 @@ def test_stopped_eval_is_repeated_by_the_resumed_run(command, resume, interrupt)
 
 def start(*words, rank=None, port=0):
     """The command as a process; with a rank: one of two, as torchrun starts them."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ}
     if rank is not None:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -212,8 +216,7 @@ def test_two_ranks_killed_and_stopped_equal_the_uninterrupted_run(command):
     flags = [*TOY, "--data", "a", "--steps", 30, "--save_every", 1, "--eval_every", 15, "--doc_mask"]
     command(*flags, "--out", "one")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", TRAIN_PY]
-    subprocess.run([*launcher, *map(str, flags), "--out", "whole"], check=True, capture_output=True,
-                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run([*launcher, *map(str, flags), "--out", "whole"], check=True, capture_output=True)
     ranks = start_two(*flags, "--out", "two")
     wait_for_step(ranks[0], "two", 6)
     for process in ranks:
@@ -255,6 +258,45 @@ def test_killed_process_resumes_bit_for_bit_and_its_temporary_file_goes(command,
     assert 4 <= len(losses_of("killed")) < 20
     resume("--out", "killed")
     assert not os.path.exists(written.name) and not differences("whole", "killed")
+
+
+def test_resume_with_other_threads_or_processor_says_that_it_rounds_differently(command, resume, monkeypatch):
+    command("--steps", 2)
+    words, threads = "equal up to rounding from here", torch.get_num_threads()
+    assert words not in resume("--steps", 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads + 1))
+    told = rf"\nnow on ranks 1, threads {threads + 1}, (.*); before on ranks 1, threads {threads}, \1: "
+    assert re.search(told + words, resume("--steps", 4))
+    assert words not in resume("--steps", 5), "with the same threads as the last checkpoint"
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    assert words in resume("--steps", 6)
+    monkeypatch.setattr(train.torch.backends.cpu, "get_cpu_capability", lambda: "AVX1024")
+    assert re.search(f", AVX1024; before on .*: {words}\n", resume("--steps", 7))
+
+
+def test_threads_are_those_of_the_user_but_not_of_torchrun(monkeypatch):
+    """It gives each of several ranks one thread; then the ranks share the cores."""
+    seen = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(dataloader, "cores", lambda: 8)
+    for threads, ranks in ((None, None), ("3", None), ("1", None), ("1", "1"), ("1", "2"), ("3", "2")):
+        for name, value in (("OMP_NUM_THREADS", threads), ("LOCAL_WORLD_SIZE", ranks)):
+            monkeypatch.delenv(name, raising=False)
+            if value:
+                monkeypatch.setenv(name, value)
+        train.start_ranks(SimpleNamespace(device="cpu", doc_mask=False))
+    assert seen == [8, 3, 1, 1, 4, 3]
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    process = subprocess.Popen([sys.executable, TRAIN_PY], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=50)[0] == "\nstopped; nothing was done\n"
+    assert process.returncode == 130
 
 
 def test_hash_of_rows_depends_on_their_order_and_not_on_batches():
@@ -326,7 +368,9 @@ def test_resumed_run_needs_neither_the_tokenizers_folder_nor_the_datas_place(com
 def test_init_brings_weights_depth_and_tokenizer(command):
     command("--depth", 2, "--seq_len", 16, "--out", "first")
     file, new = "first/step_0000008.pt", TOY[4:]    # no --depth
-    command("--init", file, "--steps", 2, "--out", "second", toy=[*new[:2], *new[4:]])
+    told = command("--init", file, "--steps", 2, "--out", "second", toy=[*new[:2], *new[4:]])
+    assert f"from {file}: weights, tokenizer, --depth 2 --vocab_size 300; not its " in told
+    assert {"--seq_len 16", "--steps 8"} <= {*re.findall(r"--\w+ \w+", re.search("not its (.*)", told)[1])}
     assert losses_of("second")[0] < 0.9 * losses_of("first")[0] and len(losses_of("second")) == 2
     told = command("--init", file, "--depth", 1, "--vocab_size", 999, status=1, toy=[])
     assert f"--depth 1 --vocab_size 999 does not fit {file}, which has: --depth 2 --vocab_size 300" in told
@@ -439,6 +483,10 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--data", "tokens", "--tokenizer", "other"], "tokens needs the tokenizer that made it, "),
     (["--tokenizer", "nowhere"], "nowhere"),
     (["--resume", "nowhere.pt"], "nowhere.pt is no checkpoint's file (FileNotFound"),
+    (["--eval", "nowhere.pt"], "nowhere.pt'); expected a step_*.pt of a run"),
+    (["--init", "nowhere.pt", "--out", "x"], "nowhere.pt'); there is runs/one/step_0000002.pt"),
+    (["--eval", "old.pt"], "(ValueError: this train.py reads checkpoints of version "),
+    (["--eval", "pickled.pt"], "(UnpicklingError: Weights only load failed. "),
     (["--resume", "text.pt"], "text.pt is damaged, or no step_*.pt of this train.py (BadZipFile"),
     (["--init", "tensor.pt"], "tensor.pt is damaged, or no step_*.pt of this train.py (AttributeError"),
     (["--eval", "handmade.pt"], "handmade.pt is damaged, or no step_*.pt of this train.py (ValueError"),
@@ -468,6 +516,7 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
     content = {name: kind() for name, kind in train.CONTENT.items()} | {"version": train.VERSION}
     for name, saved in (("tensor.pt", torch.zeros(3)), ("handmade.pt", {"version": train.VERSION, "step": 1}),
                         ("emptied.pt", content | {"flags": {"data": ["a"]}}),
+                        ("old.pt", content | {"version": 2}), ("pickled.pt", Killed),
                         ("deep.pt", content | {"flags": {"depth": 2}})):
         torch.save(saved, name)
     os.mkdir("holds")
@@ -487,6 +536,7 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
     done = r"\d|.*: \d train shards.*|resumed from .*|training a tokenizer .*|warning: the vocabulary .*"
     [line] = [line for line in printed.splitlines() if not re.fullmatch(done, line)]
     assert line.startswith("error: ") and told in line and not os.path.exists("mistyped")
+    assert "x1b" not in line
 
 
 def test_out_of_memory_names_the_flag(command, monkeypatch):
