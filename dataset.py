@@ -5,9 +5,8 @@ Which shards there are, what they contain, and how they are read, written and do
     python dataset.py index DIR             # write DIR/index.json; for a bucket: index s3://... --out FILE
 
 Data is a folder or a URI (s3://, gs://, hf://, https://) of parquet files with a column `text`, or `messages`
-(chats as JSON), such as `python -m dev.prepare convert` makes. An index.json beside them saves listing them
-and reading their footers, which a thousand nodes need; else each node reads those once. Reads compare the
-checksums of our own shards.
+for chats, as `python -m dev.prepare convert` makes. An index.json beside them saves listing them and reading
+their footers, which a thousand nodes need; else each node reads those once. Reads check our own checksums.
 """
 
 import argparse
@@ -196,8 +195,7 @@ def read_entry(folder, file):
             head = {"kind": "tokens", "dtype": extra[b"nanoloader.dtype"].decode(),
                     "tokenizer": extra[b"nanoloader.tokenizer"].decode()}
             text_bytes = int(extra[b"nanoloader.text_size"])
-    is_tokens = head["kind"] == "tokens"
-    if not is_tokens and [is_text(field.type) for field in schema if field.name == kind] != [True]:
+    if head["kind"] == kind and [is_text(field.type) for field in schema if field.name == kind] != [True]:
         seen = printable(", ".join(f"{field.name}: {field.type}" for field in schema))
         column = "" if "messages" in schema.names else " --text_key COLUMN"
         raise ShardError(f"{join_name(folder, name)}: expected one string column `text`, not {seen}; type: "
