@@ -4,9 +4,9 @@ Which shards there are, what they contain, and how they are read, written and do
     python dataset.py -n 8 -w 4             # download 8 public train shards, and the val shard
     python dataset.py index DIR             # write DIR/index.json; for a bucket: index s3://... --out FILE
 
-Data is a folder or a URI (s3://, gs://, hf://, https://) of parquet files with a column `text`, such as
-`python -m dev.prepare convert` makes. An index.json beside them saves listing them and reading their footers,
-which a thousand nodes need; else each node reads those once. Reads compare the checksums of our own shards.
+Data is a folder or a URI (s3://, gs://, hf://, https://) of parquet files with a column `text`, or `messages`
+for chats, as `python -m dev.prepare convert` makes. An index.json beside them saves listing them and reading
+their footers, which a thousand nodes need; else each node reads those once. Reads check our own checksums.
 """
 
 import argparse
@@ -188,18 +188,21 @@ def read_entry(folder, file):
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if sum(rows) != metadata.num_rows or len(checksums or rows) != len(rows):
             raise ValueError("its footer contradicts itself")
-        head = {"kind": "text", "dtype": None, "tokenizer": None}
+        kind = "text" if "text" in schema.names else "messages"
+        head = {"kind": kind, "dtype": None, "tokenizer": None}
         if b"nanoloader.dtype" in extra:
             head = {"kind": "tokens", "dtype": extra[b"nanoloader.dtype"].decode(),
                     "tokenizer": extra[b"nanoloader.tokenizer"].decode()}
             text_bytes = int(extra[b"nanoloader.text_bytes"])
-    if head["kind"] == "text" and [is_text(field.type) for field in schema if field.name == "text"] != [True]:
+    if head["kind"] == kind and [is_text(field.type) for field in schema if field.name == kind] != [True]:
         seen = printable(", ".join(f"{field.name}: {field.type}" for field in schema))
+        column = "" if "messages" in schema.names else " --text_key COLUMN"
         raise ShardError(f"{join_name(folder, name)}: expected one string column `text`, not {seen}; type: "
-                         f"{CONVERT} {shlex.quote(folder)} --text_key COLUMN --out NEW_FOLDER")
-    if head["kind"] == "text":
-        columns = (metadata.row_group(i).column(j) for i in range(len(rows)) for j in range(metadata.num_columns))
-        text_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == "text")
+                         f"{CONVERT} {shlex.quote(folder)}{column} --out NEW_FOLDER")
+    if head["kind"] == kind:
+        columns = itertools.product(range(len(rows)), range(metadata.num_columns))
+        found = (metadata.row_group(i).column(j) for i, j in columns)
+        text_bytes = sum(column.total_uncompressed_size for column in found if column.path_in_schema == kind)
     digest = digest_of(extra, checksums)
     return name, head, {"bytes": size, "text_bytes": text_bytes, "rows": rows, "digest": digest}
 
@@ -226,13 +229,13 @@ class ShardError(OSError):
 
 @dataclass(eq=False)
 class Shard:
-    """A parquet file of documents (column `text`) or of their token ids (`tokens`). Nothing stays open."""
+    """A parquet file of documents (column `text`, or `messages`: JSON) or of their ids (`tokens`)."""
     folder: str
     name: str
     file_size: int
     text_bytes: int            # of the documents, before compression; in a token shard, of its text
     group_sizes: list[int]     # documents in each row group
-    kind: str                  # 'text' or 'tokens'
+    kind: str                  # 'text', 'messages' or 'tokens'
     dtype: np.dtype | None     # of the token ids
     fingerprint: str | None    # of the tokenizer that made them
     digest: str | None = None    # of the text's checksums, see digest_of; None: not known
@@ -255,10 +258,10 @@ class Shard:
         with open_file(self.folder, self.name, self.file_size) as file:
             parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=not checksums)
             column = parquet.read_row_group(row_group, [self.kind], use_threads=False).column(0)
-        if len(column) != self.group_sizes[row_group] or is_text(column.type) != (self.kind == "text"):
+        if len(column) != self.group_sizes[row_group] or is_text(column.type) != (self.kind != "tokens"):
             raise ValueError(f"it has {len(column):,} {column.type}s, {self.group_sizes[row_group]:,} in the index")
         if column.nbytes >= 2**31 or column.type not in (pa.string(), pa.binary()):    # plain 64-bit offsets
-            column = column.cast(pa.large_string() if self.kind == "text" else pa.large_binary())
+            column = column.cast(pa.large_binary() if self.kind == "tokens" else pa.large_string())
         array = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
         if checksums and checksum(array) != checksums[row_group]:
             raise ValueError("its documents are not those that were written (checksum)")
@@ -338,7 +341,7 @@ def write_shard(path: str, row_groups: Iterable[pa.Array | pa.Table], column: st
     Write one shard; `path` appears atomically, once complete and on disk. row_groups: arrays of documents, or
     tables whose first column is `column` (readers ignore the others).
     """
-    schema = pa.schema([(column, pa.string() if column == "text" else pa.binary())])
+    schema = pa.schema([(column, pa.binary() if column == "tokens" else pa.string())])
     tables = (rows if isinstance(rows, pa.Table) else pa.table([rows], schema=schema) for rows in row_groups)
     checksums, first = [], next(tables, schema.empty_table())
     # A dictionary would give the same size and 5 % less speed: documents hardly ever repeat.

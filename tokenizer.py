@@ -26,7 +26,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -371,6 +371,11 @@ class RustBPETokenizer:
                                  "tiktoken's; resume with NANOLOADER_ENGINE=tiktoken")
         return ids, bounds
 
+    def render_conversation(self, conversation: dict, max_tokens: int | None = None) -> tuple[list, list]:
+        """nanochat's: {"messages": [...]} -> (ids, mask); mask: 1 for tokens with a loss, else 0."""
+        ids = encode_conversations(self, [json.dumps(conversation["messages"])])[0][:max_tokens]
+        return np.maximum(ids, ~ids).tolist(), (ids >= 0).astype(int).tolist()
+
 
 # ---------------------------------------------------------------------------------------------------------
 # Any tokenizer: ours, one with the same encode_documents(texts), or one with nanochat's encode(list)
@@ -452,6 +457,83 @@ def as_encoder(tokenizer) -> AnyTokenizer:
 
 
 # ---------------------------------------------------------------------------------------------------------
+# Chats: lists of messages, [{"role": "user", "content": "Hi"}, ...]
+
+# What stands around a part of an answer, by its type
+TEXT = {"text": ("", "")}
+TOOLS = TEXT | {"python": ("<|python_start|>", "<|python_end|>"),
+                "python_output": ("<|output_start|>", "<|output_end|>")}
+# By the special token that tells them: what opens a message, closes it, and follows it; {} is its role
+TEMPLATES = {
+    "<|user_start|>": ("<|{}_start|>", "<|{}_end|>", "", TOOLS),                               # nanochat's
+    "<|im_start|>": ("<|im_start|>{}\n", "<|im_end|>", "\n", TEXT),                            # ChatML
+    "<|eot_id|>": ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", "", TEXT)}      # Llama 3's
+
+
+def render(messages: list[dict], template: tuple, mark: Callable) -> list[tuple]:
+    """
+    [(text, or mark(special tokens), whether it has a loss), ...]: what an assistant writes has a loss, what
+    python answered has none. ValueError if roles are out of order, or content is of another type.
+    """
+    (opening, closing, after, kinds), pieces, roles = template, [], itertools.cycle(["user", "assistant"])
+    try:
+        if messages[0]["role"] == "system" and kinds is TOOLS:    # nanochat's user says what the system does
+            text = messages[0]["content"] + "\n\n" + messages[1]["content"]
+            messages = [{**messages[1], "content": text}, *messages[2:]]
+        for i, message in enumerate(messages):
+            role, parts = message["role"], message["content"]
+            if role != (expected := "system" if role == "system" and i == 0 else next(roles)):
+                raise ValueError(f"expected a message of role {expected!r}, saw {message!r:.100}")
+            is_answer = role == "assistant"
+            if not is_answer or isinstance(parts, str):
+                parts = [{"type": "text", "text": parts}]
+            pieces.append((mark(opening.format(role)), False))
+            for part in parts:
+                has_loss, (begin, end) = is_answer and part["type"] != "python_output", kinds[part["type"]]
+                pieces += [(mark(begin), has_loss), (part["text"] + "", has_loss), (mark(end), has_loss)]
+            pieces += [(mark(closing.format(role)), is_answer), (mark(after), False)]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError("expected messages as {'role': 'user', 'content': 'Hi'}, and an assistant's content "
+                         f"also as parts of type {', '.join(kinds)}; saw {messages!r:.200}") from error
+    return pieces
+
+
+def encode_conversations(tokenizer, lines: Sequence[str | None]) -> tuple[np.ndarray, np.ndarray]:
+    """
+    (ids, bounds) of messages as JSON, as encode_documents returns them, but ids are int32, and ~t is a token
+    t without a loss. One call encodes all texts. A tokenizer that is not ours renders them itself.
+    """
+    def pieces_of(messages):
+        if is_ours:
+            return [(mark(tokenizer.bos_token), False), *render(messages, TEMPLATES[known[0]], mark)]
+        ids, mask = tokenizer.render_conversation({"messages": messages}, 1 << 31)
+        return [(np.where(mask, ids, ~np.array(ids)).astype(np.int32), True)]
+
+    its_own = getattr(type(tokenizer), "render_conversation", None)
+    is_ours = its_own is RustBPETokenizer.render_conversation
+    known = [name for name in TEMPLATES if is_ours and name in tokenizer.get_special_tokens()]
+    if not (known if is_ours else its_own):
+        raise ValueError("this tokenizer cannot render chats: it lacks nanochat's, ChatML's and Llama 3's "
+                         "special tokens, or render_conversation(conversation, max_tokens) -> (ids, mask)")
+    mark = functools.cache(lambda text: np.array(tokenizer.enc.encode(text, allowed_special="all"), "i4"))
+    pieces, ends = [], [0]
+    for i, line in enumerate(lines):
+        try:
+            pieces += pieces_of(json.loads(line)) if line is not None else []
+        except Exception as error:
+            raise ValueError(f"conversation {i} of {len(lines)}: {error!r}") from error
+        ends.append(len(pieces))
+    texts = [piece for piece, _ in pieces if isinstance(piece, str)]
+    ids, bounds = tokenizer.encode_documents(texts, range(0, len(texts), 1000)) if texts else (None, [0])
+    encoded = (ids[a + 1:b].astype(np.int32) for a, b in itertools.pairwise(bounds))    # without BOS
+    arrays = [np.zeros(0, np.int32)]
+    for piece, has_loss in pieces:
+        ids_of_piece = next(encoded) if isinstance(piece, str) else piece
+        arrays.append(ids_of_piece if has_loss else ~ids_of_piece)
+    return np.concatenate(arrays), np.cumsum([len(array) for array in arrays])[ends]
+
+
+# ---------------------------------------------------------------------------------------------------------
 # What the other files call
 
 def get_tokenizer(tokenizer_dir: str | None = None) -> RustBPETokenizer:
@@ -516,10 +598,13 @@ def trained_dir(sources: Sequence[str], vocab_size: int) -> str:
 def some_text(sources: Sequence[str], limit: int, split: str = "train") -> Iterator[str]:
     """The first documents of each source, `limit` characters in all."""
     for source in sources:
-        left = limit / len(sources)
+        left, is_chats = limit / len(sources), list_shards(source, split)[0].kind == "messages"
         for text in itertools.chain.from_iterable(parquets_iter_batched(split, data_dir=source)):
             if left <= 0:
                 break
+            if is_chats:
+                pieces = render(json.loads(text), TEMPLATES["<|user_start|>"], len)
+                text = "\n".join(piece for piece, _ in pieces if isinstance(piece, str))
             left -= len(text)
             yield text
 

@@ -2,6 +2,7 @@
 Run once, before training: make shards from your own text, tokenize them, look at them, check and count them.
 
     python -m dev.prepare convert 'my/**/*.jsonl.gz' --text_key content   # your text -> shuffled shards
+    python -m dev.prepare convert chats.jsonl --messages_key messages     # conversations -> shuffled shards
     python -m dev.prepare tokenize DIR --out DIR                          # the same shards, with token ids
     python -m dev.prepare head DIR -n 5                                   # print some documents
     python -m dev.prepare stats DIR                                       # documents, lengths, lanes, cuts
@@ -46,7 +47,11 @@ from tqdm import tqdm
 import dataset
 from dataset import Parser, all_shards, cores, errors_in_one_line, find_data, in_order, list_shards
 from dev.import_tokenizer import import_tokenizer
+<<<<<<< HEAD
 from tokenizer import RustBPETokenizer, find_tokenizer, is_saved, maker_of, trained_dir
+=======
+from tokenizer import TEMPLATES, encode_conversations, find_tokenizer, render
+>>>>>>> chats
 
 # ---------------------------------------------------------------------------------------------------------
 # Convert: text files -> shuffled shards, in bounded memory
@@ -67,13 +72,15 @@ BAD_SHOWN = 5
 KEY, DOCUMENT = "nanoloader.key", "nanoloader.text"    # columns of a run
 
 
-def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[str] = (),
+def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequence[str] = (),
             as_text: Sequence[str] = (), skip_bad: bool = False, cut_bytes: int | None = None, seed: int = 0,
             workers: int | None = None, shard_bytes: int = SHARD_BYTES,
-            executor: Executor | None = None) -> dict:
+            executor: Executor | None = None, messages_key: str | None = None) -> dict:
     """
     Write the documents of files with one of KINDS as shards; the last shard, about 1 % of them, is val.
 
+    text_key, messages_key: the column that holds text, or conversations. Neither: `text`, or else, if the
+    first documents have it, `messages` or `conversations`.
     inputs: paths, folders, globs. keep: columns that stay beside the text. as_text: patterns of names; of
     folders only files with such a name are read, as plain text. Each plain text is a document, or with
     cut_bytes several that end at blank lines. `out` appears atomically, once complete. ValueError names file
@@ -82,9 +89,12 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
     """
     if "://" in out:
         raise ValueError(f"cannot write to {out}; name a local folder, then copy it there")
-    if clash := {"text", "tokens", text_key} & {*keep}:
+    if clash := {"text", "messages", "tokens", text_key, messages_key} & {*keep}:
         raise ValueError(f"--keep {min(clash)}: shards hold the documents in a column of that name")
     files, ignored = find_inputs(inputs, as_text)
+    if not (text_key or messages_key):
+        messages_key = find_messages_key(files[0])
+    kind, key = ("messages", messages_key) if messages_key else ("text", text_key or "text")
     if cut_bytes and not any(file.kind in (".txt", ".md") for file in files):
         raise ValueError("--cut_bytes cuts plain text, and here is none; name it by --as_text")
     out = os.path.realpath(out)    # a link stays, and its target appears
@@ -92,7 +102,7 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
     # While a process starts, another one converts 100 MB.
     workers = workers or max(1, min(cores(), total // BYTES_PER_PROCESS))
     with building_folder(out) as building, pool_of(executor, min(workers, cores() + len(files))) as pool:
-        scatter = functools.partial(scatter_task, building=building, text_key=text_key, keep=keep,
+        scatter = functools.partial(scatter_task, building=building, kind=kind, key=key, keep=keep,
                                     skip_bad=skip_bad, cut_bytes=cut_bytes, seed=seed, max_in_val=total // 20)
         try:
             reports = run_all(pool, scatter, list(group_files(files, total)), 4 * workers, "read")
@@ -100,7 +110,8 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
             bad, shown, columns = zip(*reports, strict=True)
             shown = [message for messages in shown for message in messages][:BAD_SHOWN]
             shards = list(enumerate(plan_shards(keys, lengths, shard_bytes, shown)))
-            run_all(pool, functools.partial(gather_shard, building=building), shards, 4 * workers, "write")
+            gather = functools.partial(gather_shard, building=building, kind=kind)
+            run_all(pool, gather, shards, 4 * workers, "write")
         except BaseException as error:
             shutil.rmtree(building, ignore_errors=True)    # so that workers end at their next write
             if getattr(error, "errno", None):    # a full disk's error names no file
@@ -109,10 +120,10 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
         index = dataset.write_index(building + "/shards")
         assert sum(sum(entry["rows"]) for entry in index["shards"].values()) == len(keys)
         os.rename(building + "/shards", out)    # also onto an empty folder
-    return {"files": len(files), "documents": len(keys), "bytes": int(lengths.sum()), "shards": len(shards),
-            "empty": np.count_nonzero(lengths == 0), "ignored": ignored, "bad": sum(bad),
-            "shown": shown, "strings": keep if any(file.kind in DELIMITERS for file in files) else (),
-            "dropped": set().union(*columns) - {text_key, *keep}}
+    return {"kind": kind, "files": len(files), "documents": len(keys), "bytes": int(lengths.sum()),
+            "shards": len(shards), "empty": np.count_nonzero(lengths == 0), "ignored": ignored,
+            "bad": sum(bad), "shown": shown, "dropped": set().union(*columns) - {key, *keep},
+            "strings": keep if any(file.kind in DELIMITERS for file in files) else ()}
 
 
 @contextlib.contextmanager
@@ -209,7 +220,7 @@ def group_files(files, total):
             number, group, size = number + 1, [], 0
 
 
-def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_in_val):
+def scatter_task(task, building, kind, key, keep, skip_bad, cut_bytes, seed, max_in_val):
     """Write sorted runs; returns (bad documents skipped, messages about the first, names of all columns)."""
     number, files = task
     keys, texts, kept, size, n_runs = [], [], [], 0, 0
@@ -219,7 +230,7 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
         write_run(f"{building}/runs/{number:08d}-{n_runs:05d}.arrow", keys, texts, kept, keep, file.path)
 
     for file_number, file in files:
-        documents = documents_of(file, text_key, [text_key, *keep], cut_bytes)
+        documents = documents_of(file, kind, [key, *keep], cut_bytes)
         for index, (where, text, record, problem) in enumerate(documents):
             if len(columns) < 100:
                 columns.update(map(str, record))
@@ -230,9 +241,9 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
                 bad, shown = bad + 1, [*shown, message][:BAD_SHOWN]
                 continue
             position = b"%d %d %d" % (seed, file_number, index)
-            key = int.from_bytes(hashlib.blake2b(position, digest_size=8).digest(), "big")
+            order = int.from_bytes(hashlib.blake2b(position, digest_size=8).digest(), "big")
             # Val gets the last keys; halving the key keeps documents that are too large out of it.
-            keys.append(key // 2 if len(text) > max_in_val else key)
+            keys.append(order // 2 if len(text) > max_in_val else order)
             texts.append(text)
             kept.append([record.get(name) for name in keep])
             size += len(text)
@@ -314,7 +325,7 @@ def plan_row_groups(lengths, rows):
         start = stop
 
 
-def gather_shard(shard, building):
+def gather_shard(shard, building, kind):
     """Write one shard, a row group at a time."""
     number, row_groups = shard
     runs = open_runs(building)
@@ -324,11 +335,11 @@ def gather_shard(shard, building):
         raise ValueError(f"--keep: {error}; expected values of one type in all files") from error
     if empty := [field.name for field in kept if pa.types.is_null(field.type)]:
         raise ValueError(f"--keep {empty[0]}: no document has a value there")
-    tables = (gather_row_group(runs, first, last, kept) for first, last in row_groups)
-    dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables)
+    tables = (gather_row_group(runs, first, last, kept, kind) for first, last in row_groups)
+    dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables, kind)
 
 
-def gather_row_group(runs, first, last, kept):
+def gather_row_group(runs, first, last, kept, kind):
     """A table of all documents with keys from first to last, in the order of their keys."""
     parts, texts = [], []
     for run in runs:
@@ -338,7 +349,7 @@ def gather_row_group(runs, first, last, kept):
         data, offsets, _ = dataset.column_views(parts[-1][DOCUMENT])
         texts += [data[a:b] for a, b in itertools.pairwise(offsets.tolist())]
     order = np.argsort(np.concatenate([part[KEY] for part in parts]), kind="stable")
-    columns = {"text": join_texts([texts[i] for i in order.tolist()], pa.string())}
+    columns = {kind: join_texts([texts[i] for i in order.tolist()], pa.string())}
     for field in kept:
         values = [part[field.name].cast(field.type) for part in parts]
         columns[field.name] = pa.concat_arrays(values).take(order)
@@ -480,14 +491,25 @@ def advise(file, seen):
     return f"if it is plain text, add --as_text {pattern}; else {MAKE_JSONL}"
 
 
-def documents_of(file, text_key, columns, cut_bytes=None):
-    """(where, UTF-8 text, record, None) of each document, or (where, None, {}, what is wrong with it)."""
+def find_messages_key(file):
+    """The first documents of a file are conversations under this key; None if they are texts."""
+    for kind, key in ("text", "text"), ("messages", "messages"), ("messages", "conversations"):
+        with contextlib.closing(documents_of(file, kind, [key])) as documents:
+            if any(problem is None for *_, problem in itertools.islice(documents, 10)):
+                return key if kind == "messages" else None
+
+
+def documents_of(file, kind, columns, cut_bytes=None):
+    """
+    (where, UTF-8 text, record, None) of each document, or (where, None, {}, what is wrong with it). columns:
+    that of the document, then those to keep. kind: text, or messages, of which the text is JSON.
+    """
     where = "byte 0"
     try:
         with pa.OSFile(file.path) as stream:
             for where, record in records_in(file, stream, columns, cut_bytes):
                 try:
-                    text, record = parse(record, text_key)
+                    text, record = parse(record, kind, columns[0])
                 except (ValueError, RecursionError) as error:
                     yield where, None, {}, reason(error)
                 else:
@@ -498,25 +520,43 @@ def documents_of(file, text_key, columns, cut_bytes=None):
         yield f"unreadable after {where}", None, {}, reason(error)
 
 
-def parse(record, text_key):
+def parse(record, kind, key):
     """A record, or a line with one as JSON -> (UTF-8 text, record)"""
     if isinstance(record, bytes):
         try:
             record = json.loads(record.decode())
         except json.JSONDecodeError as error:
             raise ValueError(f"{error}; expected one whole JSON document in a line (jq -c . FILE)") from error
-    if not isinstance(record, dict) or text_key not in record:
+    if kind == "messages" and isinstance(record, list):    # as nanochat's lines
+        record = {key: record}
+    if not isinstance(record, dict) or key not in record:
         seen = ", ".join(map(repr, record))[:200] if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"no key or column {text_key!r}, only {seen}; add --text_key NAME, or {MAKE_JSONL}")
+        raise ValueError(f"no key or column {key!r}, only {seen}; add --text_key NAME, for conversations "
+                         f"--messages_key NAME, or {MAKE_JSONL}")
     if None in record:    # CSV's fields beyond the header's: the text would be cut at its comma
         raise ValueError(f"{len(record[None])} more fields than the first line names; quote the text")
-    text = record[text_key]
+    text = messages_as_json(record[key]) if kind == "messages" else record[key]
     if not isinstance(text, str | bytes):    # bytes: old versions of Hive and Impala write them for strings
-        raise ValueError(f"{text_key!r} holds {type(text).__name__}, not a string; {MAKE_JSONL}")
+        raise ValueError(f"{key!r} holds {type(text).__name__}, not a string; for conversations, add "
+                         f"--messages_key {key}; else {MAKE_JSONL}")
     text = (text.decode() if isinstance(text, bytes) else text).encode()
     if len(text) > LONGEST_DOCUMENT:
-        raise ValueError(f"{text_key!r} has more than {LONGEST_DOCUMENT:,} bytes; cut it into documents")
+        raise ValueError(f"{key!r} has more than {LONGEST_DOCUMENT:,} bytes; cut it into documents")
     return text, record
+
+
+def messages_as_json(messages):
+    """nanochat's and OpenAI's messages, or ShareGPT's, checked; ValueError if they cannot be rendered."""
+    messages = json.loads(messages) if isinstance(messages, str | bytes) else messages
+    if isinstance(messages, list) and messages and isinstance(messages[0], dict) and "from" in messages[0]:
+        roles = {"human": "user", "gpt": "assistant"}
+        messages = [{"role": roles.get(one.get("from"), one.get("from")), "content": one.get("value")}
+                    for one in messages]
+    render(messages, TEMPLATES["<|user_start|>"], str)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"no message of an assistant in {messages!r:.200}")
+    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+    return json.dumps(messages, ensure_ascii=False, default=str)
 
 
 def reason(error):
@@ -546,7 +586,7 @@ def records_in(file, stream, columns, cut_bytes):
     elif file.kind in (".txt", ".md"):
         for where, text in cut_text(read_all(stream), cut_bytes):
             yield where, {columns[0]: text}
-    elif stream.peek(64).lstrip().startswith(b"["):
+    elif re.match(rb'\s*\[(?!{"(role|content)")', stream.peek(64)):    # else each line may be a conversation
         for number, record in enumerate(json.loads(read_all(stream).decode())):
             yield f"document {number}", record
     else:
@@ -638,7 +678,7 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     if "://" in out or os.path.realpath(out) == os.path.realpath(data_dir):
         raise ValueError(f"cannot write to {out}; name another local folder with --out")
     shards = all_shards(data_dir)
-    if shards[0].kind != "text":
+    if shards[0].kind == "tokens":
         raise ValueError(f"{data_dir} holds token ids already; name a folder of text shards")
     if others := sorted({name for name, *_ in dataset.list_files(out)} - {shard.name for shard in shards}):
         raise ValueError(f"{out} holds {others[0]}, which {data_dir} does not; name a new folder with --out")
@@ -647,7 +687,7 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     columns, where = sorted(columns_of(shards[0])), os.path.abspath(where)
     if missing := {*keep} - {*columns}:
         raise ValueError(f"--keep {min(missing)}: {shards[0].path} has only {', '.join(columns)}")
-    print_dropped({*columns} - {"text", *keep})
+    print_dropped({*columns} - {shards[0].kind, *keep})
     one = functools.partial(tokenize_shard, out=os.path.abspath(out), tokenizer=tokenizer,
                             where=where, threads=threads or cores(), compression=compression, keep=keep)
     with pool_of(executor, 1) as pool:
@@ -656,8 +696,14 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     return tokens
 
 
+<<<<<<< HEAD
 def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
     path, dtype, columns = os.path.join(out, shard.name), tokenizer.dtype, ["tokens", *keep]
+=======
+def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
+    path, columns = os.path.join(out, shard.name), ["tokens", *keep]
+    dtype = tokenizer.dtype if shard.kind == "text" else np.dtype(np.int32)
+>>>>>>> chats
     if os.path.exists(path):
         old = read_shard(out, shard.name, os.path.getsize(path))
         wanted = shard.text_bytes, shard.group_sizes, dtype, tokenizer.fingerprint(), columns
@@ -669,7 +715,7 @@ def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
 
     tokens = []
     def encode(row_group):
-        ids = encode_array(shard.read(row_group), tokenizer)
+        ids = encode_array(shard.read(row_group), tokenizer, shard.kind)
         tokens.append(count_bytes(ids) // dtype.itemsize)
         return pa.table([ids, *read_columns(shard, row_group, keep)], columns) if keep else ids
 
@@ -685,15 +731,22 @@ def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
     return sum(tokens)
 
 
-def encode_array(texts, tokenizer):
-    """An array of text -> binary, the ids of each document, little-endian; a null stays null."""
-    ids, bounds = tokenizer.encode_documents(texts.to_pylist())
-    ids = np.ascontiguousarray(ids, tokenizer.dtype.newbyteorder("<"))
+def encode_array(texts, tokenizer, kind):
+    """An array of documents -> binary, the ids of each, little-endian; a null stays null."""
+    ids, bounds = encode(texts.to_pylist(), tokenizer, kind)
+    ids = np.ascontiguousarray(ids, ids.dtype.newbyteorder("<"))
     if ids.nbytes >= 2**31:
         raise ValueError(f"a row group of {len(ids):,} tokens is too large; convert makes smaller ones")
     valid = np.packbits(~np.asarray(texts.is_null()), bitorder="little")
     buffers = [pa.py_buffer(part) for part in (valid, (bounds * ids.itemsize).astype(np.int32), ids)]
     return pa.Array.from_buffers(pa.binary(), len(texts), buffers)
+
+
+def encode(documents, tokenizer, kind):
+    """(ids, bounds) of texts, or of messages, whose ids are ~t where they have no loss."""
+    if kind == "messages":
+        return encode_conversations(tokenizer, documents)
+    return tokenizer.encode_documents(documents)
 
 
 def count_bytes(array):
@@ -778,12 +831,19 @@ def check_shard(file, folder, indexed):
 
 def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) -> None:
     """Print what a folder contains: documents, bytes, tokens, lengths, row groups, lanes, and what is cut."""
+<<<<<<< HEAD
     lengths, tokens, tokenizer, header = {}, {}, None, folder
     if list_shards(folder, "train")[0].kind == "text":
         tokenizer, tokenizer_dir = known_tokenizer(tokenizer_dir, folder)
         header += (f", tokens by {tokenizer_dir}" if tokenizer else ": tokens and cuts need a tokenizer; add "
                    f"--tokenizer DIR, or train one: python tokenizer.py --data {shlex.quote(folder)}")
     print(header)
+=======
+    lengths, tokens, tokenizer = {}, {}, None
+    if list_shards(folder, "train")[0].kind != "tokens":
+        tokenizer, tokenizer_dir = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)
+    print(f"{folder}, tokens by {tokenizer_dir}" if tokenizer else folder)
+>>>>>>> chats
     print(f"{'split':<6} {'shards':>7} {'row groups':>11} {'documents':>13} {'nulls':>7} {'MB':>11}  tokens")
     for split in ("train", "val"):
         shards = list_shards(folder, split)
@@ -799,7 +859,8 @@ def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) ->
             print_cuts(tokens["train"], seq_len)
         points = np.percentile(np.concatenate([*lengths.values()]), percents := (10, 50, 90, 99, 100))
         parts = [f"{percent} % up to {point:,.0f}" for percent, point in zip(percents, points, strict=True)]
-        print(f"bytes  of {'text' if shards[0].kind == 'text' else 'ids'} in a document: {', '.join(parts)}")
+        what = {"text": "text", "messages": "JSON", "tokens": "ids"}[shards[0].kind]
+        print(f"bytes  of {what} in a document: {', '.join(parts)}")
 
 
 def known_tokenizer(tokenizer_dir, folder):
@@ -839,8 +900,12 @@ def count_tokens(shards, lengths, tokenizer):
         return "-", lengths
     positions = row_groups_of(shards)
     samples = [shard.read(i).drop_null() for shard, i in positions[::-(-len(positions) // 16)]]
-    tokens = np.concatenate([np.diff(tokenizer.encode_documents(texts.to_pylist())[1]) for texts in samples])
-    return f"about {tokens.sum() * lengths.sum() / max(1, sum(map(count_bytes, samples))):,.0f}", tokens
+    encoded = [encode(texts.to_pylist(), tokenizer, shards[0].kind) for texts in samples]
+    tokens = np.concatenate([np.diff(bounds) for _, bounds in encoded])
+    total = f"about {tokens.sum() * lengths.sum() / max(1, sum(map(count_bytes, samples))):,.0f}"
+    if shards[0].kind == "messages":
+        total += f", {np.concatenate([ids >= 0 for ids, _ in encoded]).mean():.0%} with a loss"
+    return total, tokens
 
 
 def print_cuts(lengths, T, limit=20_000):
@@ -877,15 +942,26 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenize
             if document is not None and shard.kind == "tokens":
                 ids = np.frombuffer(document, shard.dtype)
                 lengths = [f"{len(ids):,} tokens"]
+<<<<<<< HEAD
                 text = tokenizer.decode(ids[1:].tolist()) if tokenizer else str(ids.tolist())
             elif document is not None:
                 lengths, text = [f"{len(document.encode()):,} bytes"], document
                 if tokenizer:
                     lengths.append(f"{len(tokenizer.encode_documents([document])[0]):,} tokens")
-            number = first - shard.rows[row_group] + row
+            number = first - shard.group_sizes[row_group] + row
             print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
             shown = re.sub("[^ \n]+", lambda word: dataset.printable(word[0]), text.expandtabs())
             print("      " + (shown.replace("\n", "\n      ") if raw else dataset.printable(text[:200])))
+=======
+                known = np.where(ids < 0, ~ids, ids)[1:].tolist()    # ~t: without a loss
+                text = tokenizer.decode(known) if tokenizer else str(ids[:40].tolist())
+            elif document is not None:
+                lengths, text = [f"{len(document.encode()):,} bytes"], document
+                if tokenizer:
+                    lengths.append(f"{len(encode([document], tokenizer, shard.kind)[0]):,} tokens")
+            print(f"{shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
+            print("    " + dataset.printable(text[:200]))
+>>>>>>> chats
     if start >= first:
         print(f"no document {start:,}: {folder} has {counted(first, 'document')} for {split}, from 0 on")
     elif shards[0].kind == "tokens" and not tokenizer:
@@ -915,7 +991,8 @@ def make_parser():
 
     add = command("convert", run_convert, f"make shards from files: {' '.join(KINDS)}", has_folder=False)
     add("inputs", nargs="+", metavar="IN", help="files, folders, or globs in quotes")
-    add("--text_key", default="text", help="JSON key or column that holds the text (default text)")
+    add("--text_key", help="JSON key or column that holds the text (default text)")
+    add("--messages_key", help="that of conversations (default messages, if there is no text)")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns kept beside the text")
     add("--as_text", nargs="+", action="extend", default=[], metavar="GLOB", help="read only these, as text")
     add("--out", help="folder, new or empty (default: where train.py looks)")
@@ -978,9 +1055,11 @@ def run_convert(flags):
     out = flags.out or dataset.default_data_dir()
     with dask_executor(flags.dask) as (executor, threads):
         made = convert(flags.inputs, out, flags.text_key, flags.keep, flags.as_text, flags.skip_bad,
-                       flags.cut_bytes, flags.seed, flags.num_workers or threads, executor=executor)
+                       flags.cut_bytes, flags.seed, flags.num_workers or threads, executor=executor,
+                       messages_key=flags.messages_key)
+    noun = "document" if made["kind"] == "text" else "conversation"
     empty = f" ({made['empty']:,} of them empty)" if made["empty"] else ""
-    print(f"{counted(made['files'], 'file')} -> {counted(made['documents'], 'document')}{empty}, "
+    print(f"{counted(made['files'], 'file')} -> {counted(made['documents'], noun)}{empty}, "
           f"{made['bytes'] / 1e6:,.1f} MB, in {made['shards']:,} shards, the last for val, in {out}")
     print_dropped(made["dropped"])
     if made["strings"]:
