@@ -147,7 +147,7 @@ def draw_flags(pick):
              "--batch_size": [2, 4, 6], "--micro_batch_size": [1, 2, 16], "--num_lanes": [2, 4, 8],
              "--seq_len": [24, 32, 48], "--seed": [1, 2, 3], "--eval_every": [2, 3, 5],
              "--save_every": [2, 3, 4], "--dtype": ["float32", "float32", "bfloat16"]}
-    switches = [name for name in ("--shuffle", "--doc_mask") if pick.random() < 0.5]
+    switches = [name for name in ("--no_shuffle", "--doc_mask") if pick.random() < 0.5]
     data = pick.choice([["a"], ["a:0.7", "b:0.3"], ["a:0.5", "b:0.5"]])
     return ["--data", *data, *switches, "--steps", "10",
             *(str(x) for name in flags for x in (name, pick.choice(flags[name])))]
@@ -272,15 +272,15 @@ def test_hash_of_rows_depends_on_their_order_and_not_on_batches():
 
 def test_given_flags_that_change_the_run_are_refused_all_at_once(command, resume):
     command("--steps", 2)
-    told = resume("--depth", 2, "--shuffle", "--packing", "flat", "--lr", 0.5, status=1)
-    assert "--depth 2 --packing flat --shuffle does not fit runs/" in told
-    assert "which has: --depth 1 --packing exactfit no --shuffle; leave out these flags" in told
+    told = resume("--depth", 2, "--no_shuffle", "--packing", "flat", "--lr", 0.5, status=1)
+    assert "--depth 2 --packing flat --no_shuffle does not fit runs/" in told
+    assert "which has: --depth 1 --packing exactfit without --no_shuffle; leave out these flags" in told
     assert told.count("\n") == 1 and len(glob.glob("runs/*/step*")) == 1
     for name in train.FIXED_FLAGS:    # each alone
         value = {"optimizer": "adamw", "packing": "flat", "tokenizer": "tok", "init": "a.pt"}.get(name, "7")
         if name == "tokenizer":
             RustBPETokenizer.train_from_iterator(["something else"], 265).save("tok")
-        words = [f"--{name}"] if name in ("shuffle", "doc_mask") else [f"--{name}", value]
+        words = [f"--{name}"] if name in ("no_shuffle", "doc_mask") else [f"--{name}", value]
         assert f"{' '.join(words)} does not fit" in resume(*words, status=1)
 
 
@@ -300,7 +300,7 @@ def test_flags_that_may_change_are_applied_and_printed(command, resume):
 
 
 def test_requeued_command_with_all_its_flags_resumes(command):
-    words = ["--out", "job", "--resume", "auto", "--data", "a", "--shuffle", "--steps"]
+    words = ["--out", "job", "--resume", "auto", "--data", "a", "--no_shuffle", "--steps"]
     assert "no checkpoint in job yet: a new run" in command(*words, 3)
     assert "changed: --steps 5 from --steps 3\n" in command(*words, 5)
     assert "holds checkpoints; resume with --resume auto" in command("--out", "job", status=1)
@@ -772,7 +772,7 @@ def test_val_windows_ask_for_each_token_once_and_never_for_what_was_given(tmp_pa
     letters = "abcdefghijklmnopqrstuvwxyz" * 3
     texts = [letters[n:2 * n] for n in (0, 1, 7, 8, 9, 13, 14, 15, 26)]
     folder, T = write_shards(tmp_path / "windows", [[["x"]], [texts]]), 8
-    source = train.Source(folder, train.list_shards(folder, "val"), num_lanes=1)
+    source = train.Source(folder, train.list_shards(folder, "val"), 1, None, 1)
     tokenizer = RustBPETokenizer.train_from_iterator(["x"], 265)    # its tokens are bytes
     windows = train.val_windows(tokenizer, source, SimpleNamespace(seq_len=T, eval_rows=1000))
     asked = windows.targets >= 0
