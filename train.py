@@ -285,9 +285,10 @@ def train(flags, at_exit):
 
     is_saved = checkpoints.wait()
     stats = sum(map(collections.Counter, loader.stats()["sources"].values()), collections.Counter())
-    if flags.packing == "exactfit" and 0 < 0.05 * stats["documents"] < stats["cut"]:
-        print0(f"{stats['cut'] / stats['documents']:.0%} of the documents fit a row, yet were cut, since no "
-               "others fill the rows; try another --seq_len, longer pieces of text, or --packing bestfit")
+    if flags.packing == "exactfit" and 0 < 0.05 * stats["documents"] < stats["cut_documents"]:
+        share = stats["cut_documents"] / stats["documents"]
+        print0(f"{share:.0%} of the documents fit a row, yet were cut, since no others fill the rows; try "
+               "another --seq_len, longer pieces of text, or --packing bestfit")
     if stats["null_documents"]:
         print0(f"null documents skipped by rank 0 since its start, all epochs: {stats['null_documents']:,}")
     print0(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
