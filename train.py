@@ -14,6 +14,7 @@ ranks over gloo), and a checkpoint is the whole run in one file (12 bytes a para
 """
 
 import argparse
+import collections
 import contextlib
 import functools
 import gc
@@ -53,7 +54,7 @@ from torch.utils._pytree import tree_map_only
 
 import dataloader
 import dataset
-from dataloader import Encoder, PackedLoader, Ref, Source, gather_states, ranks_of_this_process
+from dataloader import Encoder, PackedLoader, Part, Source, gather_states, ranks_of_this_process
 from dataset import atomic_file, find_data, list_shards, printable, write_atomic
 from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
 
@@ -82,7 +83,7 @@ CHOICES = [
 ]
 MODEL_FLAGS = ["depth", "vocab_size", "tokenizer"]    # a run with --init FILE has these from FILE
 # A resumed run keeps these:
-FIXED_FLAGS = [*MODEL_FLAGS, "optimizer", "packing", "shuffle", "seed", "doc_mask", "num_lanes", "init"]
+FIXED_FLAGS = [*MODEL_FLAGS, "optimizer", "packing", "no_shuffle", "seed", "doc_mask", "num_lanes", "init"]
 NOT_SAVED = ["given", "device", "out", "resume", "sample", "eval"]
 USABLE_WITH = {"sample": ["out", "resume", "device", "dtype"],
                "eval": ["data", "eval_rows", "seq_len", "micro_batch_size", "device", "dtype"]}
@@ -103,11 +104,11 @@ def parse_flags(argv=None):
     p.add_argument("--data", nargs="+", action="extend", default=[], metavar="PATH[:WEIGHT]", help="folder "
                    "or URI, WEIGHT: share of rows (default: dataset.py's download, else a built-in corpus)")
     p.add_argument("--tokenizer", metavar="DIR", help="default: trained on the data, now if missing")
-    p.add_argument("--shuffle", action="store_true", help="shuffle documents, by --seed")
+    p.add_argument("--no_shuffle", action="store_true", help="documents in file order; else by --seed")
     p.add_argument("--num_lanes", type=int, metavar="N", help="world sizes that divide it give the same run "
                    "(default: the smallest multiple of 8 that the world size divides; fewer for tiny data)")
     p.add_argument("--doc_mask", action="store_true", help="attention stays inside documents")
-    p.add_argument("--seed", type=int, default=1, help="for the initial weights and --shuffle")
+    p.add_argument("--seed", type=int, default=1, help="for the initial weights and the order of documents")
     p.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/DATE-TIME)")
     p.add_argument("--resume", default="none", metavar="auto|none|FILE", help="auto: the newest checkpoint "
                    "in --out or of any run; it brings the flags not given. If there is none: a run of --data")
@@ -204,7 +205,7 @@ def train(flags, at_exit):
     model.to(device)
     if flags.sample is not None:
         return print0(generate(model, tokenizer, flags.seq_len, flags.sample, 200))
-    val_sources = {path: Source(path, list_shards(path, "val"), num_lanes=1) for path in sources}
+    val_sources = {path: Source(path, list_shards(path, "val"), 1, None, 1) for path in sources}
     val = {path: val_windows(tokenizer, source, flags) for path, source in val_sources.items()}
     if flags.eval:
         return not evaluate(saved["step"], model, tokenizer, val, flags.micro_batch_size, stop)
@@ -219,8 +220,8 @@ def train(flags, at_exit):
             print0(f"a source has only {n_documents} documents, so num_lanes is {flags.num_lanes}")
     loader = PackedLoader(
         tokenizer, -(-flags.batch_size // world), flags.seq_len, "train", data_dir=sources,
-        packing=flags.packing, num_lanes=flags.num_lanes, shuffle_seed=flags.seed if flags.shuffle else None,
-        device=device if device.type == "cuda" else "cpu")
+        packing=flags.packing, num_lanes=flags.num_lanes, device=device if device.type == "cuda" else "cpu",
+        shuffle_seed=None if flags.no_shuffle else flags.seed)
     at_exit.enter_context(loader)
     if flags.batch_size % world:
         raise ValueError(f"{flags.batch_size} rows for {world} ranks; try --batch_size {loader.B * world}")
@@ -282,7 +283,7 @@ def train(flags, at_exit):
             save(step)
             break
         began = time.perf_counter()
-        first_row, (inputs, targets) = loader.position.rows, next(loader)
+        first_row, (inputs, targets) = loader.position.g, next(loader)
         waited = time.perf_counter() - began
         n_tokens, rows_hash = count_and_hash(inputs, targets, first_row, rows_hash)
         share = set_rates(optimizers, step, flags.steps)
@@ -294,11 +295,13 @@ def train(flags, at_exit):
                              f"python -m dev.bench audit --resume {file} --steps {step}:{step + 1}")
         log.step(step, loss, flags.lr * share, norm, time.perf_counter() - began, waited, f"{rows_hash:016x}")
 
-    is_saved, stats = checkpoints.wait(), loader.stats()
-    if flags.packing == "exactfit" and stats and 0 < 0.05 * stats["documents"] < stats["cut"]:
-        print0(f"{stats['cut'] / stats['documents']:.0%} of the documents fit a row, yet were cut, since no "
-               "others fill the rows; try another --seq_len, longer pieces of text, or --packing bestfit")
-    if stats.get("null_documents"):
+    is_saved = checkpoints.wait()
+    stats = sum(map(collections.Counter, loader.stats()["sources"].values()), collections.Counter())
+    if flags.packing == "exactfit" and 0 < 0.05 * stats["documents"] < stats["cut_documents"]:
+        share = stats["cut_documents"] / stats["documents"]
+        print0(f"{share:.0%} of the documents fit a row, yet were cut, since no others fill the rows; try "
+               "another --seq_len, longer pieces of text, or --packing bestfit")
+    if stats["null_documents"]:
         print0(f"null documents skipped by rank 0 since its start, all epochs: {stats['null_documents']:,}")
     print0(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
     how = "done" if done else f"stopped ({signal.Signals(signals[0]).name if signals else 'by another rank'})"
@@ -605,16 +608,15 @@ class Windows(NamedTuple):
 def val_windows(tokenizer, source, flags):
     """The first --eval_rows windows of documents: T + 1 tokens each; later ones repeat T // 4 as context."""
     T, windows, n_bytes, n_compressed = flags.seq_len, [], 0, 0    # windows: ids, how many are context
-    with contextlib.closing(Encoder(tokenizer, dataloader.cores_of_this_rank())) as encoder:
-        for ids, _ in encoder.documents(source, 0, Ref(), epochs=1):
-            if len(windows) >= flags.eval_rows:
-                break
-            if len(ids) > 1:
-                windows.append((ids[:T + 1], 1))
-                data = tokenizer.enc.decode_bytes(ids[1:].tolist())
-                n_bytes, n_compressed = n_bytes + len(data), n_compressed + len(zlib.compress(data, 9))
-            for stop in range(T + 1, len(ids), T - T // 4):
-                windows.append((ids[stop - T // 4 - 1:][:T + 1], T // 4 + 1))
+    for ids in documents_of(tokenizer, source):
+        if len(windows) >= flags.eval_rows:
+            break
+        if len(ids) > 1:
+            windows.append((ids[:T + 1], 1))
+            data = tokenizer.enc.decode_bytes(ids[1:].tolist())
+            n_bytes, n_compressed = n_bytes + len(data), n_compressed + len(zlib.compress(data, 9))
+        for stop in range(T + 1, len(ids), T - T // 4):
+            windows.append((ids[stop - T // 4 - 1:][:T + 1], T // 4 + 1))
     if not (windows := windows[:flags.eval_rows]):
         raise ValueError(f"the val split of {source.name} has no text: {source.shards[-1].name} holds only "
                          "nulls and empty documents")
@@ -624,6 +626,19 @@ def val_windows(tokenizer, source, flags):
         ids = torch.from_numpy(ids.astype(np.int64))
         inputs[i, :len(ids) - 1], targets[i, given - 1:len(ids) - 1] = ids[:-1], ids[given:]
     return Windows(inputs, targets, 8 * n_compressed / n_bytes)
+
+
+def documents_of(tokenizer, source):
+    """Yield the ids of each document, in file order."""
+    encoder, theirs = Encoder(tokenizer, dataloader.cores_of_this_rank()), source.shards[0].fingerprint
+    if theirs not in (None, encoder.tokenizer.fingerprint):
+        raise ValueError(f"{source.name} needs the tokenizer that made it, {theirs:.16}")
+    for shard in source.shards:
+        for row_group, n in enumerate(shard.group_sizes):
+            array = shard.read(row_group)
+            for first in range(0, n, 1000):    # the first documents may be enough
+                indices = np.arange(first, min(first + 1000, n))
+                yield from encoder.encode(Part(shard, row_group, indices), array)
 
 
 def evaluate(step, model, tokenizer, val, micro, stop, write=lambda record: None):
@@ -752,12 +767,12 @@ def settle(flags, saved, path, names=None):
 
 
 def as_typed(values, names):
-    """Example: --depth 2 --data a:0.7 b:0.3 --shuffle no --doc_mask"""
+    """Example: --depth 2 --data a:0.7 b:0.3 --no_shuffle without --doc_mask"""
     words = []
     for name in names:
         value = " ".join(values[name]) if isinstance(values[name], list) else values[name]
         word = f"--{name}" if value is True else f"--{name} {value}"
-        words.append(f"no --{name}" if value in (None, False) else word)
+        words.append(f"without --{name}" if value in (None, False) else word)
     return " ".join(words)
 
 

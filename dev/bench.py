@@ -1,7 +1,7 @@
 """
 Look at the packings and measure them, on the data at hand.
 
-    python -m dev.bench compare    what each packing drops and cuts, and how long documents wait
+    python -m dev.bench compare    what each packing drops, pads and cuts
     python -m dev.bench bench      tokens per second, from text and from tokens
     python -m dev.bench audit      which documents are in the rows of a run's steps
 
@@ -10,6 +10,7 @@ yardstick. So the shares hold on a busy machine, too; the tokens per second do n
 """
 
 import argparse
+import collections
 import contextlib
 import functools
 import importlib.util
@@ -22,50 +23,68 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, trace
-from dataset import Parser, column_views, cores, errors_in_one_line, list_shards
+from dataloader import PACKINGS, PackedLoader, Place, flat
+from dataset import Parser, column_views, cores, errors_in_one_line, in_order, list_shards
 from dev.prepare import add_folder, at_least_1, counted, folder_of, row_groups_of, tokenize
 from tokenizer import RustBPETokenizer, find_tokenizer, get_tokenizer
 from train import load_checkpoint, peak_memory, sources_of
 
 # ---------------------------------------------------------------------------------------------------------
-# Compare: what each packing drops and cuts, and how long documents wait
+# Compare: what each packing drops, pads and cuts
 
-COMPARED = 4096    # rows: the shares and the wait depend on how many
+COMPARED = 4096    # rows of tokens
 
 
 def compare(tokenizer, data_dir, T):
     """Lines of a table."""
-    yield f"of the first {COMPARED:,} rows of one lane"
-    yield f"{'packing':<12}{'dropped':>9}{'fit but cut':>13}{'longest wait':>14}"
-    for packing in PACKINGS:
-        with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1,
-                          packing=packing) as loader:
-            wait = longest_wait(loader, COMPARED)
-            dropped, cut = shares(loader)
-        yield f"{packing:<12}{dropped:>9.1%}{cut:>13.2%}{counted(wait, 'row'):>14}"
+    with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1) as loader:
+        chunks, n_tokens = [], 0
+        for _, parts in deal_first_lane(loader):
+            chunks.append(list(map(len, encode_chunk(loader, parts))))
+            n_tokens += sum(chunks[-1])
+            if n_tokens >= COMPARED * (T + 1):
+                break
+    yield f"of the first {n_tokens:,} tokens, in {counted(len(chunks), 'chunk')} of one lane"
+    yield f"{'packing':<12}{'dropped':>9}{'padding':>9}{'fit but cut':>13}"
+    for packing, pack in PACKINGS.items():
+        counts = collections.Counter()
+        for lengths in chunks:
+            counts.update(count_rows(pack, lengths, T + 1))
+        dropped, padding = counts["dropped"] / n_tokens, counts["padding"] / (counts["rows"] * (T + 1))
+        yield f"{packing:<12}{dropped:>9.2%}{padding:>9.2%}{counts['cut'] / counts['documents']:>13.2%}"
 
 
-def shares(loader):
-    """(dropped tokens, of those that left the buffer; documents that fit a row and yet were cut, of all)"""
-    stats = loader.stats()
-    return stats["dropped"] / (stats["dropped"] + stats["rows"] * loader.T), stats["cut"] / stats["documents"]
+def deal_first_lane(loader):
+    """The chunks of lane 0 of the only source, as (Place, [Part, ...]); endless."""
+    [source] = loader.sources.values()
+    return source.deal(0, Place())
 
 
-def longest_wait(loader, n_rows):
-    """Most rows delivered while a complete document stayed in the buffer; of one lane, with B = 1."""
-    waits, longest = {}, 0
-    for _ in itertools.islice(loader, n_rows):
-        ((state,),) = (lane.values() for lane in loader.position.lanes.values())
-        waits = {ref: waits.get(ref, 0) + 1 for ref in state.buffered if ref.token == 0}
-        longest = max(longest, *waits.values(), 0)
-    return longest
+def encode_chunk(loader, parts):
+    """The ids of each of its documents."""
+    return [ids for part in parts
+            for ids in loader.encoder.encode(part, read_row_group(part.shard, part.row_group))]
+
+
+def count_rows(pack, lengths, R):
+    """A Counter of a chunk's rows, padding, dropped tokens, documents, and those cut although they fit."""
+    stops, n_pieces, counts = [0] * len(lengths), collections.Counter(), collections.Counter()
+    for row in pack([0] * len(lengths), lengths, R):
+        counts.update(rows=1, padding=R)
+        for d, start, stop in row:
+            repeats_bos = start > 0 and pack is not flat
+            counts["padding"] -= stop - start + repeats_bos
+            stops[d] = stop
+            n_pieces[d] += 1
+    cut = [d for d, n in n_pieces.items() if lengths[d] <= R and (n > 1 or stops[d] < lengths[d])]
+    counts.update(dropped=sum(lengths) - sum(stops), documents=len(lengths), cut=len(cut))
+    return counts
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -120,7 +139,7 @@ def measure(job):
     loader, mine = make_loader(job)
     first, _ = timed(lambda: next(loader))
     tokens = tokens_of(loader)
-    for _ in range(64 * loader.num_lanes // job.B):    # buffers grow with the first 64 rows of a lane
+    for _ in range(3):    # until all chunks are there that are made ahead
         next(tokens)
     memory = (peak_memory("cpu") - before) / (1 << 20)
     yardstick, theirs = encoded(job) if job.kind == "text" else (memmap(job), threading.Event())
@@ -146,9 +165,12 @@ def make_loader(job):
 
 def encoded(job):
     """(numbers of tokens that the encoding threads make, the event while which they may)"""
-    source = Source("text", list_shards(job.data, "train"), num_lanes=1)
-    encoder = Encoder(get_tokenizer(job.tokenizer), job.threads)
-    return (len(ids) for ids, _ in encoder.documents(source, 0, Ref())), gate(encoder.tokenizer)
+    loader, may_encode = make_loader(job)    # never started
+    n_threads = 1 if loader.tokenizer.is_multithreaded else job.threads
+    chunks = (parts for _, parts in deal_first_lane(loader))
+    made = in_order(ThreadPoolExecutor(n_threads), lambda parts: sum(map(len, encode_chunk(loader, parts))),
+                    chunks, 2 * n_threads)
+    return (tokens for _, tokens in made), may_encode
 
 
 def gate(tokenizer):
@@ -178,8 +200,15 @@ def speed_of(counts, seconds):
     return tokens / (time.perf_counter() - began)
 
 
-def tokens_of(batches):
-    return (inputs.numel() for inputs, _ in batches)
+def tokens_of(loader):
+    """Numbers of tokens from one chunk of lane 0 to the next: the lanes' chunks end at about the same row."""
+    tokens, before = 0, None
+    for inputs, _ in loader:
+        tokens += inputs.numel()
+        place = [stream.place for stream in loader.position.lanes[0].values()]
+        if place != before:
+            yield tokens
+            tokens, before = 0, place
 
 
 def timed(action):
@@ -222,22 +251,24 @@ def audit(path, steps=None, as_json=False):
                          f"{saved['step']}; pass a checkpoint of step {first} or before")
     with PackedLoader(tokenizer, run.batch_size, run.seq_len, "train", rank=0, world_size=1,
                       packing=run.packing, data_dir=sources_of(run), num_lanes=run.num_lanes,
-                      shuffle_seed=run.seed if run.shuffle else None) as loader:
-        state = json.loads(saved["loader"]) if start else None
+                      shuffle_seed=None if run.no_shuffle else run.seed) as loader:
+        if start:
+            loader.load_state_dict(json.loads(saved["loader"]))
         shards = {shard.path: shard for source in loader.sources.values() for shard in source.shards}
-        for step, rows in zip(range(start, stop), trace(loader, state), strict=False):
-            for i, pieces in enumerate(rows if step >= first else ()):
+        for step in range(start, stop):
+            next(loader)
+            for i, pieces in enumerate(loader.pieces() if step >= first else ()):
                 found = [describe_piece(piece, shards, tokenizer) for piece in pieces]
                 yield from lines_of_row(step, i, found, as_json)
 
 
 def describe_piece(piece, shards, tokenizer):
-    (path, row_group, row), ref = piece.location, piece.ref
+    path, row_group, row = piece.location
     document = read_row_group(shards[path], row_group)[row].as_py()
     if shards[path].kind == "tokens":
         document = tokenizer.decode(np.frombuffer(document, shards[path].dtype)[1:101].tolist())
-    return {"path": path, "row_group": row_group, "row": row, "epoch": ref.epoch,
-            "from": piece.start, "to": piece.stop, "text": document[:60]}
+    return {"path": path, "row_group": row_group, "row": row, "epoch": piece.epoch,
+            "from": piece.start, "to": piece.stop, "offset": piece.offset, "text": document[:60]}
 
 
 @functools.lru_cache(maxsize=16)
@@ -250,20 +281,12 @@ def lines_of_row(step, number, found, as_json):
         yield json.dumps({"step": step, "row": number, "documents": found})
         return
     yield f"step {step}, row {number}"
-    again = ""
-    for piece, following in zip(found, [*found[1:], None], strict=True):
-        if following and is_repeated_bos(piece, following):
-            again = ", after its BOS again"
-            continue
+    end = 0
+    for piece in found:
+        again = ", after its BOS again" if piece["offset"] > end else ""
         yield ("  {path}, row group {row_group}, row {row}, epoch {epoch}, ".format(**piece)
                + f"tokens {piece['from']:,}-{piece['to'] - 1:,}{again}: {piece['text']!r}")
-        again = ""
-
-
-def is_repeated_bos(piece, following):
-    """Whether this piece is the BOS that opens a later piece of a document."""
-    same = all(piece[key] == following[key] for key in ("path", "row_group", "row", "epoch"))
-    return same and piece["to"] == 1 and following["from"] > 1
+        end = piece["offset"] + piece["to"] - piece["from"]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -280,7 +303,7 @@ def make_parser():
     parser = Parser("python -m dev.bench", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("compare", "what each packing drops and cuts, and how long documents wait"),
+    for name, text in (("compare", "what each packing drops, pads and cuts"),
                        ("bench", "tokens per second, from text and from tokens")):
         command = commands.add_parser(name, help=text, description=text)
         add_folder(command)

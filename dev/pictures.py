@@ -11,7 +11,7 @@ import sys
 
 import numpy as np
 
-from dataloader import PACKINGS, PackedLoader, trace
+from dataloader import PACKINGS, PackedLoader
 from dataset import Parser, errors_in_one_line, find_data
 from tokenizer import find_tokenizer
 from train import read_log
@@ -26,7 +26,7 @@ def rows_picture(tokenizer, data_dir, T, n_rows=8):
     """A bar per piece, a colour per document; its beginning is dark, and a white tooth shows a cut."""
     figure, lengths = Figure((9, 1.8 * len(PACKINGS)), layout="constrained"), {}
 
-    def remember(ids, ref, location):
+    def remember(ids, location, epoch):
         lengths[location] = len(ids)
         return ids
 
@@ -35,17 +35,18 @@ def rows_picture(tokenizer, data_dir, T, n_rows=8):
         panel.set_axis_off()
         with PackedLoader(tokenizer, 256 + n_rows, T, "train", data_dir=data_dir, num_lanes=1,
                           packing=packing, transform=remember) as loader:
-            rows, colours = next(trace(loader))[-n_rows:], {}    # from the middle of a run
+            next(loader)
+            rows, colours = loader.pieces()[-n_rows:], {}    # from the middle of a run
         for y, row in enumerate(rows):
-            x = 0
-            for location, _, start, stop in row:
+            end = 0
+            for location, _, start, stop, offset in row:
                 colour = colours.setdefault(location, f"C{len(colours) % 10}")
-                panel.barh(y, stop - start, left=x, color=colour)
-                if start == 0:
-                    panel.barh(y, T / 400, left=x, color="#222")
-                x += stop - start
-                if 1 < stop < lengths[location]:    # 1: the BOS of a later piece, which is a separate Piece
-                    panel.plot(x - T / 300, y, "<", color="white", markersize=5)
+                panel.barh(y, offset + stop - start - end, left=end, color=colour)
+                if start == 0 or offset > end:    # its BOS, or a repeated one
+                    panel.barh(y, T / 400, left=end, color="#222")
+                end = offset + stop - start
+                if stop < lengths[location]:
+                    panel.plot(end - T / 300, y, "<", color="white", markersize=5)
     return figure
 
 

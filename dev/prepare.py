@@ -909,15 +909,14 @@ def count_tokens(shards, lengths, tokenizer):
 
 
 def print_cuts(lengths, T, limit=20_000):
-    """How many documents exactfit cuts although they fit a row. lengths: tokens of each, every epoch."""
-    from dataloader import ExactFitPacker, Ref  # here: to import torch takes 3 s
+    """How many documents exactfit cuts although they fit a row. lengths: tokens of each."""
+    from dataloader import exactfit  # here: to import torch takes 3 s
+    from dev.bench import count_rows
 
-    packer, tokens = ExactFitPacker(T, **ExactFitPacker.options), np.zeros(max(lengths), np.uint8)
-    refs = (Ref(epoch, 0, doc) for epoch in itertools.count(1) for doc in range(len(lengths)))
-    documents = ((tokens[:lengths[ref.doc]], ref) for ref in refs)
-    while packer.counts["documents"] < limit and packer.rows < limit:
-        packer.row(lambda: next(documents))
-    share = packer.counts["cut"] / packer.counts["documents"]
+    lengths = lengths[:limit]
+    chunk = np.cumsum(lengths) // (256 * (T + 1))    # of each document
+    chunks = np.split(lengths, np.flatnonzero(np.diff(chunk)) + 1)
+    share = sum(count_rows(exactfit, part.tolist(), T + 1)["cut"] for part in chunks) / len(lengths)
     advice = "; try another --seq_len, documents of other lengths, or bestfit" if share > 0.05 else ""
     print(f"rows   exactfit with T = {T:,} cuts {share:.1%} of the train documents although they fit{advice}")
 

@@ -42,7 +42,8 @@ def both_splits(folder):
 
 
 def read_all(folder):
-    return [text for s in both_splits(folder) for i in range(len(s.rows)) for text in s.read(i).to_pylist()]
+    return [text for shard in both_splits(folder) for i in range(len(shard.group_sizes))
+            for text in shard.read(i).to_pylist()]
 
 
 def files_of(folder):
@@ -76,7 +77,7 @@ def test_builtin_corpus_is_made_once_and_is_always_the_same(tmp_path, monkeypatc
     train, val = dataset.list_shards(folder, "train"), dataset.list_shards(folder, "val")
     assert len(train) == 4 and len(val) == 1 and all(len(shard.group_sizes) % 8 == 0 for shard in train + val)
     texts = read_all(folder)
-    assert 0.5e6 < sum(map(len, texts[-sum(val[0].rows) :])) < 2e6
+    assert 0.5e6 < sum(map(len, texts[-sum(val[0].group_sizes) :])) < 2e6
     with open(json.__file__, encoding="utf-8") as file:
         assert texts.count(file.read()) == 1 and len(texts) > 500 and all(texts)
     dataset.build_builtin_corpus(str(tmp_path / "again"))
@@ -231,7 +232,8 @@ def test_relative_folder_is_that_of_the_working_folder_of_today(tmp_path, monkey
         dataset.write_index(f"{tmp_path}/{name}/data:2")
         monkeypatch.chdir(tmp_path / name)
         [shard] = dataset.list_shards("data:2", "train")
-        assert sum(shard.group_sizes) == sum(len(shard.read(group)) for group in range(len(shard.group_sizes))) == i + 8
+        documents = [len(shard.read(row_group)) for row_group in range(len(shard.group_sizes))]
+        assert documents == shard.group_sizes and sum(documents) == i + 8
 
 
 def test_names_and_messages_are_printed_with_escapes(tmp_path, capsys):
@@ -406,7 +408,8 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys, monkeypatch):
         patch.setattr(dataset, "parse_footer", None)
         after = both_splits(tmp_path)
     assert [vars(shard) for shard in before] == [vars(shard) for shard in after]
-    assert [shard.group_sizes for shard in after] == [[8] * 5, [8] * 5, [8, 4]] and read_all(tmp_path) == texts
+    assert [shard.group_sizes for shard in after] == [[8] * 5, [8] * 5, [8, 4]]
+    assert read_all(tmp_path) == texts
     index, size = json.loads((tmp_path / "index.json").read_bytes()), os.path.getsize(after[2].path)
     assert index.pop("shards")["shard_00002.parquet"] == {
         "bytes": size, "text_bytes": size, "rows": [8, 4], "digest": after[2].digest}
@@ -605,7 +608,8 @@ def test_s3_gives_the_same_documents_also_when_reads_fail(tmp_path, s3):
     texts = make_shards(tmp_path / "data")
     uri = s3.upload(tmp_path / "data", "listed/a")
     local, remote = both_splits(tmp_path / "data"), both_splits(uri)
-    assert [(s.name, s.size, s.rows) for s in local] == [(s.name, s.size, s.rows) for s in remote]
+    assert [(s.name, s.text_bytes, s.group_sizes) for s in local] == [
+        (s.name, s.text_bytes, s.group_sizes) for s in remote]
     assert remote[0].path == uri.replace("?", "/shard_00000.parquet?")
     s3.every = 3
     assert read_all(uri) == texts and s3.failed >= 3
