@@ -624,8 +624,10 @@ class PackedLoader(IterableDataset):
         """Start the threads, at `position`."""
         check_start(self)
         if self.ends_together and self._gloo is None and dist.is_available() and dist.is_initialized():
-            ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-            self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            # Without local synchronization, all processes must call new_group. With it, they must be in equally
+            # many groups before, or they wait for each other under different names: so only where it is needed.
+            ranks = self.group and dist.get_process_group_ranks(self.group)
+            self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=ranks is not None)
         packer = self._packer = Packer(self)
         if self._closed:    # by another thread, which has not seen this packer
             raise RuntimeError
@@ -783,6 +785,8 @@ def lanes_of_rank(g, rank, world_size, num_lanes):
 def ranks_of_this_process(group=None):
     """(rank, world size): the group's or torch.distributed's if initialised, else the launcher's."""
     if dist.is_available() and dist.is_initialized():
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is not in `group`; only the group's members make a loader")
         return dist.get_rank(group), dist.get_world_size(group)
     names = "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"    # srun, mpirun: no RANK
     rank, world_size, *tasks = (env_int(name, least=int(name != "RANK")) for name in names)
