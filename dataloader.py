@@ -119,7 +119,7 @@ class Buffer:
         self.by_length[n].append(d)
 
     def take(self, d, row, free):
-        """Append up to `free` tokens of `d`, the oldest of all or of its length; return how many stay free."""
+        """Add up to `free` tokens of `d`, the oldest of all or of its length. Returns how many stay free."""
         n, start = self.left.pop(d), self.starts[d]
         self.by_length[n].popleft()
         if not self.by_length[n]:
@@ -556,8 +556,9 @@ class PackedLoader(IterableDataset):
         check_start(self)
         ends_together = all(self.epochs.values()) and self.world_size > 1    # endless runs never wait
         if ends_together and not self._gloo and dist.is_available() and dist.is_initialized():
-            ranks = dist.get_process_group_ranks(self.group or dist.group.WORLD)
-            self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            # Local: processes without a loader need not call. All must have been in equally many groups.
+            ranks = self.group and dist.get_process_group_ranks(self.group)
+            self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=bool(ranks))
         packer = self._packer = Packer(self)
         if self._closed:    # by another thread, which has not seen this packer
             raise RuntimeError
@@ -707,6 +708,8 @@ def lanes_of_rank(g, rank, world_size, num_lanes):
 def ranks_of_this_process(group=None):
     """(rank, world size): the group's or torch.distributed's if initialised, else the launcher's."""
     if dist.is_available() and dist.is_initialized():
+        if dist.get_rank(group) < 0:
+            raise ValueError("this process is not in `group`; only the group's members make a loader")
         return dist.get_rank(group), dist.get_world_size(group)
     names = "RANK", "WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"    # srun, mpirun: no RANK
     seen = {name: os.environ[name] for name in names if name in os.environ}

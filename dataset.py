@@ -259,7 +259,8 @@ class Shard:
             parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=not checksums)
             column = parquet.read_row_group(row_group, [self.kind], use_threads=False).column(0)
         if len(column) != self.group_sizes[row_group] or is_text(column.type) != (self.kind != "tokens"):
-            raise ValueError(f"it has {len(column):,} {column.type}s, {self.group_sizes[row_group]:,} in the index")
+            wanted = f"{self.group_sizes[row_group]:,}"
+            raise ValueError(f"it has {len(column):,} {column.type}s, {wanted} in the index")
         if column.nbytes >= 2**31 or column.type not in (pa.string(), pa.binary()):    # plain 64-bit offsets
             column = column.cast(pa.large_binary() if self.kind == "tokens" else pa.large_string())
         array = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)

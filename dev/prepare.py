@@ -47,11 +47,16 @@ from tqdm import tqdm
 import dataset
 from dataset import Parser, all_shards, cores, errors_in_one_line, find_data, in_order, list_shards
 from dev.import_tokenizer import import_tokenizer
-<<<<<<< HEAD
-from tokenizer import RustBPETokenizer, find_tokenizer, is_saved, maker_of, trained_dir
-=======
-from tokenizer import TEMPLATES, encode_conversations, find_tokenizer, render
->>>>>>> chats
+from tokenizer import (
+    TEMPLATES,
+    RustBPETokenizer,
+    encode_conversations,
+    find_tokenizer,
+    is_saved,
+    maker_of,
+    render,
+    trained_dir,
+)
 
 # ---------------------------------------------------------------------------------------------------------
 # Convert: text files -> shuffled shards, in bounded memory
@@ -696,14 +701,9 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     return tokens
 
 
-<<<<<<< HEAD
 def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
-    path, dtype, columns = os.path.join(out, shard.name), tokenizer.dtype, ["tokens", *keep]
-=======
-def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
     path, columns = os.path.join(out, shard.name), ["tokens", *keep]
     dtype = tokenizer.dtype if shard.kind == "text" else np.dtype(np.int32)
->>>>>>> chats
     if os.path.exists(path):
         old = read_shard(out, shard.name, os.path.getsize(path))
         wanted = shard.text_bytes, shard.group_sizes, dtype, tokenizer.fingerprint(), columns
@@ -831,19 +831,12 @@ def check_shard(file, folder, indexed):
 
 def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) -> None:
     """Print what a folder contains: documents, bytes, tokens, lengths, row groups, lanes, and what is cut."""
-<<<<<<< HEAD
     lengths, tokens, tokenizer, header = {}, {}, None, folder
-    if list_shards(folder, "train")[0].kind == "text":
+    if list_shards(folder, "train")[0].kind != "tokens":
         tokenizer, tokenizer_dir = known_tokenizer(tokenizer_dir, folder)
         header += (f", tokens by {tokenizer_dir}" if tokenizer else ": tokens and cuts need a tokenizer; add "
                    f"--tokenizer DIR, or train one: python tokenizer.py --data {shlex.quote(folder)}")
     print(header)
-=======
-    lengths, tokens, tokenizer = {}, {}, None
-    if list_shards(folder, "train")[0].kind != "tokens":
-        tokenizer, tokenizer_dir = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)
-    print(f"{folder}, tokens by {tokenizer_dir}" if tokenizer else folder)
->>>>>>> chats
     print(f"{'split':<6} {'shards':>7} {'row groups':>11} {'documents':>13} {'nulls':>7} {'MB':>11}  tokens")
     for split in ("train", "val"):
         shards = list_shards(folder, split)
@@ -941,26 +934,16 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenize
             if document is not None and shard.kind == "tokens":
                 ids = np.frombuffer(document, shard.dtype)
                 lengths = [f"{len(ids):,} tokens"]
-<<<<<<< HEAD
-                text = tokenizer.decode(ids[1:].tolist()) if tokenizer else str(ids.tolist())
-            elif document is not None:
-                lengths, text = [f"{len(document.encode()):,} bytes"], document
-                if tokenizer:
-                    lengths.append(f"{len(tokenizer.encode_documents([document])[0]):,} tokens")
-            number = first - shard.group_sizes[row_group] + row
-            print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
-            shown = re.sub("[^ \n]+", lambda word: dataset.printable(word[0]), text.expandtabs())
-            print("      " + (shown.replace("\n", "\n      ") if raw else dataset.printable(text[:200])))
-=======
                 known = np.where(ids < 0, ~ids, ids)[1:].tolist()    # ~t: without a loss
                 text = tokenizer.decode(known) if tokenizer else str(ids[:40].tolist())
             elif document is not None:
                 lengths, text = [f"{len(document.encode()):,} bytes"], document
                 if tokenizer:
                     lengths.append(f"{len(encode([document], tokenizer, shard.kind)[0]):,} tokens")
-            print(f"{shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
-            print("    " + dataset.printable(text[:200]))
->>>>>>> chats
+            number = first - shard.group_sizes[row_group] + row
+            print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
+            shown = re.sub("[^ \n]+", lambda word: dataset.printable(word[0]), text.expandtabs())
+            print("      " + (shown.replace("\n", "\n      ") if raw else dataset.printable(text[:200])))
     if start >= first:
         print(f"no document {start:,}: {folder} has {counted(first, 'document')} for {split}, from 0 on")
     elif shards[0].kind == "tokens" and not tokenizer:
