@@ -37,7 +37,7 @@ def rows_to_read(groups, buffered, place):
 
 
 def encode_ahead(groups, to_read, tokenizer, threads, batch_size):
-    """For every batch_size documents of a row group, in order: (the place after them, {document: ids})."""
+    """Iterate over batch_size documents of a row group at a time: (the place after them, {document: ids})."""
     def read(item):
         turn, rows = item
         shard, rg_idx = groups[turn % len(groups)]
@@ -48,19 +48,18 @@ def encode_ahead(groups, to_read, tokenizer, threads, batch_size):
         try:    # the first document of a row group is also encoded with tiktoken, as a check
             ids, bounds = tokenizer.encode(texts, [] if rows[0] else [0], threads)
             documents = zip(rows, itertools.pairwise(bounds.tolist()), strict=True)
-            # Copies: a view would keep the ids of all. Null documents have none.
+            # Copies: a view would keep the ids of all. Null documents have no ids.
             return (turn, rows[-1] + 1), {(turn, row): ids[a:b].copy() for row, (a, b) in documents if a < b}
         except BaseException as error:    # tiktoken's panics are not Exceptions
             shard, rg_idx = groups[turn % len(groups)]
             where = f"{shard.path}, row group {rg_idx}, rows {rows[0]} to {rows[-1]}"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
 
-    with ThreadPoolExecutor(1 if tokenizer.is_multithreaded else threads) as executor:
-        batches = ((turn, rows[i:i + batch_size], texts[i:i + batch_size])
-                   for (turn, rows), texts in in_order(executor, read, to_read, 3)
-                   for i in range(0, len(rows), batch_size))
-        for _, encoded in in_order(executor, encode, batches, 2 * threads):
-            yield encoded
+    executor = ThreadPoolExecutor(1 if tokenizer.is_multithreaded else threads)    # ends with in_order
+    batches = ((turn, rows[i:i + batch_size], texts[i:i + batch_size])
+               for (turn, rows), texts in in_order(executor, read, to_read, 3)
+               for i in range(0, len(rows), batch_size))
+    return (encoded for _, encoded in in_order(executor, encode, batches, 2 * threads))
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -153,7 +152,7 @@ def read_state(state, config):
         if (theirs := state.get(key)) != ours:
             raise ValueError(f"this state is another run's: {key} is {theirs!r} in it, but {ours!r} here; "
                              "a run resumes with the states of all its ranks, as dev/loops.md saves them")
-    return {(turn, row): n for turn, row, n in state["buffered"]}, tuple(state["place"])
+    return {(turn, row): n for turn, row, n in state["buffered"]}, state["place"]
 
 
 def check_shards(shards, world_size):
