@@ -82,12 +82,6 @@ def describe_split(folder, shards):
     return printable(line)
 
 
-def list_parquet_files(data_dir: str | None = None, warn_on_legacy: bool = False) -> list[str]:
-    """nanochat's: full paths (or URIs) of the shards in a folder, sorted. `warn_on_legacy` is ignored."""
-    folder = data_dir or default_data_dir()
-    return [join_name(folder, name) for name, _, _ in list_files(folder)]
-
-
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1, data_dir: str | None = None):
     """nanochat's: a list of documents for every `step`-th row group of each shard, from `start` on."""
     for shard in list_shards(data_dir, split):
@@ -163,11 +157,9 @@ def cached_index(folder):
 
 def make_index(folder, files):
     """From the footers of these files."""
-    if os.path.isfile(folder):
-        raise ValueError(f"{folder} is a file; if it is a shard, name its folder: "
-                         f"{os.path.dirname(folder) or '.'}; else: {CONVERT} {shlex.quote(folder)} --out NEW")
     if not files:
         what = "is no folder of shards" if "://" in folder or os.path.exists(folder) else "does not exist"
+        what = "is a file; if it is a shard, name its folder" if os.path.isfile(folder) else what
         raise FileNotFoundError(f"{folder} {what}; if it moved, name its new place (--data); to get some: "
                                 f"python dataset.py -n 8, or {CONVERT} FILES")
     with ThreadPoolExecutor(32) as pool:
@@ -288,10 +280,7 @@ def parse_footer(folder, name, size):
 
 
 def digest_of(extra, checksums):
-    """
-    Of a text shard: 16 hex digits of the sha256 of its checksums as JSON. Its token shard records the same in
-    its footer (`extra`). None: others wrote the text, or an earlier version of ours the tokens.
-    """
+    """Of a text shard; its token shard records it in its footer, `extra`. None if others wrote the text."""
     if b"nanoloader.dtype" in extra:
         return extra.get(TEXT_DIGEST, b"").decode() or None
     return checksums and hashlib.sha256(json.dumps(checksums).encode()).hexdigest()[:16]
@@ -345,7 +334,6 @@ def write_shard(path: str, row_groups: Iterable[pa.Array | pa.Table], column: st
     schema = pa.schema([(column, pa.binary() if column == "tokens" else pa.string())])
     tables = (rows if isinstance(rows, pa.Table) else pa.table([rows], schema=schema) for rows in row_groups)
     checksums, first = [], next(tables, schema.empty_table())
-    # A dictionary would give the same size and 5 % less speed: documents hardly ever repeat.
     options = {"use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
     with atomic_file(path) as part, \
             pq.ParquetWriter(part, first.schema, compression=compression, **options) as writer:
@@ -426,8 +414,8 @@ def build_builtin_corpus(folder: str) -> None:
 # ---------------------------------------------------------------------------------------------------------
 # Folders and files, local or remote; processes; the screen
 
-SHARD_NAME = re.compile(r"(?!.*/[._])[^._/].*(?i:\.parquet|\.pq)", re.DOTALL)    # . and _: of other tools
-PACKED = re.compile(SHARD_NAME.pattern + r"\.(gz|zst|bz2|xz|lz4)", re.DOTALL)
+# Files that begin with . or _ are other tools'. Packed shards are included: reading one is an error.
+SHARD_NAME = re.compile(r"(?!.*/[._])[^._/].*(?i:\.(parquet|pq)(\.(gz|zst|bz2|xz|lz4))?)", re.DOTALL)
 RETRY_SECONDS = 1.0    # the first wait, on average; each later one is twice as long
 ENDING = threading.Event()    # the program ends: set before Python waits for the threads of executors
 threading._register_atexit(ENDING.set)
@@ -454,8 +442,6 @@ def list_files(folder: str) -> list[tuple[str, int, int]]:
     else:
         found = list(list_local(folder))
     files = sorted(file for file in found if SHARD_NAME.fullmatch(file[0]))
-    if packed := [name for name, _, _ in found if PACKED.fullmatch(name)]:
-        raise ValueError(f"{folder}: {min(packed)!a} cannot be read in place; unpack it, or move it away")
     versions = {name.split("/")[1] for name, _, _ in files if name.startswith("snapshots/")}
     if len(versions) > 1 or any(re.search(r"(^|/)(_delta_log|\.hoodie)/", name) for name, _, _ in found):
         raise ValueError(f"{folder} also holds files of older versions (a Delta table or a cache of Hugging "

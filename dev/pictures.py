@@ -1,8 +1,7 @@
 """
-Pictures of rows, speeds and losses, by matplotlib.
+Pictures of rows and losses, by matplotlib.
 
     python -m dev.pictures rows --out dev/rows.svg                                # documents in rows
-    python -m dev.bench bench | python -m dev.pictures speed --out dev/speed.svg
     python -m dev.pictures loss runs/* --out loss.svg                             # a line per run
 """
 
@@ -18,18 +17,21 @@ from train import read_log
 
 with errors_in_one_line():
     import matplotlib
+    from matplotlib.colors import hsv_to_rgb
     from matplotlib.figure import Figure
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
 
 
 def rows_picture(tokenizer, data_dir, T, n_rows=8):
-    """A bar per piece, a colour per document; its beginning is dark, and a white tooth shows a cut."""
+    """A bar per piece, a colour per document of a panel, and a line that says what the marks are."""
     figure, lengths = Figure((9, 1.8 * len(PACKINGS)), layout="constrained"), {}
 
     def remember(ids, location, epoch):
         lengths[location] = len(ids)
         return ids
 
+    figure.supxlabel("A colour: a document. Dark bar: it begins here, or its BOS is repeated. White tooth: it "
+                     "is cut, and goes on in another row, unless the packing drops the rest.", fontsize=8)
     for panel, packing in zip(figure.subplots(len(PACKINGS)), PACKINGS, strict=True):
         panel.set(title=packing, xlim=(0, T + 1), ylim=(n_rows - 0.5, -0.5))
         panel.set_axis_off()
@@ -40,7 +42,7 @@ def rows_picture(tokenizer, data_dir, T, n_rows=8):
         for y, row in enumerate(rows):
             end = 0
             for location, _, start, stop, offset in row:
-                colour = colours.setdefault(location, f"C{len(colours) % 10}")
+                colour = colours.setdefault(location, colour_of(len(colours)))
                 panel.barh(y, offset + stop - start - end, left=end, color=colour)
                 if start == 0 or offset > end:    # its BOS, or a repeated one
                     panel.barh(y, T / 400, left=end, color="#222")
@@ -50,20 +52,9 @@ def rows_picture(tokenizer, data_dir, T, n_rows=8):
     return figure
 
 
-def speed_picture(lines):
-    """For each packing and engine the line with the most threads, which is the last; a scale per kind."""
-    jobs = [line.split()[:5] for line in lines if line.startswith(("text ", "tokens "))]
-    if not jobs:
-        raise ValueError("no lines on standard input; type: python -m dev.bench bench | ... speed")
-    figure = Figure((9, 6), layout="constrained")
-    for panel, kind in zip(figure.subplots(2), ("text", "tokens"), strict=True):
-        bars = {f"{packing}, {engine}".removesuffix(", -"): (float(speed), threads)
-                for of_kind, packing, engine, threads, speed in jobs if of_kind == kind}
-        drawn = panel.barh(list(bars), [speed for speed, _ in bars.values()])
-        panel.bar_label(drawn, [f"{speed:,.1f} by {threads} threads" for speed, threads in bars.values()])
-        panel.set(xlabel=f"M tokens/s, from {kind}", xmargin=0.2)
-        panel.invert_yaxis()
-    return figure
+def colour_of(n):
+    """Hues by the golden ratio: none comes twice, and neighbours are far apart."""
+    return tuple(hsv_to_rgb((0.618034 * n % 1, 0.4 + 0.2 * (n % 3), 0.9)))
 
 
 def loss_picture(folders):
@@ -105,7 +96,7 @@ def loss_picture(folders):
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("python -m dev.pictures", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rows", "speed", "loss"])
+    parser.add_argument("what", choices=["rows", "loss"])
     parser.add_argument("inputs", nargs="*", help="loss: folders of runs; rows: the data, as in train.py")
     parser.add_argument("--tokenizer", help="rows: its folder (default: the one trained on the data)")
     parser.add_argument("--T", type=int, default=8192, help="rows: tokens in a row (default 8192)")
@@ -117,7 +108,7 @@ def main(argv: list[str] | None = None) -> None:
             tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)
             picture = rows_picture(tokenizer, data_dir, flags.T)
         else:
-            picture = speed_picture(sys.stdin) if flags.what == "speed" else loss_picture(flags.inputs)
+            picture = loss_picture(flags.inputs)
         picture.savefig(flags.out or f"{flags.what}.svg")
 
 
