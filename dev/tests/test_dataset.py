@@ -143,7 +143,7 @@ def write_tokens(folder, *names):
         dataset.write_shard(f"{folder}/{name}.parquet", [ids], "tokens", head)
 
 
-FULL = {"bytes": 1, "text_bytes": 1, "rows": [1]}
+FULL = {"bytes": 1, "text_bytes": 1, "rows": [1], "digest": None}
 DIFFERS = r"does not match its folder: %s.parquet is new, missing or .*: python dataset.py index \S+/data$"
 ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* --text_key COLUMN --out \S+$"
 
@@ -172,7 +172,7 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
      "index.json does not match its folder: new/shard_00000.parquet is new, missing or resized"),
     (lambda folder: [make_shards(folder), write_tokens(folder, "a")], "different kinds: .*a.parquet"),
     *((indexed(change), r"index.json cannot be used .*python dataset.py index \S+/data$") for change in (
-        b"", b"{", b"[]", b"3", b"[" * 200_000, b"\xff", {"format": 2}, {"dtype": "nothing"}, {"shards": []},
+        b"", b"{", b"[]", b"3", b"[" * 200_000, b"\xff", {"format": 1}, {"dtype": "nothing"}, {"shards": []},
         {"shards": {"a.parquet": {"bytes": 1}}}, *({"shards": {name: FULL}} for name in (
             "../x.parquet", "/x.parquet", "a/../../x.parquet", "", "x.json", "./x.parquet", "\n.parquet")))),
     (indexed({"shards": {"other.parquet": FULL}}), DIFFERS % "other"),
@@ -359,8 +359,8 @@ def test_digest_tells_shards_of_equal_size_apart(tmp_path):
     (tmp_path / "index.json").write_text(json.dumps(index))
     with pytest.raises(dataset.ShardError, match=r"replaced by another shard of this size; .*index \S+;"):
         dataset.list_shards(folder, "train")[0].read(0)
-    for entry in index["shards"].values():    # as an earlier version wrote it
-        del entry["digest"]
+    for entry in index["shards"].values():
+        entry["digest"] = None    # unknown
     (tmp_path / "index.json").write_text(json.dumps(index))
     (shard,) = dataset.list_shards(folder, "train")
     assert shard.digest is None and shard.read(0).to_pylist() == ["b" * 99] * 3
@@ -413,8 +413,10 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys, monkeypatch):
     assert read_all(tmp_path) == texts
     index, size = json.loads((tmp_path / "index.json").read_bytes()), os.path.getsize(after[2].path)
     assert index.pop("shards")["shard_00002.parquet"] == {
-        "bytes": size, "text_bytes": size, "rows": [8, 4], "digest": after[2].digest}
-    assert index == {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+        "bytes": size, "text_bytes": after[2].text_bytes, "rows": [8, 4], "digest": after[2].digest}
+    size = sum(len(text.encode()) for text in texts[80:])
+    assert size <= after[2].text_bytes < size + 500, "before compression, with the lengths"
+    assert index == {"format": 2, "kind": "text", "dtype": None, "tokenizer": None}
     write_tokens(tmp_path / "_tokens", "a", "b")
     dataset.write_index(str(tmp_path / "_tokens"))
     (shard,) = dataset.list_shards(str(tmp_path / "_tokens"), "train")
