@@ -893,3 +893,7 @@ def check_state(state):
 def check_lanes(needed, lanes):
     if len(needed) > len(lanes) or any(str(number) not in lanes for number in needed):
         raise ValueError(f"the state has only {len(lanes)} lanes, as if saved by one rank; use gather_states")
+
+
+if __name__ == "__main__":
+    print(__doc__, "Nothing to run here: see README.md, and python train.py --help", sep="\n")

@@ -30,8 +30,8 @@ def rows_picture(tokenizer, data_dir, T, n_rows=8):
         lengths[location] = len(ids)
         return ids
 
-    figure.supxlabel("A colour: a document. Dark bar: it begins here, or its BOS is repeated. White tooth: it "
-                     "is cut, and goes on in another row, unless the packing drops the rest.", fontsize=8)
+    figure.supxlabel("A colour: a document. Dark bar: it begins here, or its BOS is repeated. White tooth: "
+                     "it is cut, and goes on in another row, unless its packing drops the rest.", fontsize=8)
     for panel, packing in zip(figure.subplots(len(PACKINGS)), PACKINGS, strict=True):
         panel.set(title=packing, xlim=(0, T + 1), ylim=(n_rows - 0.5, -0.5))
         panel.set_axis_off()

@@ -274,6 +274,14 @@ def test_resume_with_other_threads_or_processor_says_that_it_rounds_differently(
     assert re.search(f", AVX1024; before on .*: {words}\n", resume("--steps", 7))
 
 
+def test_split_of_each_source_is_printed(command):
+    """Of two files, half of the data is val."""
+    write_shards("halves", [[["x y"] * 20], [["y z"] * 20]])
+    told = command("--steps", 1, "--data", "a:0.5", "halves:0.5")
+    assert "\na: 60 documents to train on, 30 for val (shard_00002.parquet)\n" in told
+    assert "\nhalves: 20 documents to train on, 20 for val (shard_00001.parquet)\n" in told
+
+
 def test_threads_are_those_of_the_user_but_not_of_torchrun(monkeypatch):
     """It gives each of several ranks one thread; then the ranks share the cores."""
     seen = []
