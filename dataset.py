@@ -547,7 +547,15 @@ def in_order(executor: ThreadPoolExecutor, function: Callable, items: Iterable, 
 
 def cores() -> int:    # that this process may use; torchrun's processes share a machine's
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, n // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return max(1, n // (env_int("LOCAL_WORLD_SIZE", least=1) or 1))
+
+
+def env_int(name: str, least: int) -> int | None:
+    """A launcher's environment variable; None if it is not set."""
+    value = os.environ.get(name)
+    if value is not None and (not value.isdecimal() or int(value) < least):
+        raise ValueError(f"{name}={value!r} in the environment; expected a whole number, {least} or more")
+    return value and int(value)
 
 
 def printable(text) -> str:

@@ -311,9 +311,9 @@ def test_hash_of_rows_depends_on_their_order_and_not_on_batches():
     """What train.py prints, so that runs can be compared."""
 
     rows = torch.arange(12).view(3, 4)
-    n, whole = train.count_and_hash(rows, rows + 1, 0, 0)
-    _, first = train.count_and_hash(rows[:1], rows[:1] + 1, 0, 0)
-    assert n == 12 and train.count_and_hash(rows[1:], rows[1:] + 1, 1, first)[1] == whole
+    n, whole, n_signals = train.count_and_hash(rows, rows + 1, 0, 2).tolist()
+    parts = [train.count_and_hash(rows[g:h], rows[g:h] + 1, g, 0)[1].item() for g, h in ((0, 1), (1, 3))]
+    assert n == 12 and n_signals == 2 and (sum(parts) - whole) % 2**64 == 0
     assert train.count_and_hash(rows.flip(0), rows.flip(0) + 1, 0, 0)[1] != whole
 
 
@@ -593,8 +593,10 @@ def test_not_finite_loss_names_the_command_that_lists_its_documents(command, res
 
 
 def test_not_finite_norm_stops_the_run_although_the_loss_is_finite(command, monkeypatch):
-    monkeypatch.setattr(train, "train_step", lambda *args: (1.0, math.nan))
-    assert "error: step 0: loss 1.0, gradient norm nan" in command("--steps", 2, status=1)
+    monkeypatch.setattr(train, "train_step", lambda *args: torch.tensor([1.0, math.nan]))
+    told = command("--steps", 2, "--out", "run", status=1)
+    assert re.search(r"error: step 0: loss 0\.\d+, gradient norm nan", told)
+    assert not train.list_checkpoints("run") and not losses_of("run")
 
 
 def test_changed_val_files_of_a_resumed_run_are_one_line(command, resume, base):
@@ -764,7 +766,20 @@ def test_rates_rise_stay_and_fall():
     assert optimizers[0].param_groups[-1]["lr"] == pytest.approx(0.1 * shares[-1])
     assert [shares[step] for step in (0, 14, 29, 30, 384, 675, 999)] == pytest.approx(
         [1 / 30, 0.5, 1, 1, 0.05 + 0.95 * 616 / 650, 0.525, 0.05146], abs=1e-4)
-    assert train.parse_flags(["--optimizer", "adamw", "--device", "cpu"]).lr == 0.0025
+
+
+def test_rate_and_decay_of_matrices_follow_the_tokens_and_steps_of_the_run():
+    def muon(tokens, steps, lr=None):
+        optimizers = train.make_optimizers(train.GPT(1, 64), "muon", lr, tokens)
+        train.set_rates(optimizers, steps // 10, steps)
+        group = optimizers[1].param_groups[0]
+        return group["lr"], group["decay"] / (0.5 + 0.5 * math.cos(math.pi / 10))
+    assert [muon(tokens, 500) for tokens in (1024, 2048, 2**19)] == [
+        (pytest.approx(rate, abs=5e-5), pytest.approx(decay)) for rate, decay in
+        ((0.0090, 1), (0.0124, 1), (0.01995, 1))]
+    assert muon(2**19, 2520, 0.02) == (0.02, pytest.approx(12 / (0.02 * 2520)))
+    adamw, = train.make_optimizers(train.GPT(1, 64), "adamw", None, 2048)
+    assert adamw.peak_rates[-1] == 0.0025
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -832,7 +847,8 @@ def test_val_windows_ask_for_each_token_once_and_never_for_what_was_given(tmp_pa
     folder, T = write_shards(tmp_path / "windows", [[["x"]], [texts]]), 8
     source = train.Source(folder, train.list_shards(folder, "val"), 1, None, 1)
     tokenizer = RustBPETokenizer.train_from_iterator(["x"], 265)    # its tokens are bytes
-    windows = train.val_windows(tokenizer, source, SimpleNamespace(seq_len=T, eval_rows=1000))
+    flags = SimpleNamespace(seq_len=T, eval_rows=1000, micro_batch_size=1)
+    windows = train.val_windows(tokenizer, source, flags)
     asked = windows.targets >= 0
     later = ~asked[:, 0]
     assert len(asked) == 8 + 1 + 1 + 1 + 2 + 3, "a window each, and later ones of 9, 13, 14, 15, 26 letters"
@@ -842,8 +858,10 @@ def test_val_windows_ask_for_each_token_once_and_never_for_what_was_given(tmp_pa
     assert tokenizer.decode(windows.targets[asked].tolist()) == "".join(texts)
     packed = sum(len(zlib.compress(text.encode(), 9)) for text in texts if text)
     assert windows.zlib_bpb == pytest.approx(8 * packed / len("".join(texts)))
-    few = train.val_windows(tokenizer, source, SimpleNamespace(seq_len=T, eval_rows=5))
-    assert torch.equal(few.inputs, windows.inputs[:5])
+    flags = SimpleNamespace(seq_len=T, eval_rows=5, micro_batch_size=4)
+    few = train.val_windows(tokenizer, source, flags)
+    assert torch.equal(few.inputs[:5], windows.inputs[:5]) and few.inputs.shape == few.targets.shape == (8, T)
+    assert (few.targets[5:] == -100).all(), "the last batch is whole, without more targets"
 
 
 def test_checkpoint_is_that_of_its_step_while_the_training_continues(tmp_path, monkeypatch):
@@ -886,6 +904,28 @@ def test_data_is_the_folder_of_that_very_name():
             sources(*specs)
 
 
+def test_step_is_reported_after_the_next_is_queued_and_before_anything_is_saved(command, monkeypatch):
+    happened = []
+    def note(owner, name, what):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: happened.append(what) or original(*args))
+    for owner, name, what in ((train, "train_step", "run"), (train.Log, "step", "report"),
+                              (train.Checkpoints, "save", "save"), (train, "evaluate", "evaluate")):
+        note(owner, name, what)
+    command("--steps", 5, "--save_every", 3, "--eval_every", 10)
+    assert happened == ["run", "run", "report", "run", "report", "report", "save",
+                        "run", "run", "report", "report", "save", "evaluate"]
+
+
+def test_run_of_many_epochs_says_so_before_it_starts(command):
+    write_shards("tiny", [[["one two three " * 9] * 3], [["one two three " * 9]]])
+    told = command("--data", "tiny", "--steps", 9)
+    epochs = re.search(r"about (\d+) epochs of tiny: more data or fewer --steps", told)
+    n_tokens = 9 * 4 * 32 / (3 * len("one two three " * 9))
+    assert int(epochs[1]) >= n_tokens and told.index("epochs of") < told.index("model:")
+    assert "epochs" not in command("--steps", 2)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Devices
 
@@ -894,8 +934,11 @@ def test_more_ranks_than_gpus_is_one_line(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        flags = train.parse_flags(["--device", "cuda"])
-        assert (flags.dtype, flags.depth, flags.seq_len, flags.lr) == ("bfloat16", 12, 2048, 0.02)
+        flags = train.parse_flags(["--device", "cuda", "--data", "a"])
+        assert (flags.dtype, flags.depth, flags.seq_len, flags.steps) == ("bfloat16", 12, 2048, 2520)
+        assert flags.given == ["device", "data"]
+        flags = train.parse_flags(["--seed", "2"])    # the built-in corpus is small
+        assert (flags.device, flags.dtype, flags.depth, flags.steps) == ("cuda", "bfloat16", 2, 1200)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="torch sees 2 here, too few for local rank 2; leave --device"):
         train.parse_flags(["--device", "cuda"])
@@ -930,6 +973,34 @@ def test_compiled_blocks_share_their_code(monkeypatch):
         with torch.no_grad():
             model(inputs, inputs)
         assert counters["frames"]["total"] == counters["frames"]["ok"] > 1, counters["frames"]
+
+
+def test_compiled_run_with_evals_compiles_few_variants(command, monkeypatch):
+    """Blocks with and without value embeddings, two sources, a last micro-batch of its own size, evals."""
+    from torch._dynamo.utils import counters
+    backend, module = {"backend": "aot_eager"}, torch.nn.Module
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, **backend))
+    monkeypatch.setattr(module, "compile", functools.partialmethod(module.compile, **backend))
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 6)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    torch._dynamo.reset()
+    counters.clear()
+    words = ["--depth", 7, "--data", "a:0.5", "b:0.5", "--steps", 4, "--eval_every", 2,
+             "--micro_batch_size", 3]
+    command(*words, "--compile", "on", "--out", "compiled")
+    assert counters["frames"]["total"] == counters["frames"]["ok"] > 2, counters["frames"]
+    command(*words, "--compile", "off", "--out", "eager")
+    assert losses_of("compiled") == pytest.approx(losses_of("eager"), abs=1e-4)
+
+
+def test_only_the_first_rank_of_a_node_compares_checksums(command, monkeypatch):
+    command("--steps", 1, "--out", "run")
+    compared, testzip = [], zipfile.ZipFile.testzip
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda file: compared.append(file) or testzip(file))
+    for local_rank in ("0", "1", "7"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert train.load_checkpoint("run/step_0000001.pt")["step"] == 1
+    assert len(compared) == 1
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
