@@ -12,7 +12,7 @@ A *chunk* is the documents of about 256 rows: part of a row group, or several sm
 itself, so its rows depend on nothing else, and a state is little more than a chunk's place and the number of
 rows delivered from it. Row groups are dealt to lanes; row g of the run comes from lane g % num_lanes, for any
 number of ranks. The trade-off: the last row of a chunk is short, so about 0.2 % of the tokens are padding.
-Threads: 8 "read" row groups; one per core, "pack", makes whole chunks, ahead of use. next() only copies rows.
+8 threads read row groups; one thread per core makes whole chunks, ahead of use; next() copies their rows.
 """
 
 import collections
@@ -44,12 +44,12 @@ from tokenizer import as_encoder
 # ---------------------------------------------------------------------------------------------------------
 # Packing: pure functions of lengths, which yield rows [(document, start, stop), ...]
 # lengths: tokens of each document, with BOS; 0 if it has none. R: tokens in a row, T + 1
-# starts: the first token of each document that is not delivered yet, updated before a row is yielded: a chunk
-#     that was begun with one R is finished with another
+# starts: the first token of each document that is not delivered yet, updated before a row is yielded: after a
+#     resume with another T, a chunk that was begun with one R is finished with another
 # A piece with start > 0 gets BOS in front, which takes one token of the row (in flat it does not).
 
 def flat(starts, lengths, R):
-    """All documents in sequence, cut every R - 1 tokens: the last token of a row opens the next one, too."""
+    """All documents in sequence, cut every R - 1 tokens: a row begins with the last token of the previous."""
     bounds = np.cumsum([0, *lengths]).tolist()    # of the documents, in the sequence of all tokens
     delivered = sum(starts)
     while delivered < bounds[-1]:
@@ -77,8 +77,8 @@ def bestfit(starts, lengths, R):
 def fill_gap(gap, sizes, by_length):
     """
     Choose the lengths of documents that fill `gap` tokens exactly, or as nearly as possible, by subset sum:
-    bit k of `reachable` is set if some documents leave k tokens open. Pairs go first: they are found faster.
-    sizes: sorted lengths; by_length[n]: the documents of n tokens, taken in groups of 1, 2, 4, ...
+    bit k of `reachable` is set if some documents leave k tokens of the gap open; the lowest bit is the best.
+    sizes: sorted lengths; by_length[n]: the documents of n tokens. Pairs go first: they are found faster.
     Example: one document each of 2, 3, 4, 7: gap=10 -> [7, 3];  gap=8 -> [7], one token stays open
     """
     for n in reversed(sizes[:bisect_right(sizes, gap // 2)]):
@@ -86,13 +86,13 @@ def fill_gap(gap, sizes, by_length):
             return [gap - n, n]
     reachable, steps = 1 << gap, []    # steps: (length, number of documents, `reachable` before)
     for length in reversed(sizes[:bisect_right(sizes, gap)]):
-        available, n = min(len(by_length[length]), gap // length), 1
+        available, n = min(len(by_length[length]), gap // length), 1    # n: 1, 2, 4, ... of them at once
         while available and not reachable & 1 and len(steps) * gap < 1 << 25:    # `steps`: at most 4 MB
             n = min(n, available)
             steps.append((length, n, reachable))
             reachable |= reachable >> n * length
             available, n = available - n, 2 * n
-    chosen, unfilled = [], (reachable & -reachable).bit_length() - 1
+    chosen, unfilled = [], (reachable & -reachable).bit_length() - 1    # the lowest bit; now back to `gap`
     for length, n, before in reversed(steps):
         if not before >> unfilled & 1:
             chosen += [length] * n
@@ -161,9 +161,9 @@ PACKINGS = {"flat": flat, "bestfit": bestfit, "exactfit": exactfit, "wholefit": 
 # Sources: which documents go to which lane, in which chunks
 
 class Place(NamedTuple):
-    """A chunk of a lane of a source. Places compare in reading order."""
+    """A chunk of a lane of a source."""
     epoch: int = 1
-    turn: int = 0     # index in the epoch's order of its row group (or part of one); of the first, if several
+    turn: int = 0     # index of its row group in the epoch's order; of the first one, if it joins several
     chunk: int = 0    # index of the chunk in this row group
 
 class Part(NamedTuple):
@@ -194,8 +194,7 @@ class Source:
             self.n_parts += 1
         content = [[shard.name, shard.text_bytes, shard.group_sizes, shard.digest] for shard in shards]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-        self.n_documents = [shard.n_documents for shard in shards]
-        self.order = lru_cache(maxsize=4)(self._order)
+        self.order = lru_cache(maxsize=16)(self._order)
 
     def _order(self, epoch):
         """(groups, the part of each) by turn. Example: 2 groups for 3 lanes -> [0, 0, 1, 1], [0, 1, 0, 1]"""
@@ -213,7 +212,7 @@ class Source:
         epoch, turn, first_chunk = start
         while epochs is None or epoch <= epochs:
             turns = range(turn + (lane - turn) % self.num_lanes, len(self.order(epoch)[0]), self.num_lanes)
-            place, joined, n_bytes = None, [], 0
+            place, joined, n_bytes = None, [], 0    # joined: small row groups, from `place` on
             for turn in turns:
                 part, part_bytes = self.find(epoch, turn)
                 n_chunks = min(round(part_bytes / self.chunk_bytes), len(part.indices))
@@ -241,8 +240,7 @@ class Source:
         i = int(bisect_right(self.first_group, group)) - 1
         indices = shuffled(int(self.group_sizes[group]), self.seed, epoch, 1, group)
         part = Part(self.shards[i], group - int(self.first_group[i]), indices[parts[turn]::self.n_parts])
-        return part, part.shard.text_bytes * len(part.indices) // self.n_documents[i]
-
+        return part, part.shard.text_bytes * len(part.indices) // part.shard.n_documents
 
 # ---------------------------------------------------------------------------------------------------------
 # Chunks: read, encoded and packed by threads
@@ -284,8 +282,6 @@ class Chunk(NamedTuple):
             offset += stop - start
         return pieces
 
-CHECK_EVERY = 1000    # our tokenizer also encodes one document in 1,000 with tiktoken, as a check
-
 class Encoder:
     """
     Documents to ids. transform(ids, location, epoch) takes a document's ids (int64, BOS first) and returns
@@ -296,35 +292,38 @@ class Encoder:
     def __init__(self, tokenizer, threads=1, transform=None):
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
 
-    def encode(self, part, row_group, epoch=1):
-        """The ids of each document of a Part, none of a null or filtered one. row_group: its Arrow array."""
-        array, path = row_group.take(pa.array(part.indices)), part.shard.path
+    def encode(self, part, array, epoch=1, check_every=1000):
+        """
+        The ids of each document of a Part, none of a null or filtered one. array: its whole row group. Our own
+        tokenizer encodes one document in `check_every` with tiktoken, too, and compares.
+        """
+        documents, path = array.take(pa.array(part.indices)), part.shard.path
         try:
-            ids, bounds = self._ids(array, part, epoch)
-            check_documents(ids, bounds, array, self.tokenizer.bos)
-            documents = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
+            ids, bounds = self._ids(documents, part, epoch, check_every)
+            check_documents(ids, bounds, documents, self.tokenizer.bos)
+            found = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
             if self.transform:
-                documents = [self._transform(ids, Location(path, part.row_group, i), epoch)
-                             for ids, i in zip(documents, part.indices.tolist(), strict=True)]
-            return documents
+                found = [self._transform(ids, Location(path, part.row_group, i), epoch)
+                         for ids, i in zip(found, part.indices.tolist(), strict=True)]
+            return found
         except BaseException as error:    # tiktoken's panics are not Exceptions
-            if len(part.indices) > 1:    # one by one, to find the culprit
-                for i in range(len(part.indices)):
-                    self.encode(part._replace(indices=part.indices[i:i + 1]), row_group, epoch)
+            if len(part.indices) > 1:
+                for i in range(len(part.indices)):    # one by one: the culprit raises its own error
+                    self.encode(part._replace(indices=part.indices[i:i + 1]), array, epoch, check_every=1)
             where = f"{path}, row group {part.row_group}, row {part.indices[0]}"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
 
-    def _ids(self, array, part, epoch):
+    def _ids(self, documents, part, epoch, check_every):
         """(ids, bounds) as encode_documents in tokenizer.py returns them."""
         if dtype := part.shard.dtype:
-            data, offsets, _ = column_views(array)
+            data, offsets, _ = column_views(documents)
             if (np.diff(offsets) % dtype.itemsize).any():
                 raise ValueError(f"a document's bytes are not a whole number of {dtype} tokens")
             bounds = (offsets - offsets[0]) // dtype.itemsize
             return np.frombuffer(data[offsets[0]:offsets[-1]], dtype), bounds
         key = f"{part.shard.path} {part.row_group} {part.indices[0]} {epoch}"
-        first = zlib.crc32(key.encode()) % CHECK_EVERY    # other documents in every epoch
-        return self.tokenizer.encode(array, range(first, len(array), CHECK_EVERY), threads=self.threads)
+        check = range(zlib.crc32(key.encode()) % check_every, len(documents), check_every)
+        return self.tokenizer.encode(documents, check, threads=self.threads)
 
     def _transform(self, ids, location, epoch):
         if len(ids):
@@ -351,22 +350,22 @@ class Packer:
         n_threads = 1 if loader.tokenizer.is_multithreaded else loader.threads
         self.executor = ThreadPoolExecutor(n_threads, "pack")
         self.readers = ThreadPoolExecutor(8, "read")    # 8: remote reads mostly wait
-        self.arrays = weakref.WeakValueDictionary()     # Futures of row groups, while somebody holds them
+        self.reads = weakref.WeakValueDictionary()      # Futures of row groups, while somebody holds them
 
     def submit(self, place, parts, taken):
         """(the Future of the chunk, those of its row groups)"""
-        arrays = []
+        reads = []
         for shard, row_group, _ in parts:
             key = shard.path, row_group
-            arrays.append(self.arrays.get(key) or self.readers.submit(shard.read, row_group))
-            self.arrays[key] = arrays[-1]
-        return self.executor.submit(self.chunk, place, parts, taken, arrays), arrays
+            reads.append(self.reads.get(key) or self.readers.submit(shard.read, row_group))
+            self.reads[key] = reads[-1]
+        return self.executor.submit(self.chunk, place, parts, taken, reads), reads
 
-    def chunk(self, place, parts, taken, arrays):
+    def chunk(self, place, parts, taken, reads):
         if ENDING.is_set():    # Python waits for its threads
             raise CancelledError
-        encoded = [self.encoder.encode(part, array.result(), place.epoch)
-                   for part, array in zip(parts, arrays, strict=True)]
+        encoded = [self.encoder.encode(part, read.result(), place.epoch)
+                   for part, read in zip(parts, reads, strict=True)]
         documents = list(itertools.chain.from_iterable(encoded))
         lengths, starts = list(map(len, documents)), [0] * len(documents)
         if not taken or taken[-1][0] != self.T:
@@ -376,7 +375,8 @@ class Packer:
             collections.deque(itertools.islice(rows, n), maxlen=0)    # delivered before
         rows = list(rows)
         stops = {d: stop for row in rows for d, _, stop in row}
-        cut = {d for row in rows for d, start, stop in row if stop - start < lengths[d] <= self.T + 1}
+        whole = {d for row in rows for d, start, stop in row if stop - start == lengths[d]}
+        cut = {d for d in stops.keys() - whole if lengths[d] <= self.T + 1}    # although they fit in a row
         counts = {"documents": len(documents), "empty_documents": lengths.count(0),
                   "cut_documents": len(cut), "dropped_tokens": sum(lengths[d] - stops[d] for d in stops)}
         return Chunk(place, parts, taken, *self.join(rows, documents), rows, self.pack is not flat, counts)
@@ -396,13 +396,11 @@ class Packer:
             pieces.append(padding[n:])
             n_tokens.append(n)
         # np.concatenate would release the GIL at every piece, and wait to get it back.
-        ids = np.frombuffer(b"".join(pieces), dtype).reshape(len(rows), self.T + 1)
-        return ids, np.array(n_tokens)
+        return np.frombuffer(b"".join(pieces), dtype).reshape(len(rows), self.T + 1), np.array(n_tokens)
 
     def close(self):
         for executor in (self.executor, self.readers):    # running chunks finish; nothing waits for them
             executor.shutdown(wait=False, cancel_futures=True)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Lanes: the source of each row, and the rows of each stream
@@ -411,8 +409,8 @@ class Packer:
 def step_of(num_lanes):
     """
     The step s for which frac(g * s / 2**64) spreads the rows g of the run evenly over [0, 1), and those of
-    each lane, too: a lane's own step, s * num_lanes, is 2**64 / golden ratio (mod 2**64). Of the num_lanes
-    such steps, the one whose continued fraction has the smallest largest partial quotient.
+    each lane, too: a lane's own step, s * num_lanes mod 2**64, is 2**64 / golden ratio. This has num_lanes
+    solutions; taken is the one whose continued fraction has the smallest largest partial quotient.
     """
     golden = 0x9E3779B97F4A7C15    # 2**64 / golden ratio
     return min(((k * 2**64 + golden) // num_lanes for k in range(num_lanes)), key=largest_quotient)
@@ -429,7 +427,7 @@ def largest_quotient(step):
 def choose_source(weights, g, step):
     """
     The index of the source that gives row g: the one that holds frac(g * step / 2**64), where weights divide
-    [0, 1). Weights below 0 count as 0; if all are 0, shares are equal. Example: [2, 1], one lane: 0010010100
+    [0, 1). Weights below 0 count as 0; if all are 0, shares are equal. Example: [2, 1], one lane: 0001001010
     """
     given = [weight(g) if callable(weight) else weight for weight in weights]
     try:
@@ -443,7 +441,7 @@ def choose_source(weights, g, step):
 class StreamState(NamedTuple):
     """The position of a stream, which is one lane of one source. The default is the beginning."""
     place: Place = Place()
-    taken: tuple[tuple[int, int], ...] = ()    # (T, rows of this chunk delivered with it), in order
+    taken: tuple[tuple[int, int], ...] = ()    # ((2048, 17), (1024, 3)): 17 rows of T = 2048, then 3 of 1024
     ended: bool = False                        # a finite source has no more rows
 
 class Stream:
@@ -454,14 +452,14 @@ class Stream:
         self.state, self.taken, self.tasks = state, state.taken, source.deal(lane, state.place, epochs)
         self.epoch, self.counts = state.place.epoch, collections.Counter()    # epoch: of the last row
         self.chunks = collections.deque()    # Futures; rows of the first are being delivered
-        self.i, self.arrays = 0, None        # rows delivered of it; row groups that the next may share
+        self.i, self.reads = 0, None         # rows delivered of it; row groups, kept: the next may need them
         if not state.ended:
             self.submit(1)    # the first chunks of all lanes are made before their second ones
 
     def submit(self, n):
         """Let `n` chunks be ready or under way."""
         for place, parts in itertools.islice(self.tasks, max(0, n - len(self.chunks))):
-            future, self.arrays = self.packer.submit(place, parts, self.taken)
+            future, self.reads = self.packer.submit(place, parts, self.taken)
             self.chunks.append(future)
             self.taken = ()    # only the first chunk is partly delivered
 
@@ -492,7 +490,6 @@ class Stream:
             self.i, self.state = i + 1, StreamState(chunk.place, (*earlier, (T, n + i + 1)))
             self.counts.update(rows=1, tokens=int(chunk.n_tokens[i]))
         return found
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The loader
@@ -526,8 +523,8 @@ class PackedLoader(IterableDataset):
                  num_lanes: int | None = None, shuffle_seed: int | None = 0, epochs: int | dict | None = None,
                  uneven: str = "pad", device: str | torch.device = "cpu", threads: int | None = None,
                  transform: Callable | None = None, chunk_bytes: int | None = None):
-        self.arguments = {key: value for key, value in locals().items() if key not in ("self", "__class__")}
-        vars(self).update(self.arguments)    # every argument becomes an attribute; now the defaults
+        vars(self).update({key: value for key, value in locals().items() if key != "self"})    # all arguments
+        self.given = {"rank": rank, "num_lanes": num_lanes, "chunk_bytes": chunk_bytes}
         if rank is None and world_size is None:
             self.rank, self.world_size = ranks_of_this_process(group)
         check_arguments(self)
@@ -587,7 +584,9 @@ class PackedLoader(IterableDataset):
         after = None
         try:
             with self._lock:
-                if self._finished and not self._closed:
+                if self._closed:
+                    raise RuntimeError
+                if self._finished:
                     raise StopIteration
                 if self._streams is None:
                     self._start()
@@ -603,7 +602,7 @@ class PackedLoader(IterableDataset):
             raise
         except BaseException as error:    # also Ctrl-C: the next call begins again from `position`
             with self._lock:
-                if self.position is after:    # Ctrl-C as the lock was released: the caller has no batch
+                if self.position is after:    # Ctrl-C came before `return`: the caller has no batch
                     self.position, self._delivered = before
                 self._stop()
             if self._closed and isinstance(error, Exception):
@@ -629,7 +628,7 @@ class PackedLoader(IterableDataset):
 
     def _is_in_run(self, rows):
         """Whether the batch belongs to the run. The ranks of a finite run agree, and so end together."""
-        streams = itertools.chain(*(lane.values() for lane in self._streams.values()))
+        streams = itertools.chain(*(lane.values() for lane in self._streams.values()))    # of all lanes
         more, lacking = any(rows) or any(stream.peek() for stream in streams), not all(rows)
         if gloo := self._gloo:    # close() may remove it
             flags = torch.tensor([more, lacking], dtype=torch.int64)
@@ -699,7 +698,7 @@ class PackedLoader(IterableDataset):
         for name, stream in itertools.chain(*(lane.items() for lane in (self._streams or {}).values())):
             sources[name].update(stream.counts)
             sources[name]["epoch"] = max(sources[name]["epoch"], stream.epoch)
-        return {"waited_s": self.waited, "sources": {name: dict(counts) for name, counts in sources.items()}}
+        return {"waited_s": self.waited, "sources": sources}
 
 def lanes_of_rank(g, rank, world_size, num_lanes):
     """This rank's lanes in the order in which they give rows, from row g of the run on."""
@@ -722,11 +721,10 @@ def ranks_of_this_process(group=None):
                          "torch.distributed first, or pass rank=... and world_size=...")
     return 0, 1
 
-
 # ---------------------------------------------------------------------------------------------------------
 # States: plain JSON
 # config: must match, or places would mean other documents. sources: shards must match; epochs and weights may
-# change. lanes: a StreamState for each lane and source. digest: detects any damage
+# change. lanes: a StreamState for each lane and source. digest: detects damage
 
 VERSION = 5    # the rows of a version never change
 
@@ -750,7 +748,7 @@ def read_state(loader, state):
     check_state(state)
     g, ours, theirs = state["rows"], config_of(loader), state["config"]
     for key in ("num_lanes", "chunk_bytes"):
-        if loader.arguments[key] is None:
+        if loader.given[key] is None:
             ours[key] = theirs[key]
     for key in ours:
         if theirs[key] != ours[key]:
@@ -764,8 +762,8 @@ def read_state(loader, state):
         more_epochs = state["sources"][old]["epochs"] != loader.epochs[name]
         for lane, streams in lanes.items():
             at = state["lanes"][str(lane)][old]
-            taken = tuple(map(tuple, at["taken"]))
-            streams[name] = StreamState(Place(*at["place"]), taken, at["ended"] and not more_epochs)
+            place, taken = Place(*at["place"]), tuple(map(tuple, at["taken"]))
+            streams[name] = StreamState(place, taken, at["ended"] and not more_epochs)
     sources = {name: Source(name, source.shards, num_lanes, source.seed, chunk_bytes)
                for name, source in loader.sources.items()}
     return Position(g, lanes), {"num_lanes": num_lanes, "chunk_bytes": chunk_bytes, "sources": sources}
@@ -790,31 +788,25 @@ def gather_states(loader) -> dict | None:
     size = torch.tensor(len(data), device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
     dist.all_reduce(size, dist.ReduceOp.MAX, group)
     padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8).to(size.device)
-    parts = None
-    if dist.get_rank(group) == 0:
-        parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    n_parts = dist.get_world_size(group) if dist.get_rank(group) == 0 else 0
+    parts = [torch.empty_like(padded) for _ in range(n_parts)] or None
     dist.gather(padded, parts, group=group, group_dst=0)
     return merge_states([json.loads(part.cpu().numpy().tobytes()) for part in parts]) if parts else None
 
 def merge_states(states: list[dict]) -> dict:
     """Merge all ranks' states of one step into one that any allowed world size can load."""
     lanes = {}
-    for state in states:
+    for state in states or [None]:
         check_state(state)
         if len(seen := {states[0]["rows"], state["rows"]}) > 1:
-            raise ValueError(f"ranks have drawn {min(seen)} and {max(seen)} rows, not as many batches each; "
+            raise ValueError(f"ranks have drawn {min(seen)} and {max(seen)} rows, not equally many batches; "
                              "to evaluate on one of them, make another loader")
-        for key in ("T", "config", "sources"):
-            if state[key] != states[0][key]:
-                raise ValueError(f"states of different runs: {key} is {states[0][key]} and {state[key]}")
-        for lane, streams in state["lanes"].items():
-            if lanes.setdefault(lane, streams) != streams:
-                raise ValueError(f"states of different runs: lane {lane} is in two of them, and differs")
-    if not states:
-        raise ValueError("no states; expected one of each rank")
+        differ = [key for key in ("T", "config", "sources") if state[key] != states[0][key]]
+        differ += [f"lane {n}" for n, lane in state["lanes"].items() if lanes.setdefault(n, lane) != lane]
+        if differ:
+            raise ValueError(f"these are states of different runs: they differ in {', '.join(differ)}")
     check_lanes(range(states[0]["config"]["num_lanes"]), lanes)
     return with_digest({**states[0], "lanes": dict(sorted(lanes.items(), key=lambda item: int(item[0])))})
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Guards: reject unusable arguments, states and environments
@@ -854,7 +846,7 @@ def sources_of(data_dir, epochs):
                          "{folder: weight}, each folder once, and epochs only for these")
     for name, weight in weights.items():
         n = epochs.get(name)
-        if not callable(weight) and (type(weight) not in (int, float) or not 0 < weight < math.inf):
+        if not callable(weight) and not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
             raise ValueError(f"weight {weight!r} of {name}; expected a number above 0, or a function of g")
         if n is not None and (type(n) is not int or n < 1):
             raise ValueError(f"epochs={n!r}; expected an int, 1 or more, or None for an endless run")
@@ -865,33 +857,31 @@ def source_name(path):    # a, a/ and ./a are one source
 
 def check_start(loader):
     """A process group initialised after the loader would give every rank the same rows."""
-    seen, now = (loader.rank, loader.world_size), ranks_of_this_process(loader.group)
-    if loader.arguments["rank"] is None and seen != now:
+    seen = loader.rank, loader.world_size
+    if loader.given["rank"] is None and seen != (now := ranks_of_this_process(loader.group)):
         raise RuntimeError(f"made as rank {seen[0]} of {seen[1]}, used as rank {now[0]} of {now[1]}: make "
                            "the loader after torch.distributed is initialised, or pass rank and world_size")
     for name, source in loader.sources.items():
         ours, theirs = loader.tokenizer.fingerprint, source.shards[0].fingerprint
         if theirs not in (None, ours):
             raise ValueError(f"{name} needs the tokenizer that made it, {theirs:.16}, not {ours:.16}")
-        if (n := sum(source.n_documents)) < loader.num_lanes:
+        if (n := int(source.group_sizes.sum())) < loader.num_lanes:
             fewer = n - n % loader.world_size
             advice = f"pass num_lanes={fewer}" if fewer else f"{loader.world_size} ranks need one each"
             raise ValueError(f"{name}: {n} documents for {loader.num_lanes} lanes; {advice}")
 
 def check_state(state):
-    if not isinstance(state, dict):
-        raise ValueError(f"this state is a {type(state).__name__}; expected the dict that state_dict() "
-                         "returned, or json.loads() of its text")
-    if state.get("version") != VERSION:
-        raise ValueError(f"a loader state of version {state.get('version')!r}; this dataloader.py reads "
-                         f"{VERSION}: finish the run with the files that began it, or begin a new one")
+    seen = f"version {state.get('version')!r}" if isinstance(state, dict) else type(state).__name__
+    if seen != f"version {VERSION}":
+        raise ValueError(f"expected a loader state of version {VERSION}, the dict that state_dict() returned, "
+                         f"not {seen}; an older run goes on with the files that began it")
     with contextlib.suppress(TypeError, ValueError):    # of what is no JSON
         if with_digest(state)["digest"] == state.get("digest"):
             return
     raise ValueError("this state is damaged or was edited; load it as state_dict() returned it")
 
 def check_lanes(needed, lanes):
-    if len(needed) > len(lanes) or any(str(number) not in lanes for number in needed):
+    if any(str(lane) not in lanes for lane in needed):
         raise ValueError(f"the state has only {len(lanes)} lanes, as if saved by one rank; use gather_states")
 
 

@@ -32,7 +32,7 @@ def rows_to_read(groups, buffered, place):
         yield turn, [row for _, row in documents]
     for turn in itertools.count(place[0]):
         shard, rg_idx = groups[turn % len(groups)]
-        if rows := range(place[1] if turn == place[0] else 0, shard.rows[rg_idx]):
+        if rows := range(place[1] if turn == place[0] else 0, shard.group_sizes[rg_idx]):
             yield turn, rows
 
 
@@ -110,12 +110,12 @@ def batches_with_state(pack, tokenizer, B: int, T: int, split: str, tokenizer_th
     rank, world_size = ranks_of_this_process()
     tokenizer, shards, device = as_encoder(tokenizer), list_shards(None, split), torch.device(device)
     check_shards(shards, world_size)
-    contents = repr([(shard.name, shard.size, shard.rows, shard.digest) for shard in shards])
+    contents = repr([(shard.name, shard.text_bytes, shard.group_sizes, shard.digest) for shard in shards])
     config = {"world_size": world_size, "rank": rank, "packing": pack.__name__,
               "tokenizer": tokenizer.fingerprint, "shards": hashlib.sha256(contents.encode()).hexdigest()}
     buffered, place = read_state(resume_state_dict, config)
 
-    groups = [(shard, i) for shard in shards for i in range(rank, len(shard.rows), world_size)]
+    groups = [(shard, i) for shard in shards for i in range(rank, len(shard.group_sizes), world_size)]
     to_read, buffer = rows_to_read(groups, buffered, place), {}
     blocks = encode_ahead(groups, to_read, tokenizer, tokenizer_threads, tokenizer_batch_size)
     while len(buffer) < len(buffered):
@@ -156,11 +156,11 @@ def read_state(state, config):
 
 
 def check_shards(shards, world_size):
-    folder, n = shards[0].folder, max(len(shard.rows) for shard in shards)
+    folder, n = shards[0].folder, max(len(shard.group_sizes) for shard in shards)
     if shards[0].kind == "tokens":
         raise ValueError(f"{folder} holds tokens, and nanochat's generators read text; use PackedLoader")
     for rank in range(world_size):
-        if not any(any(shard.rows[rank::world_size]) for shard in shards):
+        if not any(any(shard.group_sizes[rank::world_size]) for shard in shards):
             raise ValueError(f"rank {rank} of {world_size} would never get a document: shards of {folder} "
                              f"have at most {n} row groups; use PackedLoader, which splits them")
 
