@@ -231,6 +231,7 @@ def train(flags, at_exit):
         packing=flags.packing, num_lanes=flags.num_lanes, device=device if device.type == "cuda" else "cpu",
         shuffle_seed=None if flags.no_shuffle else flags.seed)
     at_exit.enter_context(loader)
+    dataloader.check_start(loader)    # the first batch would, when the run's folder is there
     if flags.batch_size % world:
         raise ValueError(f"{flags.batch_size} rows for {world} ranks; try --batch_size {loader.B * world}")
     val_files = {path: source.fingerprint for path, source in val_sources.items()}

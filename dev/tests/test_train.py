@@ -58,6 +58,7 @@ def own_folder(base, tmp_path, monkeypatch):
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    monkeypatch.setattr(train, "cores", lambda: 1)
     monkeypatch.setattr(dataloader, "cores", lambda: 1)
     for source in ("a", "b"):
         os.symlink(base / source, source)
@@ -286,7 +287,7 @@ def test_threads_are_those_of_the_user_but_not_of_torchrun(monkeypatch):
     """It gives each of several ranks one thread; then the ranks share the cores."""
     seen = []
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    monkeypatch.setattr(dataloader, "cores", lambda: 8)
+    monkeypatch.setattr(train, "cores", lambda: 8 // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     for threads, ranks in ((None, None), ("3", None), ("1", None), ("1", "1"), ("1", "2"), ("3", "2")):
         for name, value in (("OMP_NUM_THREADS", threads), ("LOCAL_WORLD_SIZE", ranks)):
             monkeypatch.delenv(name, raising=False)
