@@ -175,7 +175,7 @@ def test_nanogpts_tokens_become_shards(corpus, tmp_path, monkeypatch):
 
 def test_help_of_the_loader_is_its_docstring():
     ended = subprocess.run([sys.executable, HERE / "dataloader.py", "--help"], capture_output=True, text=True)
-    assert ended.stdout.startswith("\nPack documents") and "see README.md, and python train.py" in ended.stdout
+    assert ended.stdout.startswith("\nPack documents") and "python train.py --help" in ended.stdout
 
 
 def test_tests_work_without_dev_and_say_what_they_skip(tmp_path):
