@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dataset import ENDING, Shard, column_views, cores, find_data, list_shards
-from tokenizer import as_encoder
+from tokenizer import as_encoder, maker_of
 
 # ---------------------------------------------------------------------------------------------------------
 # Packing: pure functions of lengths, which yield rows [(document, start, stop), ...]
@@ -864,7 +864,7 @@ def check_start(loader):
     for name, source in loader.sources.items():
         ours, theirs = loader.tokenizer.fingerprint, source.shards[0].fingerprint
         if theirs not in (None, ours):
-            raise ValueError(f"{name} needs the tokenizer that made it, {theirs:.16}, not {ours:.16}")
+            raise ValueError(f"{name} needs the tokenizer that made it, {maker_of(source.shards[0])}")
         if (n := int(source.group_sizes.sum())) < loader.num_lanes:
             fewer = n - n % loader.world_size
             advice = f"pass num_lanes={fewer}" if fewer else f"{loader.world_size} ranks need one each"

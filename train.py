@@ -59,7 +59,7 @@ import dataloader
 import dataset
 from dataloader import Encoder, PackedLoader, Part, Source, gather_states, ranks_of_this_process
 from dataset import atomic_file, cores, env_int, find_data, list_shards, printable, write_atomic
-from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes
+from tokenizer import RustBPETokenizer, find_tokenizer, get_token_bytes, maker_of
 
 # ---------------------------------------------------------------------------------------------------------
 # Settings
@@ -687,7 +687,7 @@ def documents_of(tokenizer, source):
     """Yield the ids of each document, in file order."""
     encoder, theirs = Encoder(tokenizer, cores()), source.shards[0].fingerprint
     if theirs not in (None, encoder.tokenizer.fingerprint):
-        raise ValueError(f"{source.name} needs the tokenizer that made it, {theirs:.16}")
+        raise ValueError(f"{source.name} needs the tokenizer that made it, {maker_of(source.shards[0])}")
     for shard in source.shards:
         for row_group, n in enumerate(shard.group_sizes):
             array = shard.read(row_group)
