@@ -39,7 +39,6 @@ from tqdm import tqdm
 CONVERT = "python -m dev.prepare convert"
 SPLIT_IN_NAME = re.compile(r"(?:split=)?(train|val|test)(?:ing|id|idation)?(?![a-z])")    # Hugging Face's
 
-
 def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
     """
     The shards of a split, sorted by name; none is opened. If names give the split (train-*, validation-*),
@@ -54,12 +53,10 @@ def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
                          f"{CONVERT} {shlex.quote(folder)} --out NEW_FOLDER")
     return val if split == "val" else train
 
-
 def split_shards(shards):    # (train, val)
     val = [shard for shard in shards if split_in_name(shard.name) == "val"]
     train = [shard for shard in shards if split_in_name(shard.name) in ("train", None)]
     return (train, val) if val else (train[:-1], train[-1:])
-
 
 def split_in_name(name):
     """The split that the file's name gives, or else the innermost folder's; None if no name gives one."""
@@ -67,7 +64,6 @@ def split_in_name(name):
         if found := SPLIT_IN_NAME.match(part):
             return found[1]
     return None
-
 
 def describe_split(folder, shards):
     """One line for the screen: how many shards each split has, and why the last file is val if it is."""
@@ -81,7 +77,6 @@ def describe_split(folder, shards):
             line += "; WARNING: train has no shard of val's folder"
     return printable(line)
 
-
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1, data_dir: str | None = None):
     """nanochat's: a list of documents for every `step`-th row group of each shard, from `start` on."""
     for shard in list_shards(data_dir, split):
@@ -94,18 +89,15 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, data_dir: s
 
 INDEX, INDEX_FORMAT = "index.json", 2
 
-
 def all_shards(folder: str) -> list["Shard"]:
     """Every shard that holds documents, sorted by name."""
     return shards_of(folder, read_index(folder) or cached_index(folder))
-
 
 def shards_of(folder, index):
     dtype = index["dtype"] and np.dtype(index["dtype"]).newbyteorder("<")
     return [Shard(folder, name, entry["bytes"], entry["text_bytes"], entry["rows"], index["kind"], dtype,
                   index["tokenizer"], entry["digest"])
             for name, entry in sorted(index["shards"].items()) if any(entry["rows"])]    # skips Spark's empty
-
 
 def read_index(folder: str) -> dict | None:
     """
@@ -135,7 +127,6 @@ def read_index(folder: str) -> dict | None:
                          f"if the folder is complete: {command}")
     return index
 
-
 def cached_index(folder):
     """The index of a folder that has none: from its footers, then kept under the base directory."""
     files = list_files(folder)
@@ -154,7 +145,6 @@ def cached_index(folder):
             write_atomic(path, json.dumps(index).encode())
     return index
 
-
 def make_index(folder, files):
     """From the footers of these files."""
     if not files:
@@ -169,7 +159,6 @@ def make_index(folder, files):
     if len(heads) > 1:
         raise ValueError(f"{folder} holds shards of different kinds: {heads}; put each in its own folder")
     return {"format": INDEX_FORMAT, **entries[0][1], "shards": {name: entry for name, _, entry in entries}}
-
 
 def read_entry(folder, file):
     """(name, index fields shared by the folder, index entry of this shard), from its footer."""
@@ -197,7 +186,6 @@ def read_entry(folder, file):
     digest = digest_of(extra, checksums)
     return name, head, {"bytes": size, "text_bytes": text_bytes, "rows": rows, "digest": digest}
 
-
 def write_index(folder: str, out: str | None = None) -> dict:
     """Read the footers of a folder or URI, and write the index beside them, or to the file `out`."""
     if out is None and "://" in folder:
@@ -213,10 +201,8 @@ def write_index(folder: str, out: str | None = None) -> dict:
 CHECKSUMS = b"nanoloader.checksums"    # in a footer: the checksum of each row group's documents
 TEXT_DIGEST = b"nanoloader.text_digest"    # in a token shard's footer: the digest of its text shard
 
-
 class ShardError(OSError):
     """A shard that cannot be read as it was written; the message names it, and what to type next."""
-
 
 @dataclass(eq=False)
 class Shard:
@@ -260,7 +246,6 @@ class Shard:
         array.validate(full=True)    # UTF-8 and offsets: 24 GB/s
         return array
 
-
 @functools.lru_cache(maxsize=64)    # saves a request for each row group of a remote shard
 def read_footer(shard):
     """What parse_footer returns; ValueError if the file was replaced. Cached for the life of this Shard."""
@@ -270,20 +255,17 @@ def read_footer(shard):
                          f"python dataset.py index {shlex.quote(shard.folder)}")
     return metadata, checksums
 
-
 def parse_footer(folder, name, size):
     """(metadata, checksums of the row groups' documents or None in shards that others wrote)"""
     with open_file(folder, name, size) as file:
         metadata = pq.ParquetFile(file).metadata
     return metadata, json.loads((metadata.metadata or {}).get(CHECKSUMS, b"null"))
 
-
 def digest_of(extra, checksums):
     """Of a text shard; its token shard records it in its footer, `extra`. None if others wrote the text."""
     if b"nanoloader.dtype" in extra:
         return extra.get(TEXT_DIGEST, b"").decode() or None
     return checksums and hashlib.sha256(json.dumps(checksums).encode()).hexdigest()[:16]
-
 
 @contextlib.contextmanager
 def errors_named(folder, name, part, advice=None):
@@ -294,11 +276,9 @@ def errors_named(folder, name, part, advice=None):
         advice = advice or f"check it with: python -m dev.prepare verify --data {shlex.quote(folder)}"
         raise ShardError(f"{join_name(folder, name)}, {part}: {printable(error)}; {advice}") from error
 
-
 def is_text(kind: pa.DataType) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return kind in (pa.string(), pa.large_string(), pa.string_view())
-
 
 def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
     """An Arrow string or binary array as (data, offsets, valid): memoryview, int array, bool array."""
@@ -306,7 +286,6 @@ def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
     _, offsets, data = array.buffers()
     offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset:][:len(array) + 1]
     return memoryview(data or b""), offsets, ~np.asarray(array.is_null())
-
 
 def checksum(array: pa.Array) -> int:
     """
@@ -322,7 +301,6 @@ def checksum(array: pa.Array) -> int:
     n_blocks = len(content) // 4096
     words = np.frombuffer(content, "<u8", n_blocks * 512).reshape(n_blocks, 512)
     return zlib.crc32(content[n_blocks * 4096:], zlib.crc32(words.sum(axis=1, dtype="<u8"), crc))
-
 
 def write_shard(path: str, row_groups: Iterable[pa.Array | pa.Table], column: str = "text",
                 metadata: dict | None = None, compression: str = "zstd") -> None:
@@ -341,12 +319,10 @@ def write_shard(path: str, row_groups: Iterable[pa.Array | pa.Table], column: st
             checksums.append(checksum(table.combine_chunks().column(0).chunk(0)))    # copies only pieces
         writer.add_key_value_metadata({CHECKSUMS: json.dumps(checksums)} | (metadata or {}))
 
-
 def write_atomic(path: str, data: bytes) -> None:
     """`path` appears atomically, once complete and on disk."""
     with atomic_file(path) as part, open(part, "wb") as file:
         file.write(data)
-
 
 @contextlib.contextmanager
 def atomic_file(path):
@@ -373,7 +349,6 @@ def atomic_file(path):
 BUILTIN_VERSION, BUILTIN_TRAIN_SHARDS, BUILTIN_VAL_BYTES = 1, 4, 1_000_000    # change with the recipe
 BUILTIN_ROW_GROUPS = 16    # in a shard, so that 2, 4, 8 and 16 lanes get an even share
 
-
 def find_data(data_dir: str | None = None) -> str:
     """The given folder or URI; else downloaded or converted shards; else the built-in corpus."""
     if data_dir or list_files(default_data_dir()):
@@ -383,7 +358,6 @@ def find_data(data_dir: str | None = None) -> str:
         if not os.path.exists(os.path.join(folder, INDEX)):
             build_builtin_corpus(folder)
     return folder
-
 
 def build_builtin_corpus(folder: str) -> None:
     """Shards of the running Python's UTF-8 sources, one document per file, always in the same order."""
@@ -419,16 +393,13 @@ RETRY_SECONDS = 1.0    # the first wait, on average; each later one is twice as 
 ENDING = threading.Event()    # the program ends: set before Python waits for the threads of executors
 threading._register_atexit(ENDING.set)
 
-
 def get_base_dir() -> str:
     """$NANOLOADER_BASE_DIR, or ~/.cache/nanoloader; made by the first write."""
     return os.environ.get("NANOLOADER_BASE_DIR") or os.path.expanduser("~/.cache/nanoloader")
 
-
 def default_data_dir() -> str:
     """The folder of downloads and conversions, where train.py looks first."""
     return os.path.join(get_base_dir(), "base_data")
-
 
 def list_files(folder: str) -> list[tuple[str, int, int]]:
     """(name, bytes, time) of the shards in a folder and below it, as in Hive's year=2024/; sorted by name."""
@@ -448,7 +419,6 @@ def list_files(folder: str) -> list[tuple[str, int, int]]:
     if odd := [name for name, _, _ in files if not name.isprintable()]:
         raise ValueError(f"{folder}: rename {odd[0]!a}: it is not UTF-8, or has control characters")
     return files
-
 
 def list_local(folder):
     """
@@ -470,11 +440,9 @@ def list_local(folder):
                 info = entry.stat(follow_symlinks=bool(SHARD_NAME.fullmatch(name)))
                 yield name, info.st_size, info.st_mtime_ns
 
-
 def join_name(folder, name):    # s3://bucket/dir?region=x, f -> s3://bucket/dir/f?region=x
     head, mark, query = folder.partition("?") if "://" in folder else (folder, "", "")
     return f"{head.rstrip('/')}/{name}{mark}{query}"
-
 
 @functools.lru_cache(maxsize=16)
 def filesystem_of(folder):
@@ -490,7 +458,6 @@ def filesystem_of(folder):
         fs = pafs.PyFileSystem(pafs.FSSpecHandler(fs))
     return fs, root.rstrip("/")
 
-
 def open_file(folder, name, size=None):
     """A seekable pyarrow file; an error if it does not have the size that was listed."""
     fs, root = filesystem_of(folder if "://" in folder else os.path.abspath(folder))
@@ -504,7 +471,6 @@ def open_file(folder, name, size=None):
         raise OSError(f"it has {file.size():,} bytes, but {size:,} when the folder was listed")
     return file
 
-
 def retry(work: Callable, folder: str, attempts: int = 6):
     """Call work(); for a remote folder, retry with backoff, except on a missing file."""
     for attempt in range(attempts):
@@ -517,7 +483,6 @@ def retry(work: Callable, folder: str, attempts: int = 6):
             if ENDING.wait(RETRY_SECONDS * 2 ** attempt * random.uniform(0.5, 1.5)):
                 raise
 
-
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
     """Hold the lock of `path`. Without one (Windows, some Lustre mounts), two may do the same work."""
@@ -527,7 +492,6 @@ def locked(path: str) -> Iterator[None]:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             fcntl.flock(held.enter_context(open(path + ".lock", "a")), fcntl.LOCK_EX)
         yield
-
 
 def in_order(executor: ThreadPoolExecutor, function: Callable, items: Iterable, ahead: int) -> Iterator:
     """(item, function(item)) of each item, in order, with at most `ahead` of them in flight."""
@@ -544,11 +508,9 @@ def in_order(executor: ThreadPoolExecutor, function: Callable, items: Iterable, 
         for _, future in waiting:
             future.cancel()
 
-
 def cores() -> int:    # that this process may use; torchrun's processes share a machine's
     n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, n // (env_int("LOCAL_WORLD_SIZE", least=1) or 1))
-
 
 def env_int(name: str, least: int) -> int | None:
     """A launcher's environment variable; None if it is not set."""
@@ -557,17 +519,14 @@ def env_int(name: str, least: int) -> int | None:
         raise ValueError(f"{name}={value!r} in the environment; expected a whole number, {least} or more")
     return value and int(value)
 
-
 def printable(text) -> str:
     """One line of text from a disk or a network, without control characters: 'a\\n\\x1bb' -> 'a \\x1bb'."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(text).split()))
-
 
 class Parser(argparse.ArgumentParser):
     """Reports a bad argument in one line."""
     def error(self, message):
         self.exit(2, f"error: {printable(message)}; see {self.prog} --help\n")
-
 
 @contextlib.contextmanager
 def errors_in_one_line():
@@ -587,7 +546,6 @@ def errors_in_one_line():
 # Download, by huggingface_hub
 
 REPOSITORY, MAX_SHARD = "karpathy/climbmix-400b-shuffle", 6542    # the last shard is val
-
 
 def download(n_train: int, folder: str, workers: int = 4) -> None:
     """Fetch train shards and the val shard, and write index.json once all are there."""
@@ -619,7 +577,6 @@ def download(n_train: int, folder: str, workers: int = 4) -> None:
         pool.shutdown(wait=False, cancel_futures=True)
     write_index(folder)
     print(f"{len(names):,} shards are in {folder}")
-
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("python dataset.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
