@@ -259,10 +259,10 @@ def train(flags, at_exit):
 
     # The run's folder, which begins with its first line
     n_parameters = sum(p.numel() for p in model.parameters())
-    for path, source in loader.sources.items():
-        val_names = ", ".join(shard.name for shard in val_sources[path].shards)
-        print0(f"{path}: {sum(source.n_documents):,} documents to train on, "
-               f"{sum(val_sources[path].n_documents):,} for val ({val_names:.80})")
+    for path, source in val_sources.items():
+        names = ", ".join(shard.name for shard in source.shards)
+        print0(f"{path}: {documents[path]:,} documents to train on, {source.group_sizes.sum():,} for val "
+               f"({names:.80})")
     print0(f"model: {n_parameters:,} parameters, depth {flags.depth}; tokenizer: "
            f"{tokenizer.get_vocab_size():,} tokens, {where}\n"
            f"a step: {flags.batch_size} rows of {flags.seq_len} tokens (ranks x rows: {world} x {loader.B}), "
