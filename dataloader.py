@@ -741,9 +741,13 @@ def config_of(loader):
             "tokenizer": loader.tokenizer.fingerprint, "transform": name_of(loader.transform)}
 
 def with_digest(state):
-    """The state as plain JSON, with its SHA-256."""
-    state = json.loads(json.dumps({**state, "digest": None}))
-    return {**state, "digest": hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()}
+    """The state as plain JSON, with a SHA-256 per lane: torch's DCP gives a rank only its own lanes."""
+    state = json.loads(json.dumps({**state, "digest": {}}))
+    parts = {lane: json.dumps({**state, "lanes": {lane: streams}}, sort_keys=True)
+             for lane, streams in state["lanes"].items()}
+    digest = {lane: hashlib.sha256(part.encode()).hexdigest() for lane, part in parts.items()}
+    return {**state, "digest": digest}
+
 
 def read_state(loader, state):
     """-> (Position, the attributes of the loader that change)"""
@@ -885,7 +889,7 @@ def check_state(state):
     if state.get("version") != VERSION:
         raise ValueError(f"a loader state of version {state.get('version')!r}; this dataloader.py reads "
                          f"{VERSION}: finish the run with the files that began it, or begin a new one")
-    with contextlib.suppress(TypeError, ValueError):    # of what is no JSON
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):    # of what is no JSON state
         if with_digest(state)["digest"] == state.get("digest"):
             return
     raise ValueError("this state is damaged or was edited; load it as state_dict() returned it")
