@@ -328,7 +328,7 @@ class Encoder:
     def _transform(self, ids, location, epoch):
         if len(ids):
             bos, result = self.tokenizer.bos, self.transform(ids.astype(np.int64), location, epoch)
-            ids = np.asarray([] if result is None else result)
+            ids = np.atleast_1d([] if result is None else result)
             if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids[0]) not in (bos, ~bos)):
                 raise TypeError(f"transform returned {ids.dtype} {ids.shape}; expected ids, BOS first")
         return ids.astype(np.int64)
@@ -739,9 +739,12 @@ def config_of(loader):
             "tokenizer": loader.tokenizer.fingerprint, "transform": name_of(loader.transform)}
 
 def with_digest(state):
-    """The state as plain JSON, with its SHA-256."""
-    state = json.loads(json.dumps({**state, "digest": None}))
-    return {**state, "digest": hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()}
+    """The state as plain JSON, with a SHA-256 per lane: torch's DCP gives a rank only its own lanes."""
+    state = json.loads(json.dumps({**state, "digest": {}}))
+    parts = {lane: json.dumps({**state, "lanes": {lane: streams}}, sort_keys=True)
+             for lane, streams in state["lanes"].items()}
+    digest = {lane: hashlib.sha256(part.encode()).hexdigest() for lane, part in parts.items()}
+    return {**state, "digest": digest}
 
 def read_state(loader, state):
     """-> (Position, the attributes of the loader that change)"""
@@ -875,7 +878,7 @@ def check_state(state):
     if seen != f"version {VERSION}":
         raise ValueError(f"expected a loader state of version {VERSION}, the dict that state_dict() returned, "
                          f"not {seen}; an older run goes on with the files that began it")
-    with contextlib.suppress(TypeError, ValueError):    # of what is no JSON
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):    # of what is no JSON state
         if with_digest(state)["digest"] == state.get("digest"):
             return
     raise ValueError("this state is damaged or was edited; load it as state_dict() returned it")
