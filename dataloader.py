@@ -27,7 +27,7 @@ import time
 import weakref
 import zlib
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -101,7 +101,6 @@ def fill_gap(gap, sizes, by_length):
 
 class Buffer:
     """The documents of a chunk that are not delivered yet: whole ones, and the rests of cut ones."""
-
     def __init__(self, starts, lengths, R):
         self.starts, self.lengths, self.R = starts, lengths, R
         self.left = {}                         # document -> its length, at most R + 1; oldest first
@@ -184,7 +183,6 @@ class Source:
     k % num_lanes. With fewer row groups than lanes, each is split into the fewest interleaved parts that give
     every lane a document. A *group* is the number of a row group across all shards.
     """
-
     def __init__(self, name: str, shards: list[Shard], num_lanes: int, seed: int | None, chunk_bytes: int):
         self.name, self.shards, self.num_lanes = name, shards, num_lanes
         self.seed, self.chunk_bytes, self.n_parts = seed, chunk_bytes, 1
@@ -288,14 +286,13 @@ class Encoder:
     those to deliver, or None to filter it out. It runs in threads, in any order, and again after a resume, so
     it must depend only on its arguments. An id ~t (below 0) is token t without a loss: its target is -100.
     """
-
     def __init__(self, tokenizer, threads=1, transform=None):
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
 
     def encode(self, part, array, epoch=1, check_every=1000):
         """
-        The ids of each document of a Part, none of a null or filtered one. array: its whole row group. Our own
-        tokenizer encodes one document in `check_every` with tiktoken, too, and compares.
+        The ids of each document of a Part, none if null or filtered. array: its row group. One document in
+        `check_every` is also encoded with tiktoken, as a check of our own tokenizer's engine.
         """
         documents, path = array.take(pa.array(part.indices)), part.shard.path
         try:
@@ -344,13 +341,12 @@ def check_documents(ids, bounds, array, bos):
 
 class Packer:
     """Makes Chunks, in its own threads."""
-
     def __init__(self, loader):
         self.encoder, self.pack, self.T = loader.encoder, PACKINGS[loader.packing], loader.T
         n_threads = 1 if loader.tokenizer.is_multithreaded else loader.threads
         self.executor = ThreadPoolExecutor(n_threads, "pack")
         self.readers = ThreadPoolExecutor(8, "read")    # 8: remote reads mostly wait
-        self.reads = weakref.WeakValueDictionary()      # Futures of row groups, while somebody holds them
+        self.reads = weakref.WeakValueDictionary()    # Futures of row groups, while somebody holds them
 
     def submit(self, place, parts, taken):
         """(the Future of the chunk, those of its row groups)"""
@@ -446,7 +442,6 @@ class StreamState(NamedTuple):
 
 class Stream:
     """One lane of one source: its rows, from chunks that are made ahead."""
-
     def __init__(self, source, lane, state, packer, epochs, ahead):
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
         self.state, self.taken, self.tasks = state, state.taken, source.deal(lane, state.place, epochs)
@@ -516,13 +511,9 @@ class PackedLoader(IterableDataset):
         torch.distributed is initialised. uneven: if lanes differ in length, "stop" ends with the shortest;
         "pad" gives masked rows until the longest ends (divide summed losses by all ranks' unmasked targets)
     """
-
-    def __init__(self, tokenizer, B: int, T: int, split: str, *, packing: str = "exactfit",
-                 data_dir: str | os.PathLike | dict | None = None, rank: int | None = None,
-                 world_size: int | None = None, group: dist.ProcessGroup | None = None,
-                 num_lanes: int | None = None, shuffle_seed: int | None = 0, epochs: int | dict | None = None,
-                 uneven: str = "pad", device: str | torch.device = "cpu", threads: int | None = None,
-                 transform: Callable | None = None, chunk_bytes: int | None = None):
+    def __init__(self, tokenizer, B: int, T: int, split: str, *, packing="exactfit", data_dir=None, rank=None,
+                 world_size=None, group=None, num_lanes=None, shuffle_seed=0, epochs=None, uneven="pad",
+                 device="cpu", threads=None, transform=None, chunk_bytes=None):
         vars(self).update({key: value for key, value in locals().items() if key != "self"})    # all arguments
         self.given = {"rank": rank, "num_lanes": num_lanes, "chunk_bytes": chunk_bytes}
         if rank is None and world_size is None:
@@ -551,14 +542,14 @@ class PackedLoader(IterableDataset):
     def _start(self):
         """Start the threads, at `position`."""
         check_start(self)
+        packer = self._packer = Packer(self)
+        if self._closed:    # also by another thread, which has not seen this packer
+            raise RuntimeError
         ends_together = all(self.epochs.values()) and self.world_size > 1    # endless runs never wait
         if ends_together and not self._gloo and dist.is_available() and dist.is_initialized():
             # Local: processes without a loader need not call. All must have been in equally many groups.
             ranks = self.group and dist.get_process_group_ranks(self.group)
             self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=bool(ranks))
-        packer = self._packer = Packer(self)
-        if self._closed:    # by another thread, which has not seen this packer
-            raise RuntimeError
         (g, lanes), self._streams = self.position, {}
         ahead = 1 + max(1, 2 * self.threads // (len(lanes) * len(self.sources)))    # chunks of each stream
         for lane in lanes_of_rank(g, self.rank, self.world_size, self.num_lanes):
@@ -584,9 +575,7 @@ class PackedLoader(IterableDataset):
         after = None
         try:
             with self._lock:
-                if self._closed:
-                    raise RuntimeError
-                if self._finished:
+                if self._finished and not self._closed:
                     raise StopIteration
                 if self._streams is None:
                     self._start()
@@ -877,8 +866,8 @@ def check_state(state):
     seen = f"version {state.get('version')!r}" if isinstance(state, dict) else type(state).__name__
     if seen != f"version {VERSION}":
         raise ValueError(f"expected a loader state of version {VERSION}, the dict that state_dict() returned, "
-                         f"not {seen}; an older run goes on with the files that began it")
-    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):    # of what is no JSON state
+                         f"not {seen}; an older run needs the files that began it")
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):    # of what is no state
         if with_digest(state)["digest"] == state.get("digest"):
             return
     raise ValueError("this state is damaged or was edited; load it as state_dict() returned it")
