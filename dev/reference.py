@@ -1,86 +1,100 @@
 """
-The loader's rows without threads, devices, prefetching or checks: read this first. The tests compare the
-loader with it. Both use the same `Ref` and packers; every other decision is written here a second time.
-
-1. order: an epoch is the row groups of all shards and their documents, as in the files or permuted by seed.
-2. lane: row group k of that order goes to lane k % num_lanes; row g of the run comes from lane g % num_lanes.
-3. source: weights divide [0, 1) among the sources; row g is from the one that holds frac(g / golden ratio).
-4. document: a lane reads the documents of a source one at a time; nulls do not count.
-5. packer: one for each lane and source turns documents into rows of T + 1 tokens.
-6. rank: row g goes to rank g % world_size. Here there is only one.
+The loader's rows, slow and obvious: `python -m dev.reference` prints those of a small corpus; the tests compare
+the loader with it. Only the packings are the loader's, every other decision is written here a second time.
+A row: [((path, row group, row), epoch, start, stop), ...], tokens start to stop of each of its documents.
 """
 
-import hashlib
 import itertools
-import json
+import tempfile
 
 import numpy as np
+import pyarrow as pa
 
-from dataloader import PACKINGS, Ref
+from dataloader import PACKINGS
+from dataset import list_shards, write_shard
 
 
 def permutation(n, seed, *key):
     return range(n) if seed is None else np.random.PCG64((seed, *key)).random_raw(n).argsort(kind="stable")
 
 
-def deal(shards, num_lanes, seed, epoch):
-    """An epoch's (shard, row group, rows), in order; each row group in parts if too few for the lanes."""
-    groups = [(shard, i) for shard in shards for i in range(len(shard.rows))]
-    numbers = [number for number, (shard, i) in enumerate(groups) if shard.rows[i]]
-    sizes = [shard.rows[i] for shard, i in groups]
-    n_parts = next(n for n in itertools.count(1) if sum(min(n, size) for size in sizes) >= num_lanes)
-    for k in permutation(len(numbers), seed, epoch, 0):
-        rows = permutation(sizes[numbers[k]], seed, epoch, 1, numbers[k])
-        for part in range(min(n_parts, len(rows))):
-            yield *groups[numbers[k]], rows[part::n_parts]
+def chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes):
+    """The chunks of a lane, in order: {(turn, number): [(path, row group, row), ...]}"""
+    groups = [(shard, i, n) for shard in shards for i, n in enumerate(shard.group_sizes) if n]
+    numbers = [k for k, n in enumerate(n for shard in shards for n in shard.group_sizes) if n]
+    split = next(k for k in itertools.count(1) if sum(min(k, n) for *_, n in groups) >= num_lanes)
+    turns = [(k, i) for k in permutation(len(groups), seed, epoch, 0) for i in range(min(split, groups[k][2]))]
+    chunks, place, n_bytes = {}, None, chunk_bytes    # place, n_bytes: of the last chunk; small turns join it
+    for turn, (k, i) in itertools.islice(enumerate(turns), lane, None, num_lanes):
+        shard, row_group, n = groups[k]
+        rows = [(shard.path, row_group, int(row)) for row in permutation(n, seed, epoch, 1, numbers[k])[i::split]]
+        size = shard.text_bytes * len(rows) // sum(shard.group_sizes)
+        n = max(1, min(round(size / chunk_bytes), len(rows)))
+        if n == 1 and n_bytes < chunk_bytes:
+            chunks[place] += rows
+            n_bytes += size
+            continue
+        for number in range(n):
+            place = turn, number
+            chunks[place] = rows[number * len(rows) // n:(number + 1) * len(rows) // n]
+        n_bytes = size if n == 1 else chunk_bytes
+    return chunks
 
 
-def documents(shards, lane, num_lanes, seed, epochs, encode, start):
-    """(ids, Ref) of a lane's documents from `start` on."""
-    for epoch in range(start.epoch, epochs + 1) if epochs else itertools.count(start.epoch):
-        for group, (shard, i, rows) in enumerate(deal(shards, num_lanes, seed, epoch)):
-            if group % num_lanes == lane and (epoch, group) >= start[:2]:
-                texts = shard.read(i).to_pylist()
-                for ref, row in ((Ref(epoch, group, doc), row) for doc, row in enumerate(rows)):
-                    if ref >= start and texts[row] is not None and len(ids := encode(texts[row])):
-                        yield ids, ref
+def rows_of_stream(lane, epochs, n_tokens, T, packing, *deal):
+    for epoch in range(1, epochs + 1) if epochs else itertools.count(1):
+        for documents in chunks_of(lane, epoch, *deal).values():
+            lengths = [n_tokens(document, epoch) for document in documents]
+            starts, R, row = [0] * len(lengths), 0, True
+            while row:
+                if R != T() + 1:    # a new T: what is left of the chunk is packed anew
+                    R = T() + 1
+                    rows = PACKINGS[packing](starts, lengths, R)
+                if row := next(rows, None):
+                    yield [(documents[d], epoch, start, stop) for d, start, stop in row]
 
 
-def choose_source(weights, g):
-    """weights: {name: number or function of g}"""
-    parts = {name: int(max(0, w(g) if callable(w) else w) * 2**64) for name, w in weights.items()}
-    parts = parts if any(parts.values()) else dict.fromkeys(parts, 1)
-    for name, end in zip(parts, itertools.accumulate(parts.values()), strict=True):
-        if g * 0x9E3779B97F4A7C15 % 2**64 < end * 2**64 // sum(parts.values()):    # 2**64 / golden ratio
-            return name
+def step_of(num_lanes):
+    """Of the steps whose num_lanes-fold is 2**64 / golden ratio: the one with the smallest largest quotient."""
+    def largest(a, b, before=0, q=1):    # of the continued fraction of b / a; q: denominators so far
+        return max(a // b, largest(b, a % b, q, a // b * q + before)) if b and q <= 2**20 else 0
+    steps = [(k * 2**64 + 0x9E3779B97F4A7C15) // num_lanes for k in range(num_lanes)]
+    return min(steps, key=lambda step: largest(2**64, step))
 
 
-def rows_of_run(sources, encode, T, packing, num_lanes, seed=None, state=None, **options):
-    """
-    The run's rows, an array each: T + 1 tokens, fewer at the end of a source, none in a lane that has ended.
-    sources: {name: (shards, weight, epochs)}. state: of the loader, all ranks merged; to resume.
-    """
-    def fingerprint(name):
-        shards = [[shard.name, shard.size] for shard in sources[name][0]]
-        return hashlib.sha256(json.dumps(shards).encode()).hexdigest(), name
-
-    lanes = [{} for _ in range(num_lanes)]
-    for (number, lane), name in itertools.product(enumerate(lanes), sorted(sources, key=fingerprint)):
-        shards, _, epochs = sources[name]
-        at = (state["lanes"][str(number)] if state else {}).get(name, {})
-        packer, deal_to = PACKINGS[packing](T, **options), (shards, number, num_lanes, seed, epochs, encode)
-        packer.rows = at.get("rows", 0)
-        for ref in (Ref(*ref) for ref in at.get("buffered", ())):
-            packer.restore(next(documents(*deal_to, ref._replace(token=0)))[0], ref)
-        if not at.get("ended"):
-            lane[name] = packer, documents(*deal_to, Ref(*at.get("next", ())))
-    for g in itertools.count(state["rows"] if state else 0):
-        lane, row = lanes[g % num_lanes], []
+def rows_of_run(sources, n_tokens, T, packing, num_lanes, seed, chunk_bytes):
+    """sources: {name: (shards, weight, epochs)}; n_tokens(document, epoch); T(): now. [] in a lane that ended."""
+    lanes = [{name: rows_of_stream(lane, epochs, n_tokens, T, packing, shards, num_lanes, seed, chunk_bytes)
+              for name, (shards, _, epochs) in sources.items()} for lane in range(num_lanes)]
+    step = step_of(num_lanes)
+    for g in itertools.count():
+        lane, row = lanes[g % num_lanes], None
         while lane and not row:
-            name = choose_source({name: sources[name][1] for name in lane}, g)
-            packer, stream = lane[name]
-            if not (row := packer.row(lambda stream=stream: next(stream, None))):
-                del lane[name]    # ended: it leaves its part of [0, 1) to the others
+            weights = [max(0, sources[name][1](g) if callable(sources[name][1]) else sources[name][1]) for name in lane]
+            parts = [int(weight / (max(weights) or 1) * 2**62) for weight in weights]
+            parts = parts if any(parts) else [1] * len(parts)
+            ends = (end * 2**64 // sum(parts) for end in itertools.accumulate(parts))
+            name = next(name for name, end in zip(lane, ends) if g * step % 2**64 < end)
+            if not (row := next(lane[name], None)):
+                del lane[name]    # it ended, and leaves its part of [0, 1) to the others
         if not any(lanes):
             return
-        yield np.concatenate(row) if row else np.zeros(0, np.int64)
+        yield row or []
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder:
+        texts = [[letter * n for letter, n in zip("abcd", (3, 9, 4, 6))] for _ in range(5)]
+        for name in ("train", "val"):
+            write_shard(f"{folder}/{name}.parquet", map(pa.array, texts))
+        shards = list_shards(folder, "train")
+        for lane in range(2):
+            for place, documents in chunks_of(lane, 1, shards, 2, 0, 60).items():
+                print(f"lane {lane}, chunk {place}:", *(f"{i}:{row}" for _, i, row in documents))
+        rows = rows_of_run({"": (shards, 1, 1)}, lambda at, _: len(texts[at[1]][at[2]]) + 1, lambda: 15, "exactfit", 2, 0, 60)
+        for g, row in enumerate(rows):
+            print(f"row {g}, lane {g % 2}:", *(f"{i}:{row}[{a}:{b}]" for (_, i, row), _, a, b in row))
+
+
+if __name__ == "__main__":
+    main()
