@@ -329,7 +329,7 @@ class Encoder:
     def _transform(self, ids, location, epoch):
         if len(ids):
             bos, result = self.tokenizer.bos, self.transform(ids.astype(np.int64), location, epoch)
-            ids = np.asarray([] if result is None else result)
+            ids = np.atleast_1d([] if result is None else result)
             if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids[0]) not in (bos, ~bos)):
                 raise TypeError(f"transform returned {ids.dtype} {ids.shape}; expected ids, BOS first")
         return ids.astype(np.int64)
