@@ -45,6 +45,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")    # of GPUs: fewer holes in memory
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, by dynamo, it would keep the process group alive
@@ -111,6 +113,7 @@ def parse_flags(argv=None):
                    "(default: the smallest multiple of 8 that the world size divides; fewer for tiny data)")
     p.add_argument("--doc_mask", action="store_true", help="attention stays inside documents")
     p.add_argument("--seed", type=int, default=1, help="for the initial weights and the order of documents")
+    p.add_argument("--ledger", action="store_true", help="write the loss of each document into --out")
     p.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/DATE-TIME)")
     p.add_argument("--resume", default="none", metavar="auto|none|FILE", help="auto: the newest checkpoint "
                    "in --out or of any run; it brings the flags not given. If there is none: a run of --data")
@@ -276,7 +279,13 @@ def train(flags, at_exit):
         "parameters": n_parameters, "world_size": world, "from_step": first})
     checkpoints = Checkpoints(out, first if os.path.exists(checkpoint_path(out, first)) else None, at_exit)
 
+    token_bytes, ledger = get_token_bytes(tokenizer).numpy(), []
+    for path in glob.glob(os.path.join(glob.escape(out), "ledger", "step_*")) if rank == 0 else ():
+        if os.path.basename(path) >= f"step_{first:07d}":    # of steps that this run repeats
+            os.remove(path)
+
     def save(step):    # all ranks together: each knows its own lanes and momenta
+        write_ledger(out, ledger)    # so a resumed run removes whole files
         if step != checkpoints.newest:
             checkpoints.save(step, {
                 "version": VERSION, "step": step, "flags": settings, "model": model.state_dict(),
@@ -284,15 +293,19 @@ def train(flags, at_exit):
                 "loader": json.dumps(gather_states(loader)), "rows_hash": rows_hash, "val_files": val_files,
                 "constant_since": constant_since, "machine": machine_of(device, world)})
 
-    def report(step, lr, counts, sums, waited, seconds):    # -> whether a rank was asked to stop
+    def report(step, rows, lr, counts, sums, losses, waited, seconds):    # -> was a rank asked to stop?
         nonlocal rows_hash
         began = time.perf_counter()
         (n_tokens, added, n_signals), (nats, norm) = counts.tolist(), sums.tolist()    # waits for the GPU
         loss, rows_hash = nats / max(1, n_tokens), (rows_hash + added) % 2**64
+        seen = ledger_rows(step, *rows, losses.cpu().numpy(), token_bytes)
+        ledger.extend(seen if flags.ledger else ())
+        if len(log.losses) == 50 and loss > np.mean(log.losses) + 6 * np.std(log.losses):
+            print(f"step {step}: the loss jumped to {loss:.2f}; {hardest(seen)}", flush=True)
         if not math.isfinite(loss + norm):
             checkpoints.wait()
             file = max(list_checkpoints(out), default="FILE (the same run writes one: --steps 1 --out OTHER)")
-            raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}. The documents in its rows: "
+            raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}; {hardest(seen)}. All of them: "
                              f"python -m dev.bench audit --resume {file} --steps {step}:{step + 1}")
         log.step(step, loss, lr, norm, seconds + time.perf_counter() - began, waited, f"{rows_hash:016x}")
         return n_signals > 0
@@ -312,17 +325,19 @@ def train(flags, at_exit):
         # After the save: a run that is stopped in its eval repeats the eval when it is resumed.
         if evals and not stopping:
             stopping = not evaluate(step, model, tokenizer, val, flags.micro_batch_size, stop, log.write)
+            log.write({"step": step, **loader.stats()})
         if stopping or done:
             save(step)
             break
         began = time.perf_counter()
         first_row, (inputs, targets) = loader.position.g, next(loader)
+        rows = first_row, loader.pieces(), targets
         waited = time.perf_counter() - began
         counts = count_and_hash(inputs, targets, first_row, len(signals))
         set_rates(optimizers, step, flags.steps)
         lr = optimizers[-1].param_groups[-1]["lr"]
-        sums = train_step(net, model, optimizers, inputs, targets, counts[0], flags.micro_batch_size)
-        unread.append((step, lr, counts, sums, waited, time.perf_counter() - began))
+        sums, losses = train_step(net, model, optimizers, inputs, targets, counts[0], flags.micro_batch_size)
+        unread.append((step, rows, lr, counts, sums, losses, waited, time.perf_counter() - began))
 
     is_saved = checkpoints.wait()
     stats = sum(map(collections.Counter, loader.stats()["sources"].values()), collections.Counter())
@@ -340,21 +355,56 @@ def train(flags, at_exit):
 
 
 def train_step(net, model, optimizers, inputs, targets, n_tokens, micro):
-    """-> float (2,): nats of all ranks' tokens, and the norm of the gradient before it was clipped"""
+    """-> (nats of all ranks' tokens, norm of the gradient before it was clipped) as a tensor; nats (B, T)"""
     device, (_, world) = model.embedding.weight.device, ranks_of_this_process()
-    nats = torch.zeros((), device=device)
+    nats = []
     parts = list(zip(inputs.split(micro), targets.split(micro), strict=True))
     for i, (some_inputs, some_targets) in enumerate(parts):
         last = i == len(parts) - 1    # sums over the ranks; no_sync must enclose the forward, too
         with contextlib.nullcontext() if last or net is model else net.no_sync():
-            loss = net(some_inputs.to(device), some_targets.to(device)).sum()
-            (loss * (world / n_tokens.clamp(min=1))).backward()    # DDP divides by the world size
-        nats += loss.detach()
+            losses = net(some_inputs.to(device), some_targets.to(device))
+            (losses.sum() * (world / n_tokens.clamp(min=1))).backward()    # DDP divides by the world size
+        nats.append(losses.detach())
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()
     model.zero_grad(set_to_none=True)
-    return torch.stack([sum_over_ranks(nats), norm])
+    nats = torch.cat(nats).view_as(targets)
+    return torch.stack([sum_over_ranks(nats.sum()), norm]), nats
+
+
+# A row of the ledger: a piece of a document (see loader.pieces) in row g of the run; its tokens with a loss,
+# their bytes and loss. BOS does not count: its loss tells nothing about the document. dev.bench reads it.
+LEDGER = "step", "g", "path", "row_group", "row", "epoch", "start", "stop", "tokens", "bytes", "nats"
+
+
+def ledger_rows(step, first_row, pieces, targets, nats, token_bytes):
+    (rank, world), targets, rows = ranks_of_this_process(), targets.cpu().numpy(), []
+    for b, row in enumerate(pieces):
+        for location, epoch, start, stop, offset in row:
+            of_piece = b, slice(max(0, offset - (start > 0)), offset + stop - start - 1)
+            tokens = targets[of_piece][targets[of_piece] >= 0]
+            rows.append((step, first_row + rank + b * world, *location, epoch, start, stop, len(tokens),
+                         int(token_bytes[tokens].sum()), float(nats[of_piece].sum())))
+    return rows
+
+
+def write_ledger(folder, rows):    # each rank its own files
+    if rows:
+        name = f"step_{rows[0][0]:07d}_rank_{ranks_of_this_process()[0]:04d}.parquet"
+        try:
+            with atomic_file(os.path.join(folder, "ledger", name)) as part:
+                pq.write_table(pa.table([*map(pa.array, zip(*rows, strict=True))], LEDGER), part)
+            rows.clear()
+        except OSError as error:    # a full disk stops no training; the next file has these rows, too
+            print(f"warning: the ledger is not written: {error}", flush=True)
+
+
+def hardest(rows):
+    means = [(nats / n, *place) for _, _, *place, _, _, _, n, _, nats in rows if n]
+    means.sort(key=lambda mean: -np.nan_to_num(mean[0], nan=np.inf))
+    return "this rank's hardest documents: " + "; ".join(
+        "{1}, row group {2}, row {3} ({0:.2f} nats a token)".format(*mean) for mean in means[:3])
 
 
 def count_and_hash(inputs, targets, first_row, n_signals):
@@ -944,6 +994,7 @@ class Log:
     def __init__(self, folder, flags, mfu_of_one_token, header):
         self.path, self.flags = os.path.join(folder, "log.jsonl"), flags
         self.mfu_of_one_token, self.times, self.seconds, self.failed = mfu_of_one_token, [], 0.0, False
+        self.losses = collections.deque(maxlen=50)
         if ranks_of_this_process()[0] == 0:
             # Remove lines of steps that the resumed run repeats. On a full disk, they stay.
             kept = [record for record in read_log(self.path) if record.get("step", -1) < header["from_step"]]
@@ -967,6 +1018,7 @@ class Log:
     def step(self, step, loss, lr, norm, seconds, waited, rows_hash):
         self.seconds += seconds
         self.times = [*self.times[-49:], seconds]
+        self.losses.append(loss)
         per_second = self.flags.batch_size * self.flags.seq_len / seconds
         r = {"step": step, "loss": loss, "lr": lr, "norm": norm, "tokens_per_s": per_second,
              "mfu": per_second * self.mfu_of_one_token, "ms": 1e3 * seconds, "wait_ms": 1e3 * waited,

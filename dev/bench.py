@@ -4,6 +4,8 @@ Look at the packings and measure them, on the data at hand.
     python -m dev.bench compare    what each packing drops, pads and cuts
     python -m dev.bench bench      tokens per second, from text and from tokens
     python -m dev.bench audit      which documents are in the rows of a run's steps
+    python -m dev.bench losses     which documents the model of a run found hard or easy
+    python -m dev.bench when       the steps of a run that have a document
 
 The trade-off: the benchmark takes a quarter of a minute per line, since each line takes turns with its
 yardstick. So the shares hold on a busy machine, too; the tokens per second do not.
@@ -12,11 +14,9 @@ yardstick. So the shares hold on a busy machine, too; the tokens per second do n
 import argparse
 import collections
 import contextlib
-import functools
 import importlib.util
 import io
 import itertools
-import json
 import multiprocessing
 import os
 import sys
@@ -31,9 +31,10 @@ import torch
 
 from dataloader import PACKINGS, PackedLoader, Place, flat
 from dataset import Parser, column_views, cores, errors_in_one_line, in_order, list_shards
+from dev.ledger import audit, losses, read_row_group, when
 from dev.prepare import add_folder, at_least_1, counted, folder_of, row_groups_of, tokenize
-from tokenizer import RustBPETokenizer, find_tokenizer, get_tokenizer
-from train import load_checkpoint, peak_memory, sources_of
+from tokenizer import find_tokenizer, get_tokenizer
+from train import peak_memory
 
 # ---------------------------------------------------------------------------------------------------------
 # Compare: what each packing drops, pads and cuts
@@ -234,62 +235,6 @@ def write_ids(tokens, path):
 
 
 # ---------------------------------------------------------------------------------------------------------
-# Audit: the documents in the rows of a run's steps
-
-def audit(path, steps=None, as_json=False):
-    """
-    Lines for each row of steps A to B-1 (default: the next one) of the run of a checkpoint of train.py: the
-    whole batch of all ranks; of W ranks, row i is that of rank i % W. Steps before the checkpoint are found
-    from the beginning of the run, which takes as long as packing them again.
-    """
-    saved = load_checkpoint(path)
-    run, tokenizer = argparse.Namespace(**saved["flags"]), RustBPETokenizer.from_dict(saved["tokenizer"])
-    first, stop = steps or (saved["step"], saved["step"] + 1)
-    start = saved["step"] if first >= saved["step"] else 0
-    if (changed := saved["constant_since"]) and not start:
-        raise ValueError(f"the run changed its flags at step {changed}: {path} cannot name rows before step "
-                         f"{saved['step']}; pass a checkpoint of step {first} or before")
-    with PackedLoader(tokenizer, run.batch_size, run.seq_len, "train", rank=0, world_size=1,
-                      packing=run.packing, data_dir=sources_of(run), num_lanes=run.num_lanes,
-                      shuffle_seed=None if run.no_shuffle else run.seed) as loader:
-        if start:
-            loader.load_state_dict(json.loads(saved["loader"]))
-        shards = {shard.path: shard for source in loader.sources.values() for shard in source.shards}
-        for step in range(start, stop):
-            next(loader)
-            for i, pieces in enumerate(loader.pieces() if step >= first else ()):
-                found = [describe_piece(piece, shards, tokenizer) for piece in pieces]
-                yield from lines_of_row(step, i, found, as_json)
-
-
-def describe_piece(piece, shards, tokenizer):
-    path, row_group, row = piece.location
-    document = read_row_group(shards[path], row_group)[row].as_py()
-    if shards[path].kind == "tokens":
-        document = tokenizer.decode(np.frombuffer(document, shards[path].dtype)[1:101].tolist())
-    return {"path": path, "row_group": row_group, "row": row, "epoch": piece.epoch,
-            "from": piece.start, "to": piece.stop, "offset": piece.offset, "text": document[:60]}
-
-
-@functools.lru_cache(maxsize=16)
-def read_row_group(shard, row_group):
-    return shard.read(row_group)
-
-
-def lines_of_row(step, number, found, as_json):
-    if as_json:
-        yield json.dumps({"step": step, "row": number, "documents": found})
-        return
-    yield f"step {step}, row {number}"
-    end = 0
-    for piece in found:
-        again = ", after its BOS again" if piece["offset"] > end else ""
-        yield ("  {path}, row group {row_group}, row {row}, epoch {epoch}, ".format(**piece)
-               + f"tokens {piece['from']:,}-{piece['to'] - 1:,}{again}: {piece['text']!r}")
-        end = piece["offset"] + piece["to"] - piece["from"]
-
-
-# ---------------------------------------------------------------------------------------------------------
 # The command line
 
 def main(argv: list[str] | None = None) -> None:
@@ -316,6 +261,15 @@ def make_parser():
     command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
     command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the one after FILE")
     command.add_argument("--json", action="store_true", help="a row per line, for programs")
+    for name, run, text in (("losses", losses, "which documents the model of a run found hard or easy"),
+                            ("when", when, "the steps of a run that have a document")):
+        command = commands.add_parser(name, help=text, description=run.__doc__)
+        command.add_argument("run", metavar="RUN", help="the folder of a run of train.py")
+        if name == "when":
+            command.add_argument("document", nargs="?", metavar="FILE:ROW")
+            command.add_argument("--text", help="words of the document")
+        else:
+            command.add_argument("-n", type=at_least_1, default=10, help="documents at each end (default 10)")
     return parser
 
 
@@ -329,6 +283,10 @@ def parse_steps(text):
 def lines_of(flags):
     if flags.command == "audit":
         return audit(flags.resume, flags.steps, flags.json)
+    if flags.command == "losses":
+        return losses(flags.run, flags.n)
+    if flags.command == "when":
+        return when(flags.run, flags.document, flags.text)
     data_dir = folder_of(flags)
     tokenizer, where = find_tokenizer(flags.tokenizer, [data_dir], 32768)
     print(f"data: {data_dir}; tokenizer: {where}", file=sys.stderr)

@@ -81,7 +81,7 @@ def test_step_at_depth_12_reads_no_value_and_stays_on_its_device(fake, monkeypat
         optimizers = train.make_optimizers(model, kind, None, 2**19)
         for _ in range(2):
             counts = train.count_and_hash(inputs, inputs, 12, 0)
-            sums = train.train_step(model, model, optimizers, inputs, inputs, counts[0], 4)
+            sums, _ = train.train_step(model, model, optimizers, inputs, inputs, counts[0], 4)
             assert counts.device == sums.device == torch.device(device) and sums.dtype == torch.float32
             content = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
             momenta = [name for o in content["optimizers"] for name in o.get("state", o)]
