@@ -732,7 +732,7 @@ def with_digest(state):
     state = json.loads(json.dumps({**state, "digest": {}}))
     parts = {lane: json.dumps({**state, "lanes": {lane: streams}}, sort_keys=True)
              for lane, streams in state["lanes"].items()}
-    digest = {lane: hashlib.sha256(part.encode()).hexdigest() for lane, part in parts.items()}
+    digest = {lane: hashlib.sha256(part.encode()).hexdigest()[:16] for lane, part in parts.items()}
     return {**state, "digest": digest}
 
 def read_state(loader, state):
@@ -838,7 +838,8 @@ def sources_of(data_dir, epochs):
                          "{folder: weight}, each folder once, and epochs only for these")
     for name, weight in weights.items():
         n = epochs.get(name)
-        if not callable(weight) and not (isinstance(weight, (int, float)) and 0 < weight < math.inf):
+        is_number = isinstance(weight, (int, float)) and type(weight) is not bool
+        if not callable(weight) and not (is_number and 0 < weight < math.inf):
             raise ValueError(f"weight {weight!r} of {name}; expected a number above 0, or a function of g")
         if n is not None and (type(n) is not int or n < 1):
             raise ValueError(f"epochs={n!r}; expected an int, 1 or more, or None for an endless run")
@@ -863,10 +864,10 @@ def check_start(loader):
             raise ValueError(f"{name}: {n} documents for {loader.num_lanes} lanes; {advice}")
 
 def check_state(state):
-    seen = f"version {state.get('version')!r}" if isinstance(state, dict) else type(state).__name__
+    seen = f"version {state.get('version')!r}" if isinstance(state, dict) else f"a {type(state).__name__}"
     if seen != f"version {VERSION}":
-        raise ValueError(f"expected a loader state of version {VERSION}, the dict that state_dict() returned, "
-                         f"not {seen}; an older run needs the files that began it")
+        raise ValueError(f"expected a loader state of version {VERSION}: what state_dict() returned, or json.loads "
+                         f"of its text; got {seen}. An older run needs the files that began it")
     with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):    # of what is no state
         if with_digest(state)["digest"] == state.get("digest"):
             return

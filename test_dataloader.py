@@ -824,7 +824,7 @@ def test_any_tokenizer_gives_the_same_rows(corpus):
 def test_token_shards_are_checked_like_a_tokenizer(corpus, tmp_path):
     """Made by another tokenizer, an odd number of bytes, no BOS."""
     tokens = tokenized(corpus, tmp_path / "tokens")
-    with pytest.raises(ValueError, match="tokens needs the tokenizer that made it, bytes, not ano"):
+    with pytest.raises(ValueError, match="tokens needs the tokenizer that made it, "):
         next(make(tokens, tokenizer=ByteTokenizer("another")))
 
     def shard_of(name, array):
@@ -1156,8 +1156,9 @@ def test_damaged_state_is_refused_and_changes_nothing(corpus):
     assert rows_of(next(loader)) == run(corpus, steps=6, num_lanes=2)[0][-2:]
 
 @pytest.mark.parametrize("state, words", [
-    ({}, "version None"), ({"version": 4, "rows": 8}, "version 4.*reads 5"), ({"version": 5}, "damaged"),
-    (None, "is a NoneType"), ([], "is a list"), ('{"version": 5}', r"is a str; .*json\.loads")])
+    ({}, "got version None"), ({"version": 4, "rows": 8}, "of version 5: .*; got version 4"),
+    ({"version": 5}, "damaged"), (None, "got a NoneType"), ([], "got a list"),
+    ('{"version": 5}', r"json\.loads of its text; got a str")])
 def test_other_versions_and_other_things_are_refused_in_a_line(corpus, state, words):
     for read in (make(corpus).load_state_dict, lambda state: merge_states([state])):
         with pytest.raises(ValueError, match=rf"^[^\n]*{words}[^\n]*$"):
@@ -1222,7 +1223,7 @@ def test_states_of_ranks_are_merged_or_refused(corpus):
         make(corpus, num_lanes=4).load_state_dict(one)
     with pytest.raises(ValueError, match="has only"):
         merge_states([one, one])
-    with pytest.raises(ValueError, match="no states"):
+    with pytest.raises(ValueError, match="got a NoneType"):
         merge_states([])
     loaders[0].load_state_dict(one)    # its own lanes are enough
     next(loaders[1])
@@ -1736,7 +1737,7 @@ def log_of(out):
         records = [json.loads(line) for line in file]
     names = ("loss", "norm", "lr", "rows_hash", "val_bpb")
     return {(record["step"], "val_bpb" in record): [record.get(name) for name in names]
-            for record in records if "step" in record}
+            for record in records if "loss" in record or "val_bpb" in record}
 
 def test_training_that_is_stopped_and_resumed_is_the_uninterrupted_one(tmp_path, monkeypatch):
     """20 steps, SIGTERM in the 12th. All losses, norms and evals are equal bit for bit."""
