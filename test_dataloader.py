@@ -1230,7 +1230,7 @@ def test_states_of_ranks_are_merged_or_refused(corpus):
     with pytest.raises(ValueError, match="ranks have drawn 0 and 4 rows.* evaluate"):
         merge_states([one, loaders[1].state_dict()])
     longer = make(corpus, rank=1, world_size=2, num_lanes=4, T=17).state_dict()
-    with pytest.raises(ValueError, match="different runs: T is 16 and 17"):
+    with pytest.raises(ValueError, match="different runs: they differ in T"):
         merge_states([one, longer])
     contradiction = copy.deepcopy(one)
     contradiction["lanes"]["2"][corpus]["taken"] = [[16, 3]]
