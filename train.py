@@ -219,11 +219,6 @@ def train(flags, at_exit):
     # Data: the loader deals rows to ranks
     flags.data = flags.data or list(sources)
     documents = {path: sum(shard.n_documents for shard in list_shards(path, "train")) for path in sources}
-    for path, weight in sources.items():
-        n_tokens = flags.steps * flags.batch_size * flags.seq_len * weight / sum(sources.values())
-        epochs = n_tokens / max(1, documents[path] * val[path].tokens_per_document)
-        if epochs > 4:    # up to there, repeated data is nearly as good as new (arXiv 2305.16264)
-            print0(f"about {epochs:.0f} epochs of {path}: more data or fewer --steps may be better")
     if not flags.num_lanes:
         flags.num_lanes, n_documents = math.lcm(8, world), min(documents.values())
         if world <= n_documents < flags.num_lanes:
@@ -263,9 +258,11 @@ def train(flags, at_exit):
     # The run's folder, which begins with its first line
     n_parameters = sum(p.numel() for p in model.parameters())
     for path, source in val_sources.items():
-        names = ", ".join(shard.name for shard in source.shards)
-        print0(f"{path}: {documents[path]:,} documents to train on, {source.group_sizes.sum():,} for val "
-               f"({names:.80})")
+        names, share = ", ".join(shard.name for shard in source.shards), sources[path] / sum(sources.values())
+        tokens = flags.steps * flags.batch_size * flags.seq_len * share
+        epochs = tokens / max(1, documents[path] * val[path].tokens_per_document)    # 4: arXiv 2305.16264
+        print0(f"{path}: {documents[path]:,} documents to train on, about {epochs:.1f} epochs; "
+               f"{source.group_sizes.sum():,} for val ({names:.80})")
     print0(f"model: {n_parameters:,} parameters, depth {flags.depth}; tokenizer: "
            f"{tokenizer.get_vocab_size():,} tokens, {where}\n"
            f"a step: {flags.batch_size} rows of {flags.seq_len} tokens (ranks x rows: {world} x {loader.B}), "
@@ -334,8 +331,7 @@ def train(flags, at_exit):
         rows = first_row, loader.pieces(), targets
         waited = time.perf_counter() - began
         counts = count_and_hash(inputs, targets, first_row, len(signals))
-        set_rates(optimizers, step, flags.steps)
-        lr = optimizers[-1].param_groups[-1]["lr"]
+        lr = set_rates(optimizers, step, flags.steps)
         sums, losses = train_step(net, model, optimizers, inputs, targets, counts[0], flags.micro_batch_size)
         unread.append((step, rows, lr, counts, sums, losses, waited, time.perf_counter() - began))
 
@@ -685,16 +681,17 @@ def make_optimizers(model, kind, lr, tokens_per_step):
 
 
 def set_rates(optimizers, step, steps):
-    """Warm-up in 3 % of the steps, constant, linear decay to 5 % in the last 65 %. -> share of the peak"""
+    """Warm-up in 3 % of the steps, constant, linear decay to 5 % in the last 65 %. -> rate of the matrices"""
     share = min(1.0, (step + 1) / max(1.0, 0.03 * steps), 0.05 + 0.95 * (steps - step) / (0.65 * steps))
     for optimizer in optimizers:
         for group, peak in zip(optimizer.param_groups, optimizer.peak_rates, strict=True):
             group["lr"] = peak * share
             if "momentum" in group:    # Muon's: a warm-up, as in modded-nanogpt, and a cosine
                 group["momentum"] = 0.85 + 0.10 * min(1.0, step / 300)
-                most = min(1.0, 12 / (peak * steps))    # TODO
+                # Rate x decay x steps is at most 12 (nanochat: 14); in 500 steps, 6: 1.0659, 12: 1.0731
+                most = min(1.0, 12 / (peak * steps))
                 group["decay"] = most * (0.5 + 0.5 * math.cos(math.pi * step / steps))
-    return share
+    return group["lr"]
 
 
 # ---------------------------------------------------------------------------------------------------------
