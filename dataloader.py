@@ -866,8 +866,8 @@ def check_start(loader):
 def check_state(state):
     seen = f"version {state.get('version')!r}" if isinstance(state, dict) else f"a {type(state).__name__}"
     if seen != f"version {VERSION}":
-        raise ValueError(f"expected a loader state of version {VERSION}: what state_dict() returned, or json.loads "
-                         f"of its text; got {seen}. An older run needs the files that began it")
+        raise ValueError(f"expected a loader state of version {VERSION}: what state_dict() returned, or "
+                         f"json.loads of its text; got {seen}. An older run needs the files that began it")
     with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):    # of what is no state
         if with_digest(state)["digest"] == state.get("digest"):
             return
