@@ -282,7 +282,8 @@ def train(flags, at_exit):
             os.remove(path)
 
     def save(step):    # all ranks together: each knows its own lanes and momenta
-        write_ledger(out, ledger)    # so a resumed run removes whole files
+        if ledger:
+            write_ledger(out, ledger)    # first: a resumed run removes whole files
         if step != checkpoints.newest:
             checkpoints.save(step, {
                 "version": VERSION, "step": step, "flags": settings, "model": model.state_dict(),
@@ -386,21 +387,18 @@ def ledger_rows(step, first_row, pieces, targets, nats, token_bytes):
 
 
 def write_ledger(folder, rows):    # each rank its own files
-    if rows:
-        name = f"step_{rows[0][0]:07d}_rank_{ranks_of_this_process()[0]:04d}.parquet"
-        try:
-            with atomic_file(os.path.join(folder, "ledger", name)) as part:
-                pq.write_table(pa.table([*map(pa.array, zip(*rows, strict=True))], LEDGER), part)
-            rows.clear()
-        except OSError as error:    # a full disk stops no training; the next file has these rows, too
-            print(f"warning: the ledger is not written: {error}", flush=True)
+    name = f"step_{rows[0][0]:07d}_rank_{ranks_of_this_process()[0]:04d}.parquet"
+    with contextlib.suppress(OSError):    # a full disk stops no training; the next file has these rows, too
+        with atomic_file(os.path.join(folder, "ledger", name)) as part:
+            pq.write_table(pa.table([*map(pa.array, zip(*rows, strict=True))], LEDGER), part)
+        rows.clear()
 
 
 def hardest(rows):
-    means = [(nats / n, *place) for _, _, *place, _, _, _, n, _, nats in rows if n]
+    means = [(row[-1] / row[-3], *row[2:5]) for row in rows if row[-3]]
     means.sort(key=lambda mean: -np.nan_to_num(mean[0], nan=np.inf))
-    return "this rank's hardest documents: " + "; ".join(
-        "{1}, row group {2}, row {3} ({0:.2f} nats a token)".format(*mean) for mean in means[:3])
+    words = ("{1}, row group {2}, row {3} ({0:.2f} nats a token)".format(*mean) for mean in means[:3])
+    return f"this rank's hardest documents: {'; '.join(words)}"
 
 
 def count_and_hash(inputs, targets, first_row, n_signals):

@@ -1,8 +1,9 @@
 """
-Pictures of rows and losses, by matplotlib.
+Pictures of rows, losses and documents, by matplotlib.
 
     python -m dev.pictures rows --out dev/rows.svg                                # documents in rows
     python -m dev.pictures loss runs/* --out loss.svg                             # a line per run
+    python -m dev.pictures documents runs/mine --out documents.svg                # which were hard (--ledger)
 """
 
 import argparse
@@ -12,6 +13,7 @@ import numpy as np
 
 from dataloader import PACKINGS, PackedLoader
 from dataset import Parser, errors_in_one_line, find_data
+from dev.ledger import LN2, losses_of, read_ledger
 from tokenizer import find_tokenizer
 from train import read_log
 
@@ -93,10 +95,29 @@ def loss_picture(folders):
     return figure
 
 
+def documents_picture(run, n=20):
+    """Bits per byte of each source over the steps; how hard its documents were, in red the n at each end."""
+    ledger, n_parts = read_ledger(run), 60
+    found, steps = [loss.above for loss in losses_of(ledger)], ledger["step"].max() + 1
+    figure = Figure((9, 2.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    folders = np.array([path.rpartition("/")[0] for path in ledger["path"]])
+    for folder in np.unique(folders):
+        parts = ledger["step"][folders == folder] * n_parts // steps
+        nats, n_bytes = (np.bincount(parts, ledger[name][folders == folder], n_parts)
+                         for name in ("nats", "bytes"))
+        left.plot(np.arange(n_parts) * steps / n_parts, nats / np.maximum(1, n_bytes) / LN2, label=folder)
+    right.hist([found[n:-n], found[:n] + found[-n:]], 60, stacked=True, color=["C0", "C3"], log=True)
+    left.set(xlabel="step", ylabel="bits per byte")
+    right.set(xlabel="bits per byte above the documents in the steps around", ylabel="documents")
+    left.legend()
+    return figure
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("python -m dev.pictures", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rows", "loss"])
+    parser.add_argument("what", choices=["rows", "loss", "documents"])
     parser.add_argument("inputs", nargs="*", help="loss: folders of runs; rows: the data, as in train.py")
     parser.add_argument("--tokenizer", help="rows: its folder (default: the one trained on the data)")
     parser.add_argument("--T", type=int, default=8192, help="rows: tokens in a row (default 8192)")
@@ -108,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
             tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)
             picture = rows_picture(tokenizer, data_dir, flags.T)
         else:
-            picture = loss_picture(flags.inputs)
+            picture = loss_picture(flags.inputs) if flags.what == "loss" else documents_picture(*flags.inputs)
         picture.savefig(flags.out or f"{flags.what}.svg")
 
 

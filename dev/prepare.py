@@ -853,6 +853,22 @@ def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) ->
         print(f"bytes  of {what} in a document: {', '.join(parts)}")
 
 
+def plan(flags):
+    """Print how often a run of train.py takes the documents of each source, before it is started."""
+    from train import sources_of  # here: to import torch takes 3 s
+
+    sources, n_tokens = sources_of(flags), flags.steps * flags.batch_size * (flags.seq_len + 1)
+    tokenizer, where = find_tokenizer(flags.tokenizer, [*sources], VOCAB_SIZE)
+    print(f"{flags.steps:,} steps of {flags.batch_size:,} rows, {n_tokens:,} tokens by {where}")
+    for path, weight in sources.items():
+        shards, share = list_shards(path, "train"), weight / sum(sources.values())
+        lengths = lengths_of(shards)
+        available = count_tokens(shards, lengths[lengths >= 0], tokenizer)[1].mean() * (lengths >= 0).sum()
+        epochs = share * n_tokens / available
+        print(f"{path}: {share:.1%} of the rows, {share * n_tokens:,.0f} tokens of about {available:,.0f}: "
+              f"{epochs:.2f} epochs, {'REPEATED' if epochs > 1 else 'nothing twice'}")
+
+
 def known_tokenizer(tokenizer_dir, folder):
     """(tokenizer, its folder): the one given, or the largest that was trained on this data; else Nones."""
     if not tokenizer_dir:
@@ -995,8 +1011,11 @@ def make_parser():
     add("--tokenizer", help="folder of the tokenizer")
     command("verify", lambda flags: sys.exit(not verify(folder_of(flags))),
             "check every shard against all its checksums")
-    add = command("stats", lambda flags: stats(folder_of(flags), flags.tokenizer, flags.seq_len),
-                  "count documents, bytes, tokens, lengths, row groups, lanes, cuts")
+    add = command("stats", lambda flags: plan(flags) if flags.steps else stats(
+        folder_of(flags), flags.tokenizer, flags.seq_len), "count documents, bytes, tokens, lengths, row "
+        "groups, lanes, cuts; with --steps, for FOLDER:WEIGHT ...: how often a run takes the documents")
+    add("--steps", type=at_least_1, help="of a run: print its epochs of each FOLDER:WEIGHT")
+    add("--batch_size", type=at_least_1, default=256, help="rows in a step, with --steps (default 256)")
     add("--tokenizer", help="its folder (default: that trained on this data; if there is none, only bytes)")
     add("--seq_len", type=at_least_1, default=2048, help="T of the rows that exactfit packs (default 2048)")
     add = command("import_tokenizer", lambda flags: print(import_tokenizer(flags.file, flags.out, flags.bos)),

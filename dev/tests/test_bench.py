@@ -22,7 +22,7 @@ import pytest
 
 import train
 from dataloader import PACKINGS
-from dev import bench
+from dev import bench, ledger
 from test_dataloader import ByteTokenizer, grouped, make, run, write_shards
 from tokenizer import RustBPETokenizer
 
@@ -129,8 +129,8 @@ def test_audit_says_where_a_document_continues_after_its_bos_again(checkpoint):
 
 def test_audit_refuses_steps_before_changed_flags(checkpoint, monkeypatch):
     saved = {**train.load_checkpoint(checkpoint), "constant_since": 2}
-    monkeypatch.setattr(bench, "load_checkpoint", lambda path: saved)
-    with pytest.raises(ValueError, match=r"at step 2: .*; pass a checkpoint of step 1 or before"):
+    monkeypatch.setattr(ledger, "load_checkpoint", lambda path: saved)
+    with pytest.raises(ValueError, match=r"at step 2: .*; pass one of step 2 or before"):
         next(bench.audit(checkpoint, (1, 2)))
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import train
 from dataloader import PACKINGS, Location
-from dev import bench, ledger
+from dev import bench, ledger, prepare
 from test_dataloader import BOS, HERE, documents_in, grouped, ids_of, make, write_shards
 from tokenizer import RustBPETokenizer
 
@@ -212,3 +212,19 @@ def test_spike_names_its_documents_at_once(base, capsys, monkeypatch):
     for path, row_group, row in named:
         assert (path, int(row_group), int(row)) in {*zip(
             rows["path"][hardest], rows["row_group"][hardest], rows["row"][hardest], strict=True)}
+
+
+def test_plan_says_how_often_a_run_takes_the_documents_of_each_source(alone, base, capsys):
+    """A run of 160 steps, beside its ledger; and one that repeats nothing."""
+    words = f"stats {base}/a:0.6 {base}/b:0.4 --tokenizer {base}/tokenizer --seq_len 64 --batch_size 8"
+    prepare.main([*words.split(), "--steps", "160"])
+    rows, lines = ledger.read_ledger(alone), capsys.readouterr().out.splitlines()
+    for name, line in zip("ab", lines[1:], strict=True):
+        mine = np.char.startswith(rows["path"].astype(str), f"{base}/{name}/")
+        share, epochs = re.search(r"(\d+\.\d)% of the rows, .*: (\d+\.\d+) epochs, REPEATED", line).groups()
+        tokens = (rows["stop"] - rows["start"])[mine].sum()
+        of_an_epoch = sum(len(ids_of(text)) for text in documents_in(f"{base}/{name}").values())
+        assert share == {"a": "60.0", "b": "40.0"}[name]
+        assert float(epochs) == pytest.approx(tokens / of_an_epoch, rel=0.1)
+    prepare.main([*words.split(), "--steps", "3"])
+    assert capsys.readouterr().out.count("nothing twice") == 2

@@ -585,7 +585,8 @@ def test_resumed_run_that_is_over_is_an_error_that_names_its_step(command, resum
 def test_not_finite_loss_names_the_command_that_lists_its_documents(command, resume):
     boom = ["--optimizer", "adamw", "--lr", "1e39", "--steps", 9, "--out", "boom"]
     told = command(*boom, status=1)
-    assert re.search(r"error: step 1: loss nan, gradient norm nan. The documents in its rows: "
+    assert re.search(r"error: step 1: loss nan, gradient norm nan; this rank's hardest documents: "
+                     r"(a/\S+, row group \d+, row \d+ \(nan nats a token\)(; )?){3}. All of them: "
                      r"python -m dev.bench audit --resume FILE \(the same run .*\) --steps 1:2\n", told)
     assert not train.list_checkpoints("boom")
     command("--steps", 3, "--out", "good")
