@@ -514,7 +514,7 @@ def varlen_attention(q, k, v, cu_seqlens):
 def test_boundaries_give_the_attention_of_the_dense_mask(folder, packing, monkeypatch):
     """With flex attention, and document by document; of cut documents, short rows and empty ones."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    B, seen = 9, collections.Counter()
+    B, seen = 18, collections.Counter()
     names = {"np": np, "torch": torch, "B": B, "T": T, "n_documents": B * T,
              "create_block_mask": create_block_mask, "flex_attention": flex_attention}
     exec(snippets()["Boundaries"], names)
