@@ -68,7 +68,7 @@ def choose(weights, point):
     return next(name for name, end in zip(weights, ends, strict=True) if point < end)
 
 def rows_of_run(sources, n_tokens, T, packing, num_lanes, seed, chunk_bytes):
-    """sources: {name: (shards, weight, epochs)}; n_tokens(document, epoch); T(): now. []: a lane has ended."""
+    """sources: {name: (shards, weight, epochs)}; n_tokens(document, epoch); T(): now. []: a lane ended."""
     lanes = [{name: rows_of_stream(lane, epochs, n_tokens, T, packing, shards, num_lanes, seed, chunk_bytes)
               for name, (shards, _, epochs) in sources.items()} for lane in range(num_lanes)]
     for g in itertools.count():
