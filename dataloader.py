@@ -547,9 +547,7 @@ class PackedLoader(IterableDataset):
             raise RuntimeError
         ends_together = all(self.epochs.values()) and self.world_size > 1    # endless runs never wait
         if ends_together and not self._gloo and dist.is_available() and dist.is_initialized():
-            # Local: processes without a loader need not call. All must have been in equally many groups.
-            ranks = self.group and dist.get_process_group_ranks(self.group)
-            self._gloo = dist.new_group(ranks, backend="gloo", use_local_synchronization=bool(ranks))
+            self._gloo = gloo_beside(self.group or dist.group.WORLD)
         (g, lanes), self._streams = self.position, {}
         ahead = 1 + max(1, 2 * self.threads // (len(lanes) * len(self.sources)))    # chunks of each stream
         for lane in lanes_of_rank(g, self.rank, self.world_size, self.num_lanes):
@@ -621,7 +619,7 @@ class PackedLoader(IterableDataset):
         more, lacking = any(rows) or any(stream.peek() for stream in streams), not all(rows)
         if gloo := self._gloo:    # close() may remove it
             flags = torch.tensor([more, lacking], dtype=torch.int64)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group=gloo)
+            gloo.allreduce([flags], dist.ReduceOp.MAX).wait()
             more, lacking = flags.tolist()
         return more and not (lacking and self.uneven == "stop")
 
@@ -648,12 +646,9 @@ class PackedLoader(IterableDataset):
 
     def close(self) -> None:
         """Stop the threads. In a finite run on several ranks, the other ranks get an error."""
-        self._closed, gloo, self._gloo = True, self._gloo, None
+        self._closed, self._gloo = True, None
         if self._pid == os.getpid():
             self._stop()
-        with contextlib.suppress(RuntimeError, ValueError):    # all groups may be destroyed already
-            if gloo:
-                dist.destroy_process_group(gloo)
 
     def __enter__(self):
         return self
@@ -688,6 +683,12 @@ class PackedLoader(IterableDataset):
             sources[name].update(stream.counts)
             sources[name]["epoch"] = max(sources[name]["epoch"], stream.epoch)
         return {"waited_s": self.waited, "sources": sources}
+
+def gloo_beside(group):
+    """A gloo group of the same ranks. dist.new_group needs calls of all processes, or hangs if made again."""
+    store, n = group.get_group_store(), dist.get_world_size(group)
+    number = (store.add("nanoloader", 1) - 1) // n    # no rank asks for the next one before all joined this
+    return dist.ProcessGroupGloo(dist.PrefixStore(f"nanoloader{number}", store), dist.get_rank(group), n)
 
 def lanes_of_rank(g, rank, world_size, num_lanes):
     """This rank's lanes in the order in which they give rows, from row g of the run on."""
