@@ -412,9 +412,9 @@ def step_of(num_lanes):
     return min(((k * 2**64 + golden) // num_lanes for k in range(num_lanes)), key=largest_quotient)
 
 def largest_quotient(step):
-    """The largest partial quotient of step / 2**64, up to convergents with denominators of 2**20."""
+    """The largest partial quotient of step / 2**64, up to convergents with denominators of 2**12."""
     a, b, largest, denominators = 2**64, step, 0, (0, 1)
-    while b and denominators[1] <= 2**20:
+    while b and denominators[1] <= 2**12:
         largest = max(largest, a // b)
         denominators = denominators[1], a // b * denominators[1] + denominators[0]
         a, b = b, a % b
