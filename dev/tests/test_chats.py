@@ -4,19 +4,24 @@ Chats: conversations to shards, and to ids with and without a loss.
     python -m pytest dev/tests/test_chats.py
 """
 
+import collections
 import itertools
 import json
 import random
 import re
 from functools import cache
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import dataset
-from dev import prepare
+import train
+from dataloader import PACKINGS, Location, PackedLoader, Source, merge_states, wholefit
+from dev import nanochat, prepare
 from dev.tests.test_prepare import all_of, command, read_all
 from dev.tests.test_tokenizer import GPT4, SOURCES
 from test_dataloader import ByteTokenizer
@@ -112,6 +117,7 @@ def test_ids_and_masks_are_those_of_the_rules(monkeypatch, engine):
     tokenizer, chats = tokenizer_with.__wrapped__(), list(make_chats(300))
     ids, bounds = encode_conversations(tokenizer, [None, *as_lines(chats)])
     assert engine in tokenizer.engine and ids.dtype == np.int32 and bounds[1] == 0
+    assert [part.tolist() for part in encode_conversations(tokenizer, [None])] == [[], [0, 0]]
     for i, chat in enumerate(chats):
         want = slow_rendering(tokenizer, chat)
         assert ids[bounds[i + 1]:bounds[i + 2]].tolist() == [id if mask else ~id for id, mask in want]
@@ -266,27 +272,27 @@ def test_a_bad_conversation_is_a_bad_document(tmp_path, capsys, messages, words)
     assert len(read_all(tmp_path / "out")) == 40
 
 
-@pytest.fixture
-def shards(tmp_path):
-    """A folder of 200 conversations, the folder of a tokenizer, and the conversations in order."""
-    write_input(tmp_path / "in.jsonl", "jsonl", list(make_chats(200)))
-    prepare.convert([str(tmp_path / "in.jsonl")], str(tmp_path / "chats"))
-    tokenizer_with().save(str(tmp_path / "tokenizer"))
-    return tmp_path
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """A folder with those of 200 conversations, of their tokens, and of a tokenizer."""
+    folder = tmp_path_factory.mktemp("shards")
+    write_input(folder / "in.jsonl", "jsonl", list(make_chats(200)))
+    prepare.convert([str(folder / "in.jsonl")], str(folder / "chats"))
+    tokenizer_with().save(str(folder / "tokenizer"))
+    prepare.tokenize(str(folder / "chats"), str(folder / "tokens"), str(folder / "tokenizer"))
+    return folder
 
 
 def test_token_shards_hold_ids_without_a_loss_as_negative_ones(shards, capsys):
-    arguments = "tokenize", shards / "chats", "--tokenizer", shards / "tokenizer", "--out", shards / "tokens"
-    assert command(*arguments) is None
     texts, tokens = all_of(shards / "chats"), all_of(shards / "tokens")
     for text, made in zip(texts, tokens, strict=True):
-        assert (made.kind, made.dtype) == ("tokens", "<i4")
-        assert (made.text_bytes, made.group_sizes) == (text.text_bytes, text.group_sizes)
+        assert (made.kind, made.dtype, made.text_bytes) == ("tokens", "<i4", text.text_bytes)
+        assert made.group_sizes == text.group_sizes
         for row_group in range(len(made.group_sizes)):
             ids, bounds = encode_conversations(tokenizer_with(), text.read(row_group).to_pylist())
             stored = [np.frombuffer(one, "<i4").tolist() for one in made.read(row_group).to_pylist()]
             assert stored == [ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
-    capsys.readouterr()
+    arguments = "tokenize", shards / "chats", "--tokenizer", shards / "tokenizer", "--out", shards / "tokens"
     assert command(*arguments) is None and " tokens in " in capsys.readouterr().out    # kept, not made again
     assert command("head", shards / "tokens", "--tokenizer", shards / "tokenizer") is None
     assert "<|user_start|>" in capsys.readouterr().out
@@ -310,6 +316,12 @@ def test_head_and_stats_know_conversations(shards, capsys):
     assert abs(share - 100 * (ids >= 0).mean()) < 5 and "of JSON in a document" in printed
 
 
+def test_nanochats_generators_refuse_conversations(shards):
+    """They would train on JSON."""
+    with pytest.raises(ValueError, match="holds messages, and nanochat's generators read text"):
+        nanochat.check_shards(dataset.list_shards(str(shards / "chats"), "val"), 1)
+
+
 def test_a_tokenizer_for_chats_is_trained_on_what_they_say(shards):
     from tokenizer import some_text
 
@@ -322,3 +334,219 @@ def test_a_tokenizer_for_chats_is_trained_on_what_they_say(shards):
         parts = [part for content in contents
                  for part in ([content] if isinstance(content, str) else [one["text"] for one in content])]
         assert [c for c in text if c != "\n"] == [c for c in "".join(parts) if c != "\n"]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Rows: every token of an answer is a target once, and only these are
+
+
+def load(folder, T=40, **options):
+    """The loaders of all ranks, which deliver rows in one epoch together."""
+    world, options = options.pop("world", 1), {"split": "train", "epochs": 1, "num_lanes": 4} | options
+    return [PackedLoader(tokenizer_with(), 3, T, data_dir=str(folder), rank=rank, world_size=world, **options)
+            for rank in range(world)]
+
+
+def count_targets(loaders, seen, steps=None):
+    """Count, by document and token, the targets with a loss; each must be the token at its place."""
+    for loader in loaders:
+        for inputs, targets in itertools.islice(loader, steps):
+            assert inputs.min() >= 0 and targets.min() >= -100
+            for pieces, answers in zip(loader.pieces(), targets.tolist(), strict=True):
+                at = {piece.offset + k: (piece.location, piece.start + k)
+                      for piece in pieces for k in range(piece.stop - piece.start)}
+                for i, token in enumerate(answers, 1):
+                    if token >= 0:
+                        seen[(*at[i], token)] += 1
+
+
+def tokens_of_answers(shards, kind):
+    """What count_targets should see: {(location, index, token): 1}"""
+    want = collections.Counter()
+    for shard in dataset.list_shards(str(shards / "chats"), "train"):
+        for row_group in range(len(shard.group_sizes)):
+            for row, line in enumerate(shard.read(row_group).to_pylist()):
+                ids, mask = tokenizer_with().render_conversation({"messages": json.loads(line)})
+                for i, (id, has_loss) in enumerate(zip(ids, mask, strict=True)):
+                    if has_loss:
+                        want[Location(f"{shards}/{kind}/{shard.name}", row_group, row), i, id] = 1
+    return want
+
+
+@pytest.mark.parametrize("kind", ["chats", "tokens"])
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_an_epoch_has_each_token_of_an_answer_once(shards, packing, world, kind):
+    """Stop after 5 steps, go on with other ranks. bestfit drops tokens, and repeats none."""
+    seen, want = collections.Counter(), tokens_of_answers(shards, kind)
+    first = load(shards / kind, packing=packing, world=world)
+    count_targets(first, seen, 5)
+    state = merge_states([loader.state_dict() for loader in first])
+    assert 0 < seen.total() < want.total() / 2
+    rest = load(shards / kind, packing=packing, world=4 // world)
+    for loader in rest:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+    count_targets(rest, seen)
+    for loader in [*first, *rest]:
+        loader.close()
+    assert seen == want if packing != "bestfit" else seen.keys() < want.keys() and max(seen.values()) == 1
+
+
+def test_text_rows_of_a_mixture_are_those_without_chats(shards, tmp_path):
+    """In each lane; and each batch has its share of chats."""
+    with open(tmp_path / "text.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": f"{i} hello" * (i % 50)}) + "\n" for i in range(400))
+    text, chats = str(tmp_path / "text"), str(shards / "chats")
+    prepare.convert([str(tmp_path / "text.jsonl")], text)
+    options = {"split": "train", "num_lanes": 4, "packing": "wholefit"}
+    rows = {1: [[] for _ in range(4)], 2: [[] for _ in range(4)]}
+    for n, data in ((1, {text: 1.0}), (2, {text: 0.7, chats: 0.3})):
+        with PackedLoader(tokenizer_with(), 40, 30, data_dir=data, **options) as loader:
+            for inputs, targets in itertools.islice(loader, 6):
+                n_chats = 0
+                for b, pieces in enumerate(loader.pieces()):
+                    if pieces[0].location.path.startswith(text):
+                        rows[n][b % 4].append((inputs[b].tolist(), targets[b].tolist()))
+                    else:
+                        n_chats += 1
+                assert abs(n_chats - 12 * (n - 1)) <= 5
+    for alone, mixed in zip(rows[1], rows[2], strict=True):
+        assert len(mixed) > 20 and mixed == alone[:len(mixed)]
+
+
+# ---------------------------------------------------------------------------------------------------------
+# wholefit
+
+
+def check_rows(lengths, R, R2, n):
+    """n rows of R tokens, then rows of R2: every token once, and nothing is cut that fits. -> rows"""
+    starts, at = [0] * len(lengths), [0] * len(lengths)
+    rows = [(R, row) for row in itertools.islice(wholefit(starts, lengths, R), n)]
+    rows += [(R2, row) for row in wholefit(starts, lengths, R2)]
+    for size, row in rows:
+        assert row and sum(stop - start + (start > 0) for _, start, stop in row) <= size
+        for d, start, stop in row:
+            assert at[d] == start < stop <= lengths[d]
+            at[d] = stop
+            assert stop - start == lengths[d] or lengths[d] > min(R, R2)
+    assert at == list(lengths) == starts
+    return len(rows)
+
+
+def test_wholefit_on_all_small_lengths():
+    for R, n in itertools.product((2, 3, 5), range(5)):
+        for lengths in itertools.product(range(7), repeat=n):
+            check_rows(lengths, R, R, 0)
+            check_rows(lengths, R, 4, 1)
+
+
+def test_wholefit_pads_little():
+    """Less than best fit with a buffer of 100, the rule of nanochat's fine-tuning, and cuts no tails."""
+    draw = random.Random(0)
+    lengths = [min(600, 20 + int(draw.lognormvariate(4.5, 0.8))) for _ in range(4000)]
+    R, buffer, rest, theirs = 513, [], [min(n, 513) for n in lengths], 0
+    while buffer or rest:
+        free, theirs = R, theirs + 1
+        while True:
+            buffer, rest = buffer + rest[:100 - len(buffer)], rest[100 - len(buffer):]
+            if not (fits := [n for n in buffer if n <= free]):
+                break
+            buffer.remove(max(fits))
+            free -= max(fits)
+    n_rows = check_rows(lengths, R, R, 0)
+    assert n_rows <= theirs and sum(lengths) > 0.99 * R * n_rows
+
+
+# ---------------------------------------------------------------------------------------------------------
+# Training
+
+
+TOY = ["--device", "cpu", "--depth", "1", "--seq_len", "64", "--batch_size", "4", "--eval_rows", "20"]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """run("--steps", 2) types `python train.py --steps 2` in a new folder. -> what it printed"""
+    def type_in(*words):
+        assert not train.main(list(map(str, words)))
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    return type_in
+
+
+def test_a_model_is_fine_tuned_on_text_and_chats_and_answers(shards, run):
+    """Rates are a tenth; no zlib line for chats; chats and their tokens are scored alike."""
+    with open("text.jsonl", "w") as file:
+        file.writelines(json.dumps({"text": f"{i} hello" * (1 + i % 50)}) + "\n" for i in range(400))
+    prepare.convert(["text.jsonl"], "text")
+    tokenizer, chats = ("--tokenizer", shards / "tokenizer"), shards / "chats"
+    run(*TOY, *tokenizer, "--data", "text", "--steps", 2, "--out", "base")
+    tune = *TOY[4:], "--init", "base/step_0000002.pt", "--packing", "wholefit", "--steps", 3
+    printed = run(*tune, "--data", "text:0.5", f"{chats}:0.5", "--out", "tuned")
+    assert re.search(r"bits per byte of text \(zlib -9: ", printed)
+    assert re.search(rf"bits per byte of {chats}\n", printed)
+    peaks = [max(record.get("lr", 0) for record in train.read_log(f"{out}/log.jsonl"))
+             for out in ("base", "tuned")]
+    assert 0 < peaks[1] < peaks[0] / 9
+    resumed = run("--resume", "auto", "--out", "tuned", "--steps", 4)
+    assert "step 4: val" in resumed
+    scores = [re.search(r"val (\S+) bits", run("--eval", "tuned/step_0000004.pt", "--data", shards / kind))[1]
+              for kind in ("chats", "tokens")]
+    assert scores[0] == scores[1]
+    answer = run("--chat", "What is this?", "--out", "tuned")
+    assert len(answer) > 1 and "What is this?" not in answer and "<|assistant_end|>" not in answer
+
+
+def test_fine_tuning_scales_all_rates(shards, run):
+    """--lr with --init: the rates of the embeddings and the head follow that of the matrices."""
+    peaks, original = [], train.make_optimizers
+
+    def note(*arguments):
+        optimizers = original(*arguments)
+        peaks.append([rate for optimizer in optimizers for rate in optimizer.peak_rates])
+        return optimizers
+
+    common = ["--data", shards / "chats", "--steps", 1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "make_optimizers", note)
+        run(*TOY, *common, "--tokenizer", shards / "tokenizer", "--out", "base")
+        for i, lr in enumerate(([], ["--lr", 0.02 / (1 + 1250 / 256) / 2])):
+            run(*TOY[4:], *common, "--init", "base/step_0000001.pt", *lr, "--out", f"tuned{i}")
+    for rates, share in zip(peaks[1:], (0.1, 0.5), strict=True):
+        assert rates == pytest.approx([share * rate for rate in peaks[0]])
+
+
+def test_evals_score_the_tokens_of_answers_once(shards):
+    """A window is one conversation; a longer one has several, with context."""
+    tokenizer, flags = tokenizer_with(), SimpleNamespace(seq_len=64, eval_rows=10**6, micro_batch_size=1)
+    sources = [Source("", dataset.list_shards(str(shards / kind), "val"), 1, None, 1)
+               for kind in ("chats", "tokens")]
+    windows, same = (train.val_windows(tokenizer, source, flags) for source in sources)
+    assert windows.zlib_bpb is None and torch.equal(windows.targets, same.targets)
+    assert torch.equal(windows.inputs, same.inputs) and windows.inputs.min() >= 0
+    answers = collections.Counter()
+    lines = [line for i in range(len(sources[0].shards[0].group_sizes))
+             for line in sources[0].shards[0].read(i).to_pylist()]
+    for line in lines:
+        ids, mask = tokenizer.render_conversation({"messages": json.loads(line)})
+        answers.update(id for id, has_loss in zip(ids, mask, strict=True) if has_loss)
+    assert collections.Counter(windows.targets[windows.targets >= 0].tolist()) == answers
+    assert len(windows.inputs) > len(lines) > 3
+
+
+def test_an_answer_ends_at_its_token():
+    """What follows <|assistant_end|> is not printed, nor is the question."""
+    tokenizer, end = tokenizer_with(), tokenizer_with().encode_special("<|assistant_end|>")
+    told = [*tokenizer.encode("four"), end, *tokenizer.encode("five")]
+
+    def model(inputs):
+        logits = torch.zeros(1, inputs.size(1), tokenizer.get_vocab_size())
+        for i, token in enumerate(told):
+            logits[0, 2 + i, token] = 1e6
+        return logits
+
+    model.embedding = torch.nn.Embedding(1, 1)
+    prompt = [tokenizer.get_bos_token_id(), *tokenizer.encode("2+")[:1], *tokenizer.encode("2")]
+    assert len(prompt) == 3 and train.generate(model, tokenizer, 32, prompt, len(told), end) == "four"
+    assert train.generate(model, tokenizer, 32, prompt, len(told)).endswith("2four<|assistant_end|>five")

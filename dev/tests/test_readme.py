@@ -41,7 +41,7 @@ def commands():
     for line in "".join(blocks()).replace("\\\n", " ").splitlines():
         line = re.sub(r"step_\d+", "step_0000002", re.sub(r"--steps \d+:\d+", "--steps 0:2", line))
         python, *words = shlex.split(line, comments=True) or [""]
-        if words[:1] == ["train.py"] and not {"--eval", "--sample"} & {*words}:
+        if words[:1] == ["train.py"] and not {"--eval", "--sample", "--chat"} & {*words}:
             words += TOY if {"--resume", "--init"} & {*words} else [*TOY, "--depth", "1"]
         if python == "python":
             yield words
@@ -78,6 +78,9 @@ def reader(tmp_path_factory):
     with open(folder / "rated.csv", "w", newline="") as file:
         csv.writer(file).writerows([("text", "score"), *zip(documents, np.linspace(0, 1, len(documents)),
                                                               strict=True)])
+    with open(folder / "chats.jsonl", "w") as file:
+        file.writelines(json.dumps({"messages": [{"role": "user", "content": text[:100]}, {
+            "role": "assistant", "content": text}]}) + "\n" for text in documents)
     for words in commands():
         if not needs_a_run(words):
             assert type_in(folder, words), words
@@ -92,7 +95,7 @@ def test_commands_of_training_work_in_their_order(reader):
     typed = [words for words in commands() if needs_a_run(words)]
     for words in typed:
         printed = type_in(reader, words)
-        assert "bits per byte" in printed or "--sample" in words or words[0] == "-m", words
+        assert "bits per byte" in printed or {"--sample", "--chat"} & {*words} or words[0] == "-m", words
     assert len(typed) > 7
 
 
@@ -131,7 +134,7 @@ def test_wrapped_tokenizer_gives_the_rows_of_its_library(corpus):
 
 
 def test_readme_is_short_and_what_it_links_to_is_there():
-    assert README.count("\n") <= 280 and not re.search(r"TODO|@[A-Z]+@", README)
+    assert README.count("\n") <= 295 and not re.search(r"TODO|@[A-Z]+@", README)
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (HERE / target).exists(), target
 
