@@ -202,7 +202,7 @@ def test_spike_names_its_documents_at_once(base, capsys, monkeypatch):
             sums[0] += 20 * nats[2].numel()
         return sums, nats
     monkeypatch.setattr(train, "train_step", jump)
-    train.main([*flags_of(base, "spike"), *"--steps 60 --batch_size 4 --seq_len 16".split()])
+    train.main([*flags_of(base, "spike"), *["--steps", "60", "--batch_size", "4", "--seq_len", "16"]])
     [line] = [line for line in capsys.readouterr().out.splitlines() if "jumped" in line]
     assert line.startswith("step 59: the loss jumped to ")
     rows = ledger.read_ledger(f"{base}/spike")
