@@ -82,7 +82,8 @@ def count_rows(pack, lengths, R):
             repeats_bos = start > 0 and pack is not flat
             counts["padding"] -= stop - start + repeats_bos
             stops[d] = stop
-            whole |= {d} if stop - start == lengths[d] else set()
+            if stop - start == lengths[d]:
+                whole.add(d)
     cut = [d for d, n in enumerate(lengths) if 0 < n <= R and d not in whole]
     counts.update(dropped=sum(lengths) - sum(stops), documents=len(lengths), cut=len(cut))
     return counts
