@@ -75,15 +75,16 @@ def encode_chunk(loader, parts):
 
 def count_rows(pack, lengths, R):
     """A Counter of a chunk's rows, padding, dropped tokens, documents, and those cut although they fit."""
-    stops, n_pieces, counts = [0] * len(lengths), collections.Counter(), collections.Counter()
+    stops, whole, counts = [0] * len(lengths), set(), collections.Counter()
     for row in pack([0] * len(lengths), lengths, R):
         counts.update(rows=1, padding=R)
         for d, start, stop in row:
             repeats_bos = start > 0 and pack is not flat
             counts["padding"] -= stop - start + repeats_bos
             stops[d] = stop
-            n_pieces[d] += 1
-    cut = [d for d, n in n_pieces.items() if lengths[d] <= R and (n > 1 or stops[d] < lengths[d])]
+            if stop - start == lengths[d]:
+                whole.add(d)
+    cut = [d for d, n in enumerate(lengths) if 0 < n <= R and d not in whole]
     counts.update(dropped=sum(lengths) - sum(stops), documents=len(lengths), cut=len(cut))
     return counts
 

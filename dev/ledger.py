@@ -28,7 +28,7 @@ def newest_of(run):
 
 def loader_of(saved, begins, B=None, rank=0, world_size=1):
     """A loader of a checkpoint's run: at the run's beginning, or at the checkpoint."""
-    run, tokenizer = argparse.Namespace(**saved["flags"]), RustBPETokenizer.from_dict(saved["tokenizer"])
+    run, tokenizer = argparse.Namespace(**saved["flags"]), tokenizer_of(saved)
     if begins and (changed := saved["constant_since"]):
         raise ValueError(f"the run changed its flags at step {changed}: a checkpoint of step {saved['step']} "
                          f"cannot name rows before it; pass one of step {changed} or before")
@@ -38,6 +38,10 @@ def loader_of(saved, begins, B=None, rank=0, world_size=1):
     if not begins:
         loader.load_state_dict(json.loads(saved["loader"]))
     return loader
+
+
+def tokenizer_of(saved):
+    return RustBPETokenizer.from_dict(saved["tokenizer"])
 
 
 def shards_of(loader):
@@ -52,10 +56,10 @@ def text_of(document, shard, tokenizer):
     return tokenizer.decode(np.maximum(ids, ~ids)[1:].tolist())
 
 
-def beginning_of(location, loader):
+def beginning_of(location, loader, tokenizer):
     shard = next(shard for shard in shards_of(loader) if shard.path == location.path)
     document = read_row_group(shard, location.row_group)[location.row]
-    return text_of(document, shard, loader.arguments["tokenizer"])[:60]
+    return text_of(document, shard, tokenizer)[:60]
 
 
 @functools.lru_cache(maxsize=16)
@@ -73,6 +77,7 @@ def audit(path, steps=None, as_json=False):
     from the beginning of the run, which takes as long as packing them again.
     """
     saved = load_checkpoint(path)
+    tokenizer = tokenizer_of(saved)
     first, stop = steps or (saved["step"], saved["step"] + 1)
     with loader_of(saved, first < saved["step"]) as loader:
         for step in range(0 if first < saved["step"] else saved["step"], stop):
@@ -80,7 +85,7 @@ def audit(path, steps=None, as_json=False):
             for i, pieces in enumerate(loader.pieces() if step >= first else ()):
                 found = [{**piece.location._asdict(), "epoch": piece.epoch, "from": piece.start,
                           "to": piece.stop, "offset": piece.offset,
-                          "text": beginning_of(piece.location, loader)} for piece in pieces]
+                          "text": beginning_of(piece.location, loader, tokenizer)} for piece in pieces]
                 yield from lines_of_row(step, i, found, as_json)
 
 
@@ -140,8 +145,9 @@ def losses(run, n=10):
     ledger = read_ledger(run)
     if not len(ledger["g"]):
         raise ValueError(f"{run} has no ledger; train.py writes one with --ledger")
-    found, ends = losses_of(ledger), np.quantile(ledger["step"], (0.1, 0.9))
-    with loader_of(newest_of(run), False) as loader:
+    saved, found, ends = newest_of(run), losses_of(ledger), np.quantile(ledger["step"], (0.1, 0.9))
+    tokenizer = tokenizer_of(saved)
+    with loader_of(saved, False) as loader:
         for name, source in loader.sources.items():
             mine = np.isin(ledger["path"], [shard.path for shard in source.shards])
             tenths = mine & (ledger["step"] <= ends[0]), mine & (ledger["step"] >= ends[1])
@@ -153,7 +159,7 @@ def losses(run, n=10):
             yield f"{title}: above others, bits per byte, bytes, pieces"
             for above, bits, n_bytes, pieces, place in some:
                 yield (f"{above:>+8.3f}{bits:>8.3f}{n_bytes:>9,}{pieces:>5,}  "
-                       f"{in_words(place)}: {printable(beginning_of(place, loader))}")
+                       f"{in_words(place)}: {printable(beginning_of(place, loader, tokenizer))}")
 
 
 def in_words(place):
@@ -169,10 +175,11 @@ def when(run, name=None, text=None):
     from 0 on; --text: all documents with these words. If the ledger lacks steps, lanes are packed again.
     """
     saved, ledger = newest_of(run), read_ledger(run)
+    tokenizer = tokenizer_of(saved)
     begins = len(np.unique(ledger["step"][ledger["step"] < saved["step"]])) < saved["step"]
     with loader_of(saved, begins) as loader:
-        for place in find_documents(loader, name, text):
-            yield f"{in_words(place)}: {printable(beginning_of(place, loader))}"
+        for place in find_documents(loader, tokenizer, name, text):
+            yield f"{in_words(place)}: {printable(beginning_of(place, loader, tokenizer))}"
             known = () if begins else seen_in(ledger)
             known = [one for one in known if one[2] == place and one[0] < saved["step"]]
             for step, g, _, epoch, start, stop in [*known, *replay(saved, loader, [place])]:
@@ -180,13 +187,12 @@ def when(run, name=None, text=None):
                        + (", to come" if step >= saved["step"] else ""))
 
 
-def find_documents(loader, name, text):
+def find_documents(loader, tokenizer, name, text):
     path, _, row = (name or "").rpartition(":")
     for shard in shards_of(loader):
         if text:
             for row_group, i in ((j, i) for j, n in enumerate(shard.group_sizes) for i in range(n)):
-                document = read_row_group(shard, row_group)[i]
-                if text in text_of(document, shard, loader.arguments["tokenizer"]):
+                if text in text_of(read_row_group(shard, row_group)[i], shard, tokenizer):
                     yield Location(shard.path, row_group, i)
         elif shard.path.endswith(path) and row.isdecimal() and int(row) < shard.n_documents:
             firsts = [0, *np.cumsum(shard.group_sizes).tolist()]
