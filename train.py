@@ -128,9 +128,9 @@ def parse_flags(argv=None):
     typed = {name: value for name, value in vars(p.parse_args(argv, nothing)).items() if value is not None}
     cuda = (typed.get("device") or devices[0]) == "cuda"
     has_data = typed.get("data") or dataset.list_files(dataset.default_data_dir())
-    sizes = {name: large if cuda and has_data else small for name, small, large, _ in FLAGS}
-    by_device = {**sizes, "dtype": "bfloat16" if cuda else "float32"}
-    flags = argparse.Namespace(**{**defaults, **by_device, **typed}, given=[*typed])
+    defaults |= {name: large if cuda and has_data else small for name, small, large, _ in FLAGS}
+    defaults["dtype"] = "bfloat16" if cuda else "float32"
+    flags = argparse.Namespace(**{**defaults, **typed}, given=[*typed])
     flags.sample = flags.sample if flags.chat is None else flags.chat
     check_flags(flags)
     return flags
@@ -622,16 +622,14 @@ def orthogonalize(matrices, steps=5):
 
 
 class Muon:
-    """
-    Moves matrices by their orthogonalized momentum. Those of one shape form a stack: each rank computes the
-    updates of its share, one collective gathers them. Where there are too few, ranks repeat others' work.
-    """
+    """Moves matrices by their orthogonalized momentum. Ranks share the work on each stack of one shape."""
 
     def __init__(self, named: list, lr):
         (rank, self.world), self.stacks = ranks_of_this_process(), []
         for shape in dict.fromkeys(p.shape for _, p in named):
             stack = {name: p for name, p in named if p.shape == shape}
             share = -(-len(stack) // self.world)
+            # Too few matrices: the last ranks repeat the work of the first
             mine = [[*stack][i % len(stack)] for i in range(rank * share, rank * share + share)]
             self.stacks.append((stack, mine, named[0][1].new_zeros(share, *shape)))
         self.param_groups = [{"params": [p for _, p in named], "lr": lr, "momentum": 0.95, "decay": 0.0}]
