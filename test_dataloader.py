@@ -25,7 +25,6 @@ import math
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -408,16 +407,6 @@ def test_rows_of_a_version_never_change(tmp_path, monkeypatch):
     assert dataloader.VERSION == 5
     assert got == FROZEN
 
-def test_mixture_resumes_in_folders_that_moved_and_on_tokens(corpus, tmp_path):
-    """Sources are known by their shards' contents, whatever the folder is called."""
-    other = write_shards(tmp_path / "other", [[numbered([9] * 99)], [["val"]]])
-    want, _ = run({corpus: 0.3, other: rising}, steps=200, num_lanes=2)
-    head, state = run({corpus: 0.3, other: rising}, steps=80, num_lanes=2)
-    tokens, moved = tokenized(corpus, tmp_path / "tokens"), str(tmp_path / "moved")
-    os.rename(other, moved)
-    tail, _ = run({moved: rising, tokens: 0.3}, steps=120, state=state, num_lanes=2)
-    assert head + tail == want
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The packings, pure functions of lengths, each against a slow rule; also restarted with another R
@@ -647,12 +636,6 @@ def test_ten_thousand_small_files_pad_at_most_one_percent():
             n_rows += sum(1 for _ in PACKINGS["exactfit"]([0] * len(lengths), lengths, 2049))
     assert 0.99 < n_tokens / (2049 * n_rows) <= 1
 
-def test_large_row_group_is_cut_to_chunks_of_equal_size():
-    source = Source("f", shards_of([[1000]], 10**6), 2, 0, 30_000)
-    chunks = [parts for lane in range(2) for _, parts in source.deal(lane, Place(), 1)]
-    sizes = [len(part.indices) for (part,) in chunks]
-    assert sum(sizes) == 1000 and len(sizes) == 34 and max(sizes) - min(sizes) <= 1
-
 def test_nulls_and_empty_documents_are_counted(tmp_path):
     data = write_shards(tmp_path, [[["a", None, "", "bc", None] * 4], [["val"]]])
     for packing in PACKINGS:
@@ -802,16 +785,8 @@ class PlainTokenizer:
     def encode(self, texts, prepend=None, num_threads=8):
         return [[prepend, *text.encode()] for text in texts]
 
-class OnlyDocuments:
-    get_bos_token_id = ByteTokenizer.get_bos_token_id
-
-    def encode_documents(self, texts):
-        return ByteTokenizer().encode_documents(texts)
-
-def test_any_tokenizer_gives_the_same_rows(corpus):
-    want = run(corpus, steps=9)[0]
-    for tokenizer in (PlainTokenizer(), OnlyDocuments()):
-        assert run(corpus, steps=9, tokenizer=tokenizer)[0] == want
+def test_tokenizer_with_lists_gives_the_same_rows(corpus):
+    assert run(corpus, steps=9, tokenizer=PlainTokenizer())[0] == run(corpus, steps=9)[0]
 
 def test_token_shards_are_checked_like_a_tokenizer(corpus, tmp_path):
     """Made by another tokenizer, an odd number of bytes, no BOS."""
@@ -838,18 +813,6 @@ def test_token_shards_are_checked_like_a_tokenizer(corpus, tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------
 # Transforms, and tokens without a loss
-
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_transform_that_depends_on_the_epoch_resumes_exactly(corpus, packing):
-    same = {"packing": packing, "num_lanes": 2, "transform": fill_in_the_middle}
-    want, state = run(corpus, steps=150, **same)
-    for stop in (7, 130):
-        head, state = run(corpus, steps=stop, **same)
-        assert head + run(corpus, steps=150 - stop, state=state, **same)[0] == want
-    assert max(lane[corpus]["place"][0] for lane in state["lanes"].values()) > 1
-    assert run(corpus, steps=150, **{**same, "transform": None})[0] != want
-    with pytest.raises(ValueError, match=r"transform.*'fill_in_the_middle'.*None"):
-        make(corpus, packing=packing, num_lanes=2).load_state_dict(state)
 
 @pytest.mark.parametrize("packing", ["flat", "exactfit"])
 def test_transform_filters_documents_and_they_are_counted(corpus, packing):
@@ -902,10 +865,9 @@ def test_masked_tokens_are_inputs_as_usual_and_targets_of_minus_100(corpus, tmp_
 # ---------------------------------------------------------------------------------------------------------
 # Promise 9: a mixture has its shares in every batch and in every lane
 
-WORST_BATCH = {1: 3.7, 2: 5.4, 3: 5.8, 4: 7.0, 5: 4.0, 6: 6.9, 7: 8.5, 8: 4.7, 9: 8.5, 10: 4.9, 11: 3.9, 12: 5.3,
-               13: 5.2, 14: 5.9, 15: 5.6, 16: 5.1, 34: 5.6, 55: 4.7, 64: 5.2, 89: 5.3, 128: 4.8, 144: 4.5,
+WORST_BATCH = {1: 3.7, 2: 5.4, 3: 5.8, 4: 7.0, 5: 4.0, 6: 6.9, 7: 8.5, 8: 4.7, 9: 8.5, 10: 4.9, 11: 3.9,
+               12: 5.3, 13: 5.2, 14: 5.9, 15: 5.6, 16: 5.1, 34: 5.6, 55: 4.7, 64: 5.2, 89: 5.3, 128: 4.8, 144: 4.5,
                256: 5.1, 512: 4.4, 987: 5.5, 1024: 4.6, 4096: 4.2}
-WEIGHTS = [(0.5, 0.5), (0.7, 0.3), (0.98, 0.02), (0.6, 0.3, 0.1), (1, 999), (0.382, 0.618), range(1, 11)]
 
 def rows_off(step, most_rows=1024):
     """
@@ -928,18 +890,6 @@ def test_shares_of_batches_and_lanes_are_off_by_at_most_the_rows_in_this_table()
 def test_step_is_that_of_the_reference():
     for num_lanes in (*range(1, 200), 256, 987, 1000, 1024):
         assert step_of(num_lanes) == reference.step_of(num_lanes)
-
-@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_source_of_row_is_the_part_that_holds_its_point(weights):
-    """All prefixes of 20,000 rows have their shares, too."""
-    step, n, ends = step_of(8), 20_000, np.cumsum(weights) / sum(weights)
-    points = np.arange(n, dtype=np.uint64) * np.uint64(step) / 2.0**64
-    source = np.searchsorted(ends[:-1], points, side="right")
-    for row in (*range(300), *range(n - 300, n)):
-        assert choose_source(weights, row, step) == source[row]
-    for i, weight in enumerate(weights):
-        off = np.cumsum(source == i) - np.arange(1, n + 1) * weight / sum(weights)
-        assert abs(off).max() <= 5
 
 def test_weights_are_proportions_of_any_size():
     def choose(*weights):
@@ -984,12 +934,6 @@ def test_weight_that_is_no_number_of_rows_is_an_error_that_names_the_row(letters
     loader = make({letters[0]: 1, letters[1]: lambda row: weight if row == 5 else np.int64(1)}, num_lanes=4)
     with pytest.raises(ValueError, match="weights of row 5 are"):
         steps_of_ranks([loader], 4)
-
-def test_two_equal_folders_that_both_moved_are_refused(corpus, tmp_path):
-    folders = [str(shutil.copytree(corpus, tmp_path / name)) for name in "abcd"]
-    state = make(dict.fromkeys(folders[:2], 1), num_lanes=2).state_dict()
-    with pytest.raises(ValueError, match="do not match the state"):
-        make(dict.fromkeys(folders[2:], 1), num_lanes=2).load_state_dict(state)
 
 def test_weights_change_at_a_resume_and_may_be_functions_of_the_row(letters):
     a, b, c = letters
@@ -1083,18 +1027,6 @@ def test_state_of_a_thousand_lanes_has_a_hundred_kilobytes(tmp_path):
     next(loader)
     names_of_lanes = 1024 * len(data)    # of the folder, once for each lane
     assert len(json.dumps(loader.state_dict())) - names_of_lanes < 120_000
-
-def test_state_is_of_the_delivered_batch(corpus):
-    """Whatever was prepared ahead. State k and its T give batch k."""
-    loader, states, batches = make(corpus, num_lanes=2), [], []
-    for _ in range(8):
-        states.append(loader.state_dict())
-        batches.append((rows_of(next(loader)), loader.pieces()))
-    for state, batch in zip(states, batches, strict=True):
-        again = make(corpus, num_lanes=2)
-        again.load_state_dict(state)
-        assert again.pieces() == []
-        assert (rows_of(next(again)), again.pieces()) == batch
 
 def test_loading_into_a_running_or_finished_loader(corpus):
     want = [rows_of(batch) for batch in make(corpus, epochs=1)]
@@ -1331,13 +1263,6 @@ def test_ranks_come_from_the_launcher_or_an_error_names_the_variable(corpus, mon
     loader = make(corpus, num_lanes=4)
     assert (loader.rank, loader.world_size) == (2, 4)
 
-def test_process_group_that_is_younger_than_the_loader_is_an_error(corpus, monkeypatch):
-    loader, explicit = make(corpus, num_lanes=2), make(corpus, rank=0, world_size=1)
-    monkeypatch.setattr(dataloader, "ranks_of_this_process", lambda group: (1, 2))
-    with pytest.raises(RuntimeError, match=r"rank 0 of 1.* 1 of 2"):
-        next(loader)
-    assert next(explicit)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Promise 2: a yielded batch is never written again. Iterators, threads, Ctrl-C, ends
@@ -1436,17 +1361,6 @@ def test_close_ends_a_next_that_waits(corpus):
         assert "is closed; load its state" in str(waiting.exception(60))
     with pytest.raises(RuntimeError, match="is closed; load its state"):
         next(loader)    # and the fixture closes it again
-
-def test_load_waits_for_the_next_of_another_thread(corpus):
-    tokenizer, want = Stuck(), [rows_of(batch) for batch in itertools.islice(make(corpus), 3)]
-    state, loader = run(corpus, steps=2)[1], make(corpus, tokenizer=tokenizer)
-    with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(next, loader)
-        assert tokenizer.began.wait(60)
-        loaded = pool.submit(loader.load_state_dict, state)
-        tokenizer.resume.set()
-        assert rows_of(first.result(60)) == want[0] and loaded.result(60) is None
-    assert rows_of(next(loader)) == want[2]
 
 def happens_at(moment, event, call):
     """
@@ -1630,30 +1544,25 @@ def test_stats_count_what_was_delivered(corpus):
 # Promise 8: every token can be traced to its document
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("transform, epochs", [(fill_in_the_middle, None), (None, 3)])
-def test_pieces_name_the_document_of_every_token(letters, corpus, packing, transform, epochs):
-    """In a shuffled mixture, after resumes on 4 and 2 ranks and with another T. Padding is no piece."""
-    texts = {**documents_in(letters[0]), **documents_in(corpus)}
-    same = {"data": {letters[0]: 1, corpus: 0.5}, "packing": packing, "num_lanes": 4, "transform": transform,
-            "epochs": epochs}
-    _, state = run(steps=30, world=4, B=1, T=9, **same)
-    _, state = run(steps=10, world=2, B=2, T=30, state=state, **same)
-    for rank in range(2):
-        loader, n = make(rank=rank, world_size=2, B=3, T=30, **same), 0
-        assert loader.pieces() == []
-        loader.load_state_dict(state)
-        for batch in itertools.islice(loader, 60):
-            for pieces, row in zip(loader.pieces(), rows_of(batch), strict=True):
-                known = [BOS] + [-100] * 30
-                for location, epoch, start, stop, offset in pieces:
-                    ids = ids_of(texts[location])
-                    ids = ids if transform is None else transform(np.array(ids), location, epoch).tolist()
-                    if start and packing != "flat":
-                        known[offset - 1] = BOS
-                    known[offset:offset + stop - start] = ids[start:stop]
-                    n += stop - start
-                assert row == tuple(known)
-        assert n > 1000
+def test_pieces_name_the_document_of_every_token(letters, corpus, packing):
+    """In a shuffled mixture, past its end and after a resume with another T. Padding is no piece."""
+    texts, n = {**documents_in(letters[0]), **documents_in(corpus)}, 0
+    same = {"data": {letters[0]: 1, corpus: 0.5}, "packing": packing, "num_lanes": 4, "epochs": 3}
+    same["transform"] = fill_in_the_middle
+    loader, (_, state) = make(B=3, T=30, **same), run(steps=30, T=9, **same)
+    assert loader.pieces() == []
+    loader.load_state_dict(state)
+    for batch in loader:
+        for pieces, row in zip(loader.pieces(), rows_of(batch), strict=True):
+            known = [BOS] + [-100] * 30
+            for location, epoch, start, stop, offset in pieces:
+                ids = fill_in_the_middle(np.array(ids_of(texts[location])), location, epoch)
+                if start and packing != "flat":
+                    known[offset - 1] = BOS
+                known[offset:offset + stop - start] = ids[start:stop].tolist()
+                n += stop - start
+            assert row == tuple(known)
+    assert n > 5000
 
 
 # ---------------------------------------------------------------------------------------------------------
