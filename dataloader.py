@@ -896,6 +896,5 @@ def check_lanes(needed, lanes):
     if any(str(lane) not in lanes for lane in needed):
         raise ValueError(f"the state has only {len(lanes)} lanes, as if saved by one rank; use gather_states")
 
-
 if __name__ == "__main__":
     print(__doc__, "Nothing to run here: see README.md, and python train.py --help", sep="\n")

@@ -83,7 +83,6 @@ def parquets_iter_batched(split: str, start: int = 0, step: int = 1, data_dir: s
         for row_group in range(start, len(shard.group_sizes), step):
             yield [text for text in shard.read(row_group).to_pylist() if text is not None]
 
-
 # ---------------------------------------------------------------------------------------------------------
 # The index: what a folder contains, known before the first read
 
@@ -193,7 +192,6 @@ def write_index(folder: str, out: str | None = None) -> dict:
     index = make_index(folder, list_files(folder))
     write_atomic(out or os.path.join(folder, INDEX), json.dumps(index).encode())
     return index
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Reading and writing shards
@@ -342,7 +340,6 @@ def atomic_file(path):
         with contextlib.suppress(OSError):
             os.unlink(part)
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Which data: the given folder, or the default one, or a built-in corpus: the standard library's sources
 
@@ -382,7 +379,6 @@ def build_builtin_corpus(folder: str) -> None:
         groups = (pa.array(part[a:b], pa.string()) for a, b in cuts)
         write_shard(f"{folder}/shard_{number:05d}.parquet", groups)
     write_index(folder)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Folders and files, local or remote; processes; the screen
@@ -541,7 +537,6 @@ def errors_in_one_line():
     except (OSError, ValueError, ImportError, pa.ArrowException) as error:
         sys.exit(f"error: {printable(error)}")
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Download, by huggingface_hub
 
@@ -594,7 +589,6 @@ def main(argv: list[str] | None = None) -> None:
         else:
             n_train = flags.num_files if 0 < flags.num_files < MAX_SHARD else MAX_SHARD
             download(n_train, flags.out or default_data_dir(), flags.num_workers)
-
 
 if __name__ == "__main__":
     main()

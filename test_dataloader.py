@@ -63,7 +63,6 @@ if HAS_DEV := (HERE / "dev" / "reference.py").exists():
     from dev import reference
 needs_dev = pytest.mark.skipif(not HAS_DEV, reason="dev/reference.py is not here")
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Tokenizer, corpora and loaders; dev/tests uses them, too
 
@@ -179,7 +178,6 @@ def steps_of_ranks(loaders, steps):
         per_rank = [rows_of(next(loader)) for loader in loaders]
         rows += itertools.chain(*zip(*per_rank, strict=True))
     return rows
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Promise 1: the rows are those of dev/reference.py, for any world size, batch size, thread count and stop
@@ -407,7 +405,6 @@ def test_rows_of_a_version_never_change(tmp_path, monkeypatch):
     assert dataloader.VERSION == 5
     assert got == FROZEN
 
-
 # ---------------------------------------------------------------------------------------------------------
 # The packings, pure functions of lengths, each against a slow rule; also restarted with another R
 
@@ -567,7 +564,6 @@ def test_packing_of_ones_own_resumes_on_other_ranks(corpus, monkeypatch):
     loader = make(corpus, epochs=1, **same)
     assert sum(len(row) for _ in loader for row in loader.pieces()) == 60
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Promises 4 and 5: every document once per epoch, none skipped silently
 
@@ -678,7 +674,6 @@ def test_too_few_documents_is_an_error_that_says_which_num_lanes_to_pass(tmp_pat
             next(make(data, num_lanes=4, rank=0, world_size=world_size))
     assert len(rows_of(next(make(data, num_lanes=3)))) == 2
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Reading: ahead, but no further than needed
 
@@ -726,7 +721,6 @@ def test_resume_reads_only_the_row_groups_it_needs(tmp_path, reads, kind):
     loader.close()
     assert at[1] > 5 and {at[1]} <= {group for _, group in reads} <= {*range(at[1], at[1] + 9)}
     assert len(reads) == len(set(reads))
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Promise 6: an error in a thread reaches next(), with its shard, row group and row, and no batch is skipped
@@ -810,7 +804,6 @@ def test_token_shards_are_checked_like_a_tokenizer(corpus, tmp_path):
     loader = make(shard_of("null", pa.array([good, None])), epochs=1)
     assert tokens_of(loader) == {ord("g"): 1, ord("o"): 2, ord("d"): 1}
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Transforms, and tokens without a loss
 
@@ -861,13 +854,12 @@ def test_masked_tokens_are_inputs_as_usual_and_targets_of_minus_100(corpus, tmp_
         states = [loader.state_dict() for loader in loaders]
     assert {*hidden_tokens} == {ord("1"), BOS} and hidden_tokens[BOS] > 20
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Promise 9: a mixture has its shares in every batch and in every lane
 
 WORST_BATCH = {1: 3.7, 2: 5.4, 3: 5.8, 4: 7.0, 5: 4.0, 6: 6.9, 7: 8.5, 8: 4.7, 9: 8.5, 10: 4.9, 11: 3.9,
-               12: 5.3, 13: 5.2, 14: 5.9, 15: 5.6, 16: 5.1, 34: 5.6, 55: 4.7, 64: 5.2, 89: 5.3, 128: 4.8, 144: 4.5,
-               256: 5.1, 512: 4.4, 987: 5.5, 1024: 4.6, 4096: 4.2}
+               12: 5.3, 13: 5.2, 14: 5.9, 15: 5.6, 16: 5.1, 34: 5.6, 55: 4.7, 64: 5.2, 89: 5.3, 128: 4.8,
+               144: 4.5, 256: 5.1, 512: 4.4, 987: 5.5, 1024: 4.6, 4096: 4.2}
 
 def rows_off(step, most_rows=1024):
     """
@@ -1005,7 +997,6 @@ def test_bad_weights_and_epochs_are_errors(tmp_path, monkeypatch, data_dir, epoc
     assert make("x/", epochs={"./x": 1}) and make({"x": 0.5}, epochs={"x/": 2})
     with pytest.raises(ValueError, match=r"for a mixture, pass .*\{'x': 1, 'y': 1\}"):
         make(["x", "y"])
-
 
 # ---------------------------------------------------------------------------------------------------------
 # States
@@ -1162,7 +1153,6 @@ def test_bad_arguments_say_what_to_choose(corpus, bad, words):
     with pytest.raises(ValueError, match=words):
         make(corpus, **bad)
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Promise 3: no rank waits for another, and the ranks of a finite run end together
 
@@ -1262,7 +1252,6 @@ def test_ranks_come_from_the_launcher_or_an_error_names_the_variable(corpus, mon
     monkeypatch.setenv("WORLD_SIZE", "4")
     loader = make(corpus, num_lanes=4)
     assert (loader.rank, loader.world_size) == (2, 4)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Promise 2: a yielded batch is never written again. Iterators, threads, Ctrl-C, ends
@@ -1539,7 +1528,6 @@ def test_stats_count_what_was_delivered(corpus):
     next(loader)
     assert counts_of(loader)["rows"] == 2
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Promise 8: every token can be traced to its document
 
@@ -1564,7 +1552,6 @@ def test_pieces_name_the_document_of_every_token(letters, corpus, packing):
             assert row == tuple(known)
     assert n > 5000
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Promise 7: nothing is unpickled
 
@@ -1574,7 +1561,6 @@ def test_nothing_imports_pickle():
         assert all("weights_only=True" in call for call in re.findall(r"torch[.]load\(.*", text)), path
         imported = re.findall(r"^\s*(?:import|from) +(\w+)", text, re.M)
         assert not {"pickle", "dill", "joblib", "shelve", "marshal", "cloudpickle"} & {*imported}, path
-
 
 # ---------------------------------------------------------------------------------------------------------
 # python test_dataloader.py

@@ -68,7 +68,6 @@ def encode_text(enc: tiktoken.Encoding, text: str) -> np.ndarray:
 def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
-
 # gigatoken's names of the split patterns of tiktoken's gpt2, cl100k_base and o200k_base, by their sha256
 SCHEMES = {"bf51d578af571878": "gpt2", "f021c3d976978e62": "gpt4", "2d1b8dc11e89af71": "o200k"}
 
@@ -169,7 +168,6 @@ def compare_engines(enc, bos, scheme):
     except BaseException as error:    # a panic in Rust is not an Exception
         return f"{type(error).__name__}: {error}"
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Saved as two text files: the ranks in tiktoken's own format, the rest as JSON
 
@@ -189,7 +187,6 @@ def format_ranks(ranks: dict[bytes, int]) -> bytes:
     """A token in base64, a space, its rank; one per line."""
     in_order = sorted(ranks.items(), key=lambda item: item[1])
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in in_order)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The tokenizer
@@ -368,7 +365,6 @@ class RustBPETokenizer:
         ids = encode_conversations(self, [json.dumps(conversation["messages"])])[0][:max_tokens]
         return np.maximum(ids, ~ids).tolist(), (ids >= 0).astype(int).tolist()
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Any tokenizer: ours, one with the same encode_documents(texts), or one with nanochat's encode(list)
 
@@ -446,7 +442,6 @@ def as_encoder(tokenizer) -> AnyTokenizer:
     """Adapt any tokenizer to the loader; ValueError, with a pointer to a wrapper, if it is unusable."""
     return tokenizer if isinstance(tokenizer, AnyTokenizer) else AnyTokenizer(tokenizer)
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Chats: lists of messages, [{"role": "user", "content": "Hi"}, ...]
 
@@ -520,7 +515,6 @@ def encode_conversations(tokenizer, lines: Sequence[str | None], check_every: in
     lengths = list(map(len, arrays))
     ids, losses = np.frombuffer(b"".join(arrays), np.int32), [has_loss for _, has_loss in pieces]
     return np.where(np.repeat(losses, lengths), ids, ~ids), np.cumsum([0, *lengths])[ends]
-
 
 # ---------------------------------------------------------------------------------------------------------
 # What the other files call
@@ -602,7 +596,6 @@ def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
         n_bytes[id] = len(token)    # not decoded: half a character would be U+FFFD, which has three
     return torch.from_numpy(n_bytes).to(device)
 
-
 # ---------------------------------------------------------------------------------------------------------
 # python tokenizer.py
 
@@ -632,7 +625,6 @@ def train_and_save(data, flags):
     ratio = sum(len(text.encode()) for text in val) / max(1, n_tokens)
     print(f"trained {tokenizer.get_vocab_size():,} tokens, {ratio:.2f} bytes per token on val documents\n"
           f"engine: {tokenizer.engine}\nsaved to {out}")
-
 
 if __name__ == "__main__":
     main()

@@ -92,7 +92,6 @@ NOT_SAVED = ["given", "device", "out", "resume", "sample", "chat", "eval"]
 USABLE_WITH = {"sample": ["out", "resume", "device", "dtype"], "chat": ["out", "resume", "device", "dtype"],
                "eval": ["data", "eval_rows", "seq_len", "micro_batch_size", "device", "dtype"]}
 
-
 def parse_flags(argv=None):
     """Adds `given`: the names of the flags that were typed. The device decides the defaults of the others."""
     as_written = argparse.RawDescriptionHelpFormatter
@@ -135,7 +134,6 @@ def parse_flags(argv=None):
     check_flags(flags)
     return flags
 
-
 def check_flags(flags):
     for mode, usable in USABLE_WITH.items():
         unusable = [f"--{name}" for name in flags.given if name not in (mode, *usable)]
@@ -148,7 +146,6 @@ def check_flags(flags):
     if flags.device != "cpu" and local_rank >= n_devices:
         raise ValueError(f"--device {flags.device}: torch sees {n_devices} here, too few for local rank "
                          f"{local_rank}; leave --device out, or lower torchrun's --nproc_per_node")
-
 
 def sources_of(flags):
     """{path: weight}. --data a -> {"a": 1.0};  --data a:0.7 s3://b/c:0.3 -> {"a": 0.7, "s3://b/c": 0.3}"""
@@ -165,7 +162,6 @@ def sources_of(flags):
                              "each weight above 0, as in --data web:0.7 code:0.3")
         sources[path] = weight
     return sources
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The run, from top to bottom
@@ -360,7 +356,6 @@ def train(flags, at_exit):
     print0(f"{how} at step {step} of {flags.steps}; {step - first} steps took {log.seconds:.0f} s; {where}")
     return 0 if is_saved else 1
 
-
 def train_step(net, model, optimizers, inputs, targets, n_tokens, micro):
     """-> (nats of all ranks' tokens, norm of the gradient before it was clipped) as a tensor; nats (B, T)"""
     device, (_, world) = model.embedding.weight.device, ranks_of_this_process()
@@ -379,11 +374,9 @@ def train_step(net, model, optimizers, inputs, targets, n_tokens, micro):
     nats = torch.cat(nats).view_as(targets)
     return torch.stack([sum_over_ranks(nats.sum()), norm]), nats
 
-
 # A row of the ledger: a piece of a document (see loader.pieces) in row g of the run; its tokens with a loss,
 # their bytes and loss. BOS does not count: its loss tells nothing about the document. dev.bench reads it.
 LEDGER = "step", "g", "path", "row_group", "row", "epoch", "start", "stop", "tokens", "bytes", "nats"
-
 
 def ledger_rows(step, first_row, pieces, targets, nats, token_bytes):
     (rank, world), targets, rows = ranks_of_this_process(), targets.cpu().numpy(), []
@@ -395,7 +388,6 @@ def ledger_rows(step, first_row, pieces, targets, nats, token_bytes):
                          int(token_bytes[tokens].sum()), float(nats[of_piece].sum())))
     return rows
 
-
 def write_ledger(folder, rows):    # each rank its own files
     name = f"step_{rows[0][0]:07d}_rank_{ranks_of_this_process()[0]:04d}.parquet"
     with contextlib.suppress(OSError):    # a full disk stops no training; the next file has these rows, too
@@ -403,13 +395,11 @@ def write_ledger(folder, rows):    # each rank its own files
             pq.write_table(pa.table([*map(pa.array, zip(*rows, strict=True))], LEDGER), part)
         rows.clear()
 
-
 def hardest(rows):
     means = [(row[-1] / row[-3], *row[2:5]) for row in rows if row[-3]]
     means.sort(key=lambda mean: -np.nan_to_num(mean[0], nan=np.inf))
     words = ("{1}, row group {2}, row {3} ({0:.2f} nats a token)".format(*mean) for mean in means[:3])
     return f"this rank's hardest documents: {'; '.join(words)}"
-
 
 def count_and_hash(inputs, targets, first_row, n_signals):
     """
@@ -422,7 +412,6 @@ def count_and_hash(inputs, targets, first_row, n_signals):
     factors = places * 0x1E3779B97F4A7C15 | 1
     added = ((3 * inputs + targets) * factors).sum()
     return sum_over_ranks(torch.stack([(targets >= 0).sum(), added, torch.full_like(added, n_signals)]))
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Ranks and device. One process alone takes the same path
@@ -443,17 +432,14 @@ def start_ranks(flags):
     torch.set_float32_matmul_precision("high" if flags.device == "cuda" else "highest")
     return torch.device(flags.device), *ranks_of_this_process()
 
-
 def print0(text):
     if ranks_of_this_process()[0] == 0:
         print(text, flush=True)
-
 
 def sum_over_ranks(tensor):
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Model: RoPE, QK-norm, RMSNorm without parameters, squared ReLU, no biases, untied embedding and head
@@ -473,21 +459,17 @@ def make_model(flags, tokenizer):
     bos = tokenizer.get_bos_token_id() if flags.doc_mask else None
     return GPT(flags.depth, tokenizer.get_vocab_size(), flags.dtype == "bfloat16", bos)
 
-
 def norm(x):
     return F.rms_norm(x, (x.size(-1),))
-
 
 def rotate(x, cos, sin):    # x: (B, heads, T, head_dim); cos, sin: (T, head_dim / 2)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
-
 @functools.cache
 def rope_tables(T, head_dim, device, dtype):    # (T, head_dim / 2) each
     angles = torch.outer(torch.arange(T), 10_000 ** -(torch.arange(0, head_dim, 2) / head_dim))
     return angles.cos().to(device, dtype), angles.sin().to(device, dtype)
-
 
 def offset_keys(k, begins):    # k: (B, heads, T, head_dim), rotated; begins: (B, 1, T, 1) or None
     """
@@ -499,7 +481,6 @@ def offset_keys(k, begins):    # k: (B, heads, T, head_dim), rotated; begins: (B
     is_slow = torch.arange(k.size(-1), device=k.device) // quarter % 2 == 1
     previous = F.pad(k, (0, 0, 1, -1))
     return torch.where(is_slow, previous if begins is None else previous.masked_fill(begins, 0), k)
-
 
 class Block(nn.Module):
     def __init__(self, width, head_dim):
@@ -525,7 +506,6 @@ class Block(nn.Module):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
         x = x + self.attention_out(y.transpose(1, 2).reshape(B, T, width))
         return x + self.down(F.relu(self.up(norm(x))).square())
-
 
 class GPT(nn.Module):
     """bos: attention stays inside documents, which begin with it. None: it crosses their borders."""
@@ -588,7 +568,6 @@ class GPT(nn.Module):
         matrices = sum(p.numel() for p in (*self.blocks.parameters(), *self.head.parameters()))
         return 6 * matrices + 12 * len(self.blocks) * T * self.embedding.embedding_dim
 
-
 def compile_parts(model, choice):
     """Block by block; all blocks share the code of the first."""
     cuda = model.embedding.weight.is_cuda
@@ -602,7 +581,6 @@ def compile_parts(model, choice):
         for block in model.blocks:
             block.compile(dynamic=False)
         model.read_out = torch.compile(model.read_out, dynamic=False)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Optimizer
@@ -619,7 +597,6 @@ def orthogonalize(matrices, steps=5):
         polynomial = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x.mT if matrices.size(-2) > matrices.size(-1) else x
-
 
 class Muon:
     """Moves matrices by their orthogonalized momentum. Ranks share the work on each stack of one shape."""
@@ -661,7 +638,6 @@ class Muon:
         for _, mine, momenta in self.stacks:
             momenta.copy_(torch.stack([saved[name] for name in mine]))
 
-
 def make_optimizers(model, kind, lr, tokens_per_step, fine_tunes=False):
     """
     Muon by module: ndim == 2 would catch embeddings and head as well. Rates are for steps of 2 ** 19 tokens
@@ -688,7 +664,6 @@ def make_optimizers(model, kind, lr, tokens_per_step, fine_tunes=False):
         optimizer.peak_rates = [group["lr"] for group in optimizer.param_groups]
     return optimizers
 
-
 def set_rates(optimizers, step, steps):
     """Warm-up in 3 % of the steps, constant, linear decay to 5 % in the last 65 %. -> rate of the matrices"""
     share = min(1.0, (step + 1) / max(1.0, 0.03 * steps), 0.05 + 0.95 * (steps - step) / (0.65 * steps))
@@ -702,7 +677,6 @@ def set_rates(optimizers, step, steps):
                 group["decay"] = most * (0.5 + 0.5 * math.cos(math.pi * step / steps))
     return group["lr"]
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Evaluation: bits per byte of val documents, beside zlib's, and a sample
 
@@ -712,7 +686,6 @@ class Windows(NamedTuple):
     targets: torch.Tensor    # int64 (n, T), -100 for context and for what follows the document
     zlib_bpb: float | None   # of these documents, each compressed alone at level 9; None for chats
     tokens_per_document: float
-
 
 def val_windows(tokenizer, source, flags):
     """The first --eval_rows windows of documents: T + 1 tokens each; later ones repeat T // 4 as context."""
@@ -740,7 +713,6 @@ def val_windows(tokenizer, source, flags):
     zlib_bpb = 8 * n_compressed / n_bytes if n_bytes else None
     return Windows(inputs, targets, zlib_bpb, sum(lengths) / len(lengths))
 
-
 def documents_of(tokenizer, source):
     """Yield the ids of each document, in file order."""
     encoder, theirs = Encoder(tokenizer, cores()), source.shards[0].fingerprint
@@ -752,7 +724,6 @@ def documents_of(tokenizer, source):
             for first in range(0, n, 1000):    # the first documents may be enough
                 indices = np.arange(first, min(first + 1000, n))
                 yield from encoder.encode(Part(shard, row_group, indices), array)
-
 
 def evaluate(step, model, tokenizer, val, micro, stop, write=lambda record: None):
     """Print and write bits per byte of each source and over all; print a sample. -> False if asked to stop"""
@@ -780,7 +751,6 @@ def evaluate(step, model, tokenizer, val, micro, stop, write=lambda record: None
     print0("sample: " + text.replace("\n", "\n        "))
     return True
 
-
 @torch.no_grad()
 def count_nats(model, windows, micro, token_bytes, stop):
     """-> float64 (2,): nats of targets that represent bytes, and these bytes. None if asked to stop"""
@@ -795,7 +765,6 @@ def count_nats(model, windows, micro, token_bytes, stop):
             nats = model(inputs.to(device), targets.to(device)).cpu().double()
             totals += torch.stack([nats.where(n_bytes > 0, 0).sum(), n_bytes.sum()])
     return sum_over_ranks(totals)
-
 
 @torch.no_grad()
 def generate(model, tokenizer, T, prompt, n_tokens, end=None, temperature=0.8, top_k=50):
@@ -815,14 +784,12 @@ def generate(model, tokenizer, T, prompt, n_tokens, end=None, temperature=0.8, t
     text = tokenizer.decode([i for i in ids[0 if end is None else len(prompt):] if i not in (bos, end)])
     return "\n".join(map(printable, text.split("\n")))
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Runs and checkpoints: a file that is complete or not there
 
 VERSION = 4    # of a checkpoint's content:
 CONTENT = {"version": int, "step": int, "flags": dict, "loader": str, "model": dict, "optimizers": list,
            "tokenizer": dict, "rows_hash": int, "val_files": dict, "constant_since": int, "machine": str}
-
 
 def choose_run(flags, rank, at_exit):
     """-> the run's folder; the checkpoint to resume from or to use, or None; whether the folder is locked"""
@@ -849,7 +816,6 @@ def choose_run(flags, rank, at_exit):
         print0(f"no checkpoint in {out} yet: a new run")
     return out, named or newest, is_locked
 
-
 def lock_folder(folder, at_exit):
     """Two runs in one folder would delete each other's checkpoints. Makes the folder; locks it until exit."""
     os.makedirs(folder, exist_ok=True)
@@ -864,14 +830,11 @@ def lock_folder(folder, at_exit):
     for left_over in glob.glob(os.path.join(glob.escape(folder), "step_*.pt.*.tmp")):    # of a killed run
         os.remove(left_over)
 
-
 def list_checkpoints(folder):
     return sorted(glob.glob(os.path.join(glob.escape(folder), f"step_{7 * '[0-9]'}.pt")))
 
-
 def checkpoint_path(folder, step):
     return os.path.join(folder, f"step_{step:07d}.pt")
-
 
 def settle(flags, saved, path, names=None):
     """Take flags that were not typed from the checkpoint (only `names`, if given). -> those that changed"""
@@ -883,7 +846,6 @@ def settle(flags, saved, path, names=None):
     vars(flags).update({name: value for name, value in theirs.items() if name not in flags.given})
     return changed
 
-
 def as_typed(values, names):
     """Example: --depth 2 --data a:0.7 b:0.3 --no_shuffle without --doc_mask"""
     words = []
@@ -892,7 +854,6 @@ def as_typed(values, names):
         word = f"--{name}" if value is True else f"--{name} {value}"
         words.append(f"without --{name}" if value in (None, False) else word)
     return " ".join(words)
-
 
 class Checkpoints:
     """Rank 0's, written by a thread from a copy in memory; the newest two are kept."""
@@ -928,7 +889,6 @@ class Checkpoints:
             self.thread.join()
         return not self.failed
 
-
 def load_checkpoint(path):
     try:
         if not env_int("LOCAL_RANK", least=0) and (damaged := zipfile.ZipFile(path).testzip()):
@@ -951,7 +911,6 @@ def load_checkpoint(path):
         raise ValueError(f"{path} is {what} ({type(error).__name__}: {why:.200}); {advice}") from None
     return content
 
-
 @contextlib.contextmanager
 def misfits_named(path):
     """Content that does not fit this model is an error that names the checkpoint."""
@@ -960,7 +919,6 @@ def misfits_named(path):
     except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
         why = str(error).splitlines()[-1].strip()
         raise ValueError(f"{path} does not fit this model ({type(error).__name__}: {why})") from error
-
 
 # ---------------------------------------------------------------------------------------------------------
 # What is printed and logged
@@ -972,7 +930,6 @@ def peak_flops(device):
              "H200": 989e12, "A100": 312e12}    # the first that is part of the name
     return next((flops for chip, flops in known.items() if chip in name), math.inf)
 
-
 def machine_of(device, world):
     """On what the rounding of sums depends. Example: ranks 1, threads 2, AMD EPYC 7763 64-Core, AVX2"""
     if device.type == "cuda":
@@ -983,7 +940,6 @@ def machine_of(device, world):
     name += f", {torch.backends.cpu.get_cpu_capability()}"    # of AVX2, AVX512, ...: what torch uses
     return f"ranks {world}, threads {torch.get_num_threads()}, {name}"
 
-
 def peak_memory(device):
     """The most bytes so far: of the GPU's memory, else of the process; 0 if the system does not tell."""
     if device == "cuda":
@@ -992,14 +948,12 @@ def peak_memory(device):
         return next(1024 * int(line.split()[1]) for line in status if line.startswith("VmHWM"))
     return 0
 
-
 def read_log(path):
     """Its records, without truncated lines."""
     with contextlib.suppress(OSError), open(path) as file:
         for line in file:
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
-
 
 class Log:
     """Rank 0's: lines on the screen, and JSON lines in the run's folder (dev.pictures loss draws them)."""
@@ -1043,7 +997,6 @@ class Log:
             print0(f"{step:8d}{loss:10.4f}{lr:10.6f}{norm:8.3f}{per_second:11,.0f}{mfu}{r['ms']:10.1f}"
                    f"{r['wait_ms']:10.1f}{r['memory_gb']:9.2f}{left // 60:6d}m{left % 60:02d}s")
 
-
 # ---------------------------------------------------------------------------------------------------------
 # python train.py
 
@@ -1061,7 +1014,6 @@ def main(argv=None):
             if "onnection" not in str(error):    # of gloo: "Connection closed by peer", "Connection reset"
                 raise
             raise ValueError("lost the connection to another rank; see its output") from None
-
 
 if __name__ == "__main__":
     if callable(signal.getsignal(signal.SIGINT)):

@@ -41,7 +41,6 @@ from train import peak_memory
 
 COMPARED = 4096    # rows of tokens
 
-
 def compare(tokenizer, data_dir, T):
     """Lines of a table."""
     with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1) as loader:
@@ -60,18 +59,15 @@ def compare(tokenizer, data_dir, T):
         dropped, padding = counts["dropped"] / n_tokens, counts["padding"] / (counts["rows"] * (T + 1))
         yield f"{packing:<12}{dropped:>9.2%}{padding:>9.2%}{counts['cut'] / counts['documents']:>13.2%}"
 
-
 def deal_first_lane(loader):
     """The chunks of lane 0 of the only source, as (Place, [Part, ...]); endless."""
     [source] = loader.sources.values()
     return source.deal(0, Place())
 
-
 def encode_chunk(loader, parts):
     """The ids of each of its documents."""
     return [ids for part in parts
             for ids in loader.encoder.encode(part, read_row_group(part.shard, part.row_group))]
-
 
 def count_rows(pack, lengths, R):
     """A Counter of a chunk's rows, padding, dropped tokens, documents, and those cut although they fit."""
@@ -87,7 +83,6 @@ def count_rows(pack, lengths, R):
     cut = [d for d, n in enumerate(lengths) if 0 < n <= R and d not in whole]
     counts.update(dropped=sum(lengths) - sum(stops), documents=len(lengths), cut=len(cut))
     return counts
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Bench: each line in a fresh process, in turns with its yardstick
@@ -108,7 +103,6 @@ class Job(NamedTuple):
     engine: str = "-"
     threads: int = 1
 
-
 def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
     """Lines of a table."""
     yield f"B = {B}, T = {T}, {cores()} cores; share of: the encoding threads alone (text), a memmap (tokens)"
@@ -123,13 +117,11 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 yield process.submit(measure, job).result()
 
-
 def all_jobs(job, text, tokens):
     engines = ["tiktoken", *(["gigatoken"] if importlib.util.find_spec("gigatoken") else [])]
     for kind, data, engine in [*(("text", text, engine) for engine in engines), ("tokens", tokens, "-")]:
         for packing, threads in itertools.product(PACKINGS, sorted({1, cores()})):
             yield job._replace(data=data, kind=kind, packing=packing, engine=engine, threads=threads)
-
 
 def measure(job):
     """One line of the table. One thread means one core as well."""
@@ -157,13 +149,11 @@ def measure(job):
     return (f"{job.kind:<8}{job.packing:<12}{job.engine:<10}{job.threads:>8}{speed / 1e6:>12.2f}"
             f"{speed / best:>8.2f}{first:>11.2f} s{resume:>7.2f} s{memory:>7.0f} MB")
 
-
 def make_loader(job):
     """(PackedLoader, the event while which it may encode)"""
     loader = PackedLoader(get_tokenizer(job.tokenizer), job.B, job.T, "train", data_dir=job.data,
                           packing=job.packing, threads=job.threads)
     return loader, gate(loader.tokenizer)
-
 
 def encoded(job):
     """(numbers of tokens that the encoding threads make, the event while which they may)"""
@@ -173,7 +163,6 @@ def encoded(job):
     made = in_order(ThreadPoolExecutor(n_threads), lambda parts: sum(map(len, encode_chunk(loader, parts))),
                     chunks, 2 * n_threads)
     return (tokens for _, tokens in made), may_encode
-
 
 def gate(tokenizer):
     """An event that the tokenizer waits for: threads that encode ahead must not use the other's turn."""
@@ -187,11 +176,9 @@ def gate(tokenizer):
     tokenizer.encode = encode_in_turn
     return may_encode
 
-
 def speed_in_turn(counts, mine, theirs, seconds):
     mine.set(), theirs.clear()
     return speed_of(counts, seconds)
-
 
 def speed_of(counts, seconds):
     """Tokens per second, from an iterator of numbers of tokens. What is ready at the start does not count."""
@@ -200,7 +187,6 @@ def speed_of(counts, seconds):
         while time.perf_counter() - began < duration:
             tokens += next(counts)
     return tokens / (time.perf_counter() - began)
-
 
 def tokens_of(loader):
     """Numbers of tokens from one chunk of lane 0 to the next: the lanes' chunks end at about the same row."""
@@ -212,12 +198,10 @@ def tokens_of(loader):
             yield tokens
             tokens, before = 0, place
 
-
 def timed(action):
     began = time.perf_counter()
     result = action()
     return time.perf_counter() - began, result
-
 
 def memmap(job):
     """Numbers of tokens in batches from a file of all ids, from front to back."""
@@ -227,13 +211,11 @@ def memmap(job):
             torch.from_numpy(part.astype(np.int64)).view(job.B, job.T)
         yield n
 
-
 def write_ids(tokens, path):
     with open(path, "wb") as file:
         for shard, row_group in row_groups_of(list_shards(tokens, "train")):
             data, offsets, _ = column_views(shard.read(row_group))
             file.write(data[offsets[0]:offsets[-1]])
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The command line
@@ -243,7 +225,6 @@ def main(argv: list[str] | None = None) -> None:
     with errors_in_one_line():
         for line in lines_of(flags):
             print(line, flush=True)
-
 
 def make_parser():
     parser = Parser("python -m dev.bench", description=__doc__,
@@ -273,13 +254,11 @@ def make_parser():
             command.add_argument("-n", type=at_least_1, default=10, help="documents at each end (default 10)")
     return parser
 
-
 def parse_steps(text):
     first, _, stop = text.partition(":")
     if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
         raise argparse.ArgumentTypeError(f"{text}: expected A:B with 0 <= A < B")
     return int(first), int(stop)
-
 
 def lines_of(flags):
     if flags.command == "audit":
@@ -294,7 +273,6 @@ def lines_of(flags):
     if flags.command == "compare":
         return compare(tokenizer, data_dir, flags.T)
     return bench(where, data_dir, flags.B, flags.T)
-
 
 if __name__ == "__main__":
     main()

@@ -9,7 +9,6 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 B, H, T, D = 32, 6, 2048, 128
 
-
 def milliseconds(attend, q, k, v):
     for i in range(15):
         if i == 5:    # the first ones compile
@@ -19,7 +18,6 @@ def milliseconds(attend, q, k, v):
     stop.record()
     torch.cuda.synchronize()
     return start.elapsed_time(stop) / 10
-
 
 if __name__ == "__main__" and torch.cuda.is_available():
     options = {"device": "cuda", "dtype": torch.bfloat16, "requires_grad": True}

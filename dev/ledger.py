@@ -25,7 +25,6 @@ from train import LEDGER, list_checkpoints, load_checkpoint, sources_of
 def newest_of(run):
     return load_checkpoint(max(list_checkpoints(run), default=run))
 
-
 def loader_of(saved, begins, B=None, rank=0, world_size=1):
     """A loader of a checkpoint's run: at the run's beginning, or at the checkpoint."""
     run, tokenizer = argparse.Namespace(**saved["flags"]), tokenizer_of(saved)
@@ -39,14 +38,11 @@ def loader_of(saved, begins, B=None, rank=0, world_size=1):
         loader.load_state_dict(json.loads(saved["loader"]))
     return loader
 
-
 def tokenizer_of(saved):
     return RustBPETokenizer.from_dict(saved["tokenizer"])
 
-
 def shards_of(loader):
     return [shard for source in loader.sources.values() for shard in source.shards]
-
 
 def text_of(document, shard, tokenizer):
     """Of an element of Shard.read."""
@@ -55,17 +51,14 @@ def text_of(document, shard, tokenizer):
     ids = np.frombuffer(document.as_py() or b"", shard.dtype).astype(int)
     return tokenizer.decode(np.maximum(ids, ~ids)[1:].tolist())
 
-
 def beginning_of(location, loader, tokenizer):
     shard = next(shard for shard in shards_of(loader) if shard.path == location.path)
     document = read_row_group(shard, location.row_group)[location.row]
     return text_of(document, shard, tokenizer)[:60]
 
-
 @functools.lru_cache(maxsize=16)
 def read_row_group(shard, row_group):
     return shard.read(row_group)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Audit: the documents in the rows of a run's steps
@@ -88,7 +81,6 @@ def audit(path, steps=None, as_json=False):
                           "text": beginning_of(piece.location, loader, tokenizer)} for piece in pieces]
                 yield from lines_of_row(step, i, found, as_json)
 
-
 def lines_of_row(step, number, found, as_json):
     if as_json:
         yield json.dumps({"step": step, "row": number, "documents": found})
@@ -101,7 +93,6 @@ def lines_of_row(step, number, found, as_json):
                + f"tokens {piece['from']:,}-{piece['to'] - 1:,}{again}: {piece['text']!r}")
         end = piece["offset"] + piece["to"] - piece["from"]
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Losses: which documents the model finds hard or easy
 
@@ -109,13 +100,11 @@ LEAST = 200           # bytes: the mean of a shorter document says little
 NEAR = np.ones(51)    # steps
 LN2 = math.log(2)
 
-
 def read_ledger(run):
     """Its columns as arrays, in the order of the run; empty without a ledger."""
     files = sorted(glob.glob(f"{glob.escape(run)}/ledger/step_*.parquet"))
     table = pa.concat_tables(map(pq.read_table, files)).sort_by("g") if files else {}
     return {name: table[name].to_numpy() if files else np.zeros(0, int) for name in LEDGER}
-
 
 class Loss(NamedTuple):
     above: float    # bits per byte, above those of all documents in the steps around its own
@@ -123,7 +112,6 @@ class Loss(NamedTuple):
     bytes: int
     pieces: int
     place: Location
-
 
 def losses_of(ledger):
     """The Loss of each document of at least 200 bytes, from the easiest to the hardest."""
@@ -135,7 +123,6 @@ def losses_of(ledger):
         documents[Location(*place)] += nats, n_bytes, others, 1
     return sorted(Loss((nats - others) / n / LN2, nats / n / LN2, int(n), int(pieces), place)
                   for place, (nats, n, others, pieces) in documents.items() if n >= LEAST)
-
 
 def losses(run, n=10):
     """
@@ -161,10 +148,8 @@ def losses(run, n=10):
                 yield (f"{above:>+8.3f}{bits:>8.3f}{n_bytes:>9,}{pieces:>5,}  "
                        f"{in_words(place)}: {printable(beginning_of(place, loader, tokenizer))}")
 
-
 def in_words(place):
     return f"{place.path}, row group {place.row_group}, row {place.row}"
-
 
 # ---------------------------------------------------------------------------------------------------------
 # When: the steps that have a document
@@ -186,7 +171,6 @@ def when(run, name=None, text=None):
                 yield (f"  step {step}, row {g} of the run, epoch {epoch}, tokens {start:,}-{stop - 1:,}"
                        + (", to come" if step >= saved["step"] else ""))
 
-
 def find_documents(loader, tokenizer, name, text):
     path, _, row = (name or "").rpartition(":")
     for shard in shards_of(loader):
@@ -199,13 +183,11 @@ def find_documents(loader, tokenizer, name, text):
             row_group = bisect_right(firsts, int(row)) - 1
             yield Location(shard.path, row_group, int(row) - firsts[row_group])
 
-
 def seen_in(ledger):
     """(step, g, Location, epoch, start, stop) of each piece."""
     columns = (ledger[name].tolist() for name in LEDGER[:8])
     for step, g, path, row_group, row, *rest in zip(*columns, strict=True):
         yield step, g, Location(path, row_group, row), *rest
-
 
 def replay(saved, loader, places):
     """What seen_in yields, of these documents, from `loader` on; packs only lanes that have them."""
@@ -223,12 +205,10 @@ def replay(saved, loader, places):
     places = {*places}
     return sorted(one for lane in lanes.values() for one in lane if one[2] in places)
 
-
 def lane_of(source, place, epoch):
     group = source.first_group[[shard.path for shard in source.shards].index(place.path)] + place.row_group
     return next(turn % source.num_lanes for turn in np.flatnonzero(source.order(epoch)[0] == group).tolist()
                 if place.row in source.find(epoch, turn)[0].indices)
-
 
 def seen_in_lane(saved, loader, lane):
     first, run = loader.position.g, argparse.Namespace(**saved["flags"])

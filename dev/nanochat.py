@@ -35,7 +35,6 @@ def rows_to_read(groups, buffered, place):
         if rows := range(place[1] if turn == place[0] else 0, shard.group_sizes[rg_idx]):
             yield turn, rows
 
-
 def encode_ahead(groups, to_read, tokenizer, threads, batch_size):
     """Iterate over batch_size documents of a row group at a time: (the place after them, {document: ids})."""
     def read(item):
@@ -61,7 +60,6 @@ def encode_ahead(groups, to_read, tokenizer, threads, batch_size):
                for i in range(0, len(rows), batch_size))
     return (encoded for _, encoded in in_order(executor, encode, batches, 2 * threads))
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Packing: rows of R = T + 1 tokens, as bytes. refill() adds documents to the buffer, and returns them
 
@@ -81,7 +79,6 @@ def flat(buffer, refill, R, _):
                 buffer[document] = ids[len(row[-1]) - 1:]
         yield b"".join(row)
 
-
 def bestfit(buffer, refill, R, buffer_size):
     """The longest document that fits; if none does, the shortest, cut. Among equals, the oldest."""
     sizes = sorted((len(ids), document) for document, ids in buffer.items())
@@ -97,7 +94,6 @@ def bestfit(buffer, refill, R, buffer_size):
             row.append(buffer.pop(document)[:free])
             free -= len(row[-1])
         yield b"".join(row)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Batches
@@ -141,7 +137,6 @@ def batches_with_state(pack, tokenizer, B: int, T: int, split: str, tokenizer_th
         left = [[*document, len(ids)] for document, ids in buffer.items()]
         yield inputs, targets, {**config, **printed, "place": list(place), "buffered": left}
 
-
 def read_state(state, config):
     """-> ({document: tokens left} of the buffered ones, the place of the next document)"""
     while isinstance(state, list):    # in a list again, if a resumed run saved it before its first batch
@@ -154,7 +149,6 @@ def read_state(state, config):
                              "a run resumes with the states of all its ranks, as dev/loops.md saves them")
     return {(turn, row): n for turn, row, n in state["buffered"]}, state["place"]
 
-
 def check_shards(shards, world_size):
     folder, n = shards[0].folder, max(len(shard.group_sizes) for shard in shards)
     if shards[0].kind != "text":
@@ -165,11 +159,9 @@ def check_shards(shards, world_size):
             raise ValueError(f"rank {rank} of {world_size} would never get a document: shards of {folder} "
                              f"have at most {n} row groups; use PackedLoader, which splits them")
 
-
 def batches_without_state(*args, **kwargs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for inputs, targets, _ in batches_with_state(*args, **kwargs):
         yield inputs, targets
-
 
 tokenizing_distributed_data_loader = partial(batches_without_state, flat)
 tokenizing_distributed_data_loader_with_state = partial(batches_with_state, flat)

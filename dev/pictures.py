@@ -23,7 +23,6 @@ with errors_in_one_line():
     from matplotlib.figure import Figure
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
 
-
 def rows_picture(tokenizer, data_dir, T, n_rows=8):
     """A bar per piece, a colour per document of a panel, and a line that says what the marks are."""
     figure, lengths = Figure((9, 1.8 * len(PACKINGS)), layout="constrained"), {}
@@ -53,11 +52,9 @@ def rows_picture(tokenizer, data_dir, T, n_rows=8):
                     panel.plot(end - T / 300, y, "<", color="white", markersize=5)
     return figure
 
-
 def colour_of(n):
     """Hues by the golden ratio: none comes twice, and neighbours are far apart."""
     return tuple(hsv_to_rgb((0.618034 * n % 1, 0.4 + 0.2 * (n % 3), 0.9)))
-
 
 def loss_picture(folders):
     """
@@ -94,7 +91,6 @@ def loss_picture(folders):
         lower.legend()
     return figure
 
-
 def documents_picture(run, n=20):
     """Bits per byte of each source over the steps; how hard its documents were, in red the n at each end."""
     ledger, n_parts = read_ledger(run), 60
@@ -113,7 +109,6 @@ def documents_picture(run, n=20):
     left.legend()
     return figure
 
-
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("python -m dev.pictures", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,7 +126,6 @@ def main(argv: list[str] | None = None) -> None:
         else:
             picture = loss_picture(flags.inputs) if flags.what == "loss" else documents_picture(*flags.inputs)
         picture.savefig(flags.out or f"{flags.what}.svg")
-
 
 if __name__ == "__main__":
     main()

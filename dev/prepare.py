@@ -76,7 +76,6 @@ LONGEST_DOCUMENT = 1 << 30    # bytes
 BAD_SHOWN = 5
 KEY, DOCUMENT = "nanoloader.key", "nanoloader.text"    # columns of a run
 
-
 def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequence[str] = (),
             as_text: Sequence[str] = (), skip_bad: bool = False, cut_bytes: int | None = None, seed: int = 0,
             workers: int | None = None, shard_bytes: int = SHARD_BYTES,
@@ -130,7 +129,6 @@ def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequ
             "bad": sum(bad), "shown": shown, "dropped": set().union(*columns) - {key, *keep},
             "strings": keep if any(file.kind in DELIMITERS for file in files) else ()}
 
-
 @contextlib.contextmanager
 def building_folder(out):
     """A folder beside `out` for this process alone. It is removed at the end, or by the next run."""
@@ -156,7 +154,6 @@ def building_folder(out):
         finally:
             shutil.rmtree(parent, ignore_errors=True)
 
-
 @contextlib.contextmanager
 def pool_of(executor, n):
     """The given executor, else n processes, or one thread if n is 1."""
@@ -173,7 +170,6 @@ def pool_of(executor, n):
         with ctrl_c_ignored():    # a second one would hang the exit
             pool.shutdown(cancel_futures=True)
 
-
 @contextlib.contextmanager
 def ctrl_c_ignored():
     """Also in processes that start meanwhile. Python delivers Ctrl-C to the main thread only."""
@@ -184,7 +180,6 @@ def ctrl_c_ignored():
     finally:
         if is_main:
             signal.signal(signal.SIGINT, before)
-
 
 @contextlib.contextmanager
 def dask_executor(address):
@@ -197,7 +192,6 @@ def dask_executor(address):
     with Client(address) as client:
         yield client.get_executor(), sum(client.nthreads().values())
 
-
 def end_with_parent():
     """In a worker: exit with the parent, and leave Ctrl-C to the parent."""
     def wait():
@@ -207,12 +201,10 @@ def end_with_parent():
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # for those that start late
     threading.Thread(target=wait, daemon=True).start()
 
-
 def run_all(pool, function, tasks, ahead, label):
     """[function(task), ...] in order, with a bar and at most `ahead` tasks in flight."""
     done = in_order(pool, function, tasks, ahead)
     return [result for _, result in tqdm(done, label, len(tasks), unit=" tasks", delay=1)]
-
 
 def group_files(files, total):
     """Group small files, so that they share a run: (task number, [(file number, file), ...])"""
@@ -223,7 +215,6 @@ def group_files(files, total):
         if size >= min(RUN_BYTES, total // 64) or file_number == len(files) - 1:
             yield number, group
             number, group, size = number + 1, [], 0
-
 
 def scatter_task(task, building, kind, key, keep, skip_bad, cut_bytes, seed, max_in_val):
     """Write sorted runs; returns (bad documents skipped, messages about the first, names of all columns)."""
@@ -259,7 +250,6 @@ def scatter_task(task, building, kind, key, keep, skip_bad, cut_bytes, seed, max
         write()
     return bad, shown, columns
 
-
 def write_run(path, keys, texts, kept, keep, last):
     keys = np.array(keys, np.uint64)
     order = np.argsort(keys, kind="stable").tolist()
@@ -273,19 +263,16 @@ def write_run(path, keys, texts, kept, keep, last):
     with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
 
-
 def join_texts(texts, kind):
     """Bytes objects or memoryviews as an Arrow array; by one join, see dev/log.md."""
     offsets = np.cumsum([0, *map(len, texts)], dtype=np.int32 if kind == pa.string() else np.int64)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
     return pa.Array.from_buffers(kind, len(texts), buffers)
 
-
 def open_runs(building):
     """Memory-mapped batches, each sorted by key."""
     paths = sorted(glob.glob(glob.escape(building) + "/runs/*.arrow"))
     return [pa.ipc.open_file(pa.memory_map(path)).get_batch(0) for path in paths]
-
 
 def keys_and_lengths(building):
     """(keys, lengths) of all documents, sorted by key."""
@@ -294,7 +281,6 @@ def keys_and_lengths(building):
     lengths = np.concatenate([np.zeros(0, np.int64), *(pc.binary_length(run[DOCUMENT]) for run in runs)])
     order = np.argsort(keys, kind="stable")
     return keys[order], lengths[order]
-
 
 def plan_shards(keys, lengths, shard_bytes, skipped):
     """
@@ -316,7 +302,6 @@ def plan_shards(keys, lengths, shard_bytes, skipped):
         rows = min(ROW_GROUP_DOCUMENTS, max(1, (last - first) // 16))
         yield [(keys[first + a], keys[first + b - 1]) for a, b in plan_row_groups(lengths[first:last], rows)]
 
-
 def plan_row_groups(lengths, rows):
     """(start, stop) of row groups of `rows` documents, or of ROW_GROUP_BYTES, or of one longer document."""
     ends, start = np.cumsum(lengths), 0
@@ -325,7 +310,6 @@ def plan_row_groups(lengths, rows):
         stop = min(start + rows, max(start + 1, int(np.searchsorted(ends, limit, "right"))))
         yield start, stop
         start = stop
-
 
 def gather_shard(shard, building, kind):
     """Write one shard, a row group at a time."""
@@ -339,7 +323,6 @@ def gather_shard(shard, building, kind):
         raise ValueError(f"--keep {empty[0]}: no document has a value there")
     tables = (gather_row_group(runs, first, last, kept, kind) for first, last in row_groups)
     dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables, kind)
-
 
 def gather_row_group(runs, first, last, kept, kind):
     """A table of all documents with keys from first to last, in the order of their keys."""
@@ -357,7 +340,6 @@ def gather_row_group(runs, first, last, kept, kind):
         columns[field.name] = pa.concat_arrays(values).take(order)
     return pa.table(columns)
 
-
 # ---------------------------------------------------------------------------------------------------------
 # The files that convert reads
 
@@ -374,12 +356,10 @@ MAKE_JSONL = 'write .jsonl, a line {"text": "..."} for each document, and conver
 UNREADABLE = OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, csv.Error, pa.ArrowException
 PIECE = 1 << 16    # bytes at a time; a truncated file loses less than this
 
-
 class Input(NamedTuple):
     path: str
     size: int
     kind: str | None    # how it is read: a suffix in KINDS
-
 
 def find_inputs(inputs, as_text=()):
     """(each file that paths, folders and globs name, once, sorted; {path: reason} of what is ignored)"""
@@ -414,7 +394,6 @@ def find_inputs(inputs, as_text=()):
     ignored = {path: reason for path, reason in ignored.items() if path not in found}
     return sorted(found.values(), key=lambda file: os.path.split(file.path)), ignored
 
-
 def files_below(folder):
     """Follows links to folders, and enters each folder once. One that cannot be read is an error."""
     def fail(error):
@@ -427,7 +406,6 @@ def files_below(folder):
         else:
             yield from (os.path.join(root, name) for name in names)
         seen.add(real)
-
 
 def reasons_to_ignore(names, as_text):
     """{path: reason} of the files of a folder or glob that are not read. names: {path: name below it}"""
@@ -451,7 +429,6 @@ def reasons_to_ignore(names, as_text):
         reasons |= dict.fromkeys(readmes, about_data)
     return reasons
 
-
 def kind_of(name, as_text=()):
     """How a file is read: by its suffix, compression aside; None if it is not read."""
     if has_name(name, as_text):
@@ -460,10 +437,8 @@ def kind_of(name, as_text=()):
     kind = os.path.splitext(stem)[1] if suffix in CODECS else suffix
     return BINARY.get(suffix) or (kind if kind in TEXT else None)
 
-
 def has_name(path, patterns):
     return any(fnmatch.fnmatch(os.path.basename(path), pattern) for pattern in patterns)
-
 
 def kind_seen(stream):
     """The kind of a file by its first bytes; None if unknown."""
@@ -471,7 +446,6 @@ def kind_seen(stream):
     stream.seek(0)
     seen = next((seen for magic, seen in MAGIC.items() if head.startswith(magic)), None)
     return seen or ("binary" if b"\0" in head else None)
-
 
 def advise(file, seen):
     """Say what to type for a file whose content does not match its name; seen: kind by its first bytes."""
@@ -492,14 +466,12 @@ def advise(file, seen):
     pattern = shlex.quote("*" + suffix if suffix else os.path.basename(file.path))
     return f"if it is plain text, add --as_text {pattern}; else {MAKE_JSONL}"
 
-
 def find_messages_key(file):
     """The first documents of a file are conversations under this key; None if they are texts."""
     for kind, key in ("text", "text"), ("messages", "messages"), ("messages", "conversations"):
         with contextlib.closing(documents_of(file, kind, [key])) as documents:
             if any(problem is None for *_, problem in itertools.islice(documents, 10)):
                 return key if kind == "messages" else None
-
 
 def documents_of(file, kind, columns, cut_bytes=None):
     """
@@ -520,7 +492,6 @@ def documents_of(file, kind, columns, cut_bytes=None):
         yield "columns", None, {}, str(error)
     except UNREADABLE as error:
         yield f"unreadable after {where}", None, {}, reason(error)
-
 
 def parse(record, kind, key):
     """A record, or a line with one as JSON -> (UTF-8 text, record)"""
@@ -546,7 +517,6 @@ def parse(record, kind, key):
         raise ValueError(f"{key!r} has more than {LONGEST_DOCUMENT:,} bytes; cut it into documents")
     return text, record
 
-
 def messages_as_json(messages):
     """nanochat's and OpenAI's messages, or ShareGPT's, checked; ValueError if they cannot be rendered."""
     messages = json.loads(messages) if isinstance(messages, str | bytes) else messages
@@ -560,12 +530,10 @@ def messages_as_json(messages):
     messages = [{"role": message["role"], "content": message["content"]} for message in messages]
     return json.dumps(messages, ensure_ascii=False, default=str)
 
-
 def reason(error):
     """What an error says, in one line, and what to do."""
     latin1 = "; if it is Latin-1: iconv -f LATIN1 -t UTF-8 OLD > NEW"
     return " ".join(str(error).split()) + latin1 * isinstance(error, UnicodeDecodeError)
-
 
 def records_in(file, stream, columns, cut_bytes):
     """(where, record) of each document; record: its columns, of which the first is the text, or JSON."""
@@ -596,13 +564,11 @@ def records_in(file, stream, columns, cut_bytes):
             if not line.isspace():
                 yield f"line {number}", line
 
-
 def read_all(stream):
     data = stream.read(LONGEST_DOCUMENT + 1)
     if len(data) > LONGEST_DOCUMENT:
         raise ValueError(f"over {LONGEST_DOCUMENT:,} bytes in one piece; {MAKE_JSONL}")
     return data
-
 
 def cut_text(data, cut_bytes):
     """(where, part) of at most cut_bytes that ends at a blank line, else at a line end, else at a space."""
@@ -619,17 +585,14 @@ def cut_text(data, cut_bytes):
         yield f"byte {start}", data[start:stop]
         start = stop
 
-
 class ColumnError(ValueError):
     """A file has no column of a name that was typed, or several."""
-
 
 def check_columns(columns, names, seen, advice):
     """columns: the text's, then those of --keep; advice: how to name the text's."""
     if bad := [name for name in columns if names.count(name) != 1]:
         advice = advice if bad[0] == columns[0] else "it is named by --keep"
         raise ColumnError(f"expected one column {bad[0]!r}, saw {seen}; {advice}")
-
 
 def csv_records(lines, columns, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
@@ -638,7 +601,6 @@ def csv_records(lines, columns, delimiter):
     check_columns(columns, rows.fieldnames or [], str(rows.fieldnames)[:200], advice)
     for row in rows:
         yield f"line {rows.line_num}", row
-
 
 def table_records(kind, stream, columns):
     """Of parquet, Feather and Arrow files, and of the streams that Hugging Face's save_to_disk writes."""
@@ -661,12 +623,10 @@ def table_records(kind, stream, columns):
         for record in batch.select(columns).to_pylist():
             yield f"row {next(row)}", names | record
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Tokenize: the same shards, with token ids in place of text
 
 VOCAB_SIZE = 32768    # of a tokenizer that is trained because the data has none
-
 
 def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads: int | None = None,
              compression: str = "none", keep: Sequence[str] = (), executor: Executor | None = None,
@@ -697,7 +657,6 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     dataset.write_index(out)
     return tokens
 
-
 def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
     path, columns = os.path.join(out, shard.name), ["tokens", *keep]
     dtype = tokenizer.dtype if shard.kind == "text" else np.dtype(np.int32)
@@ -727,7 +686,6 @@ def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
         dataset.write_shard(path, (ids for _, ids in encoded), "tokens", metadata, compression)
     return sum(tokens)
 
-
 def encode_array(texts, tokenizer, kind):
     """An array of documents -> binary, the ids of each, little-endian; a null stays null."""
     ids, bounds = encode(texts.to_pylist(), tokenizer, kind)
@@ -738,27 +696,22 @@ def encode_array(texts, tokenizer, kind):
     buffers = [pa.py_buffer(part) for part in (valid, (bounds * ids.itemsize).astype(np.int32), ids)]
     return pa.Array.from_buffers(pa.binary(), len(texts), buffers)
 
-
 def encode(documents, tokenizer, kind):
     """(ids, bounds) of texts, or of messages, whose ids are ~t where they have no loss."""
     if kind == "messages":
         return encode_conversations(tokenizer, documents)
     return tokenizer.encode_documents(documents)
 
-
 def count_bytes(array):
     return pc.sum(pc.binary_length(array)).as_py() or 0
-
 
 def read_shard(folder, name, size):
     """The Shard that its footer describes, whatever an index says; None if it has no documents."""
     _, header, entry = dataset.read_entry(folder, (name, size, None))
     return next(iter(dataset.shards_of(folder, {**header, "shards": {name: entry}})), None)
 
-
 def columns_of(shard):
     return dataset.read_footer(shard)[0].schema.to_arrow_schema().names
-
 
 def read_columns(shard, row_group, names):
     """Other columns than the documents; their pages are compared with their checksums."""
@@ -768,12 +721,10 @@ def read_columns(shard, row_group, names):
             table = parquet.read_row_group(row_group, names, use_threads=False)
         return [table.column(name) for name in names]
 
-
 def print_dropped(columns):
     if columns:
         names = dataset.printable(", ".join(sorted(columns)))[:200]
         print(f"dropped columns: {names} (to keep some: --keep NAME ...)", flush=True)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Look at shards: verify, stats, head
@@ -805,7 +756,6 @@ def verify(folder: str) -> bool:
               "tokenize write what is missing, convert needs a new folder")
     return not problems
 
-
 def check_shard(file, folder, indexed):
     rows, nulls, n_bytes, kind = [], 0, 0, "pages, if any"
     try:
@@ -824,7 +774,6 @@ def check_shard(file, folder, indexed):
         return f"PROBLEM  {str(error).partition('; check it with')[0]}"
     return (f"{sum(rows):>11,} {len(rows):>10,} {nulls:>7,} {n_bytes / 1e6:>9,.1f} {file[1] / 1e6:>9,.1f}  "
             f"checksums of {kind}")
-
 
 def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) -> None:
     """Print what a folder contains: documents, bytes, tokens, lengths, row groups, lanes, and what is cut."""
@@ -852,7 +801,6 @@ def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) ->
         what = {"text": "text", "messages": "JSON", "tokens": "ids"}[shards[0].kind]
         print(f"bytes  of {what} in a document: {', '.join(parts)}")
 
-
 def plan(flags):
     """Print how often a run of train.py takes the documents of each source, before it is started."""
     from train import sources_of  # here: to import torch takes 3 s
@@ -868,7 +816,6 @@ def plan(flags):
         print(f"{path}: {share:.1%} of the rows, {share * n_tokens:,.0f} tokens of about {available:,.0f}: "
               f"{epochs:.2f} epochs, {'REPEATED' if epochs > 1 else 'nothing twice'}")
 
-
 def known_tokenizer(tokenizer_dir, folder):
     """(tokenizer, its folder): the one given, or the largest that was trained on this data; else Nones."""
     if not tokenizer_dir:
@@ -880,7 +827,6 @@ def known_tokenizer(tokenizer_dir, folder):
         tokenizer_dir = f"{stem}{max(sizes)}"
     return RustBPETokenizer.from_directory(tokenizer_dir), tokenizer_dir
 
-
 def lengths_of(shards):
     """Bytes of every document; -1 for a null."""
     def read(shard, row_group):
@@ -889,10 +835,8 @@ def lengths_of(shards):
     with ThreadPoolExecutor(cores()) as pool:
         return np.concatenate([*pool.map(read, *zip(*row_groups_of(shards), strict=True))])
 
-
 def row_groups_of(shards):
     return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]
-
 
 def count_tokens(shards, lengths, tokenizer):
     """
@@ -913,7 +857,6 @@ def count_tokens(shards, lengths, tokenizer):
         total += f", {np.concatenate([ids >= 0 for ids, _ in encoded]).mean():.0%} with a loss"
     return total, tokens
 
-
 def print_cuts(lengths, T, limit=20_000):
     """How many documents exactfit cuts although they fit a row. lengths: tokens of each."""
     from dataloader import exactfit  # here: to import torch takes 3 s
@@ -925,7 +868,6 @@ def print_cuts(lengths, T, limit=20_000):
     share = sum(count_rows(exactfit, part.tolist(), T + 1)["cut"] for part in chunks) / len(lengths)
     advice = "; try another --seq_len, documents of other lengths, or bestfit" if share > 0.05 else ""
     print(f"rows   exactfit with T = {T:,} cuts {share:.1%} of the train documents although they fit{advice}")
-
 
 def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenizer_dir: str | None = None,
          raw: bool = False) -> None:
@@ -962,7 +904,6 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenize
     elif shards[0].kind == "tokens" and not tokenizer:
         print(f"these are token ids; to see text, add --tokenizer {maker_of(shards[0])}")
 
-
 # ---------------------------------------------------------------------------------------------------------
 # The command line
 
@@ -970,7 +911,6 @@ def main(argv: list[str] | None = None) -> None:
     flags = make_parser().parse_args(argv)
     with errors_in_one_line():
         flags.run(flags)
-
 
 def make_parser():
     as_written = argparse.RawTextHelpFormatter
@@ -1025,18 +965,15 @@ def make_parser():
     add("--bos", metavar="TOKEN", help="special token that opens each document")
     return parser
 
-
 def at_least_1(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
     return int(text)
 
-
 def add_folder(parser):
     text = "folder or URI of shards, also as --data FOLDER (default: what train.py takes)"
     parser.add_argument("data", nargs="*", action="extend", default=[], metavar="FOLDER", help=text)
     parser.add_argument("--data", nargs="+", action="extend", help=argparse.SUPPRESS)
-
 
 def folder_of(flags):
     if len(flags.data) > 1:
@@ -1044,10 +981,8 @@ def folder_of(flags):
                          "them (only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
     return find_data(*flags.data)
 
-
 def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
     return f"{n:,} {noun}{'s' * (n != 1)}"
-
 
 def run_convert(flags):
     out = flags.out or dataset.default_data_dir()
@@ -1071,13 +1006,11 @@ def run_convert(flags):
     if made["bad"]:
         print(f"skipped bad documents or files: {made['bad']:,}; the first:", *made["shown"], sep="\n  ")
 
-
 def run_tokenize(flags):
     with dask_executor(flags.dask) as (executor, threads):
         tokens = tokenize(folder_of(flags), flags.out, flags.tokenizer, 1 if executor else None,
                           flags.compression, flags.keep, executor, threads or 1)
     print(f"{tokens:,} tokens in {flags.out}")
-
 
 if __name__ == "__main__":
     main()

@@ -296,7 +296,7 @@ def test_other_states_are_refused(as_rank, monkeypatch):
     refused("packing is 'flat' in it, but 'bestfit' here", packing="bestfit")
     refused("tokenizer is 'bytes' in it, but 'other' here", tokenizer=ByteTokenizer("other"))
     refused("shards is", split="val")
-    for change in ({"name": "a"}, {"size": 1}, {"digest": "b"}, {"rows": [2, 5]}):
+    for change in ({"name": "a"}, {"text_bytes": 1}, {"digest": "b"}, {"group_sizes": [2, 5]}):
         monkeypatch.setattr(nanochat, "list_shards", lambda *args, change=change: [
             dataclasses.replace(shard, **change) for shard in list_shards(*args)])
         refused("shards is")
