@@ -110,8 +110,8 @@ class Buffer:
                 self.add(d)
 
     def add(self, d):
-        repeated_bos = int(self.starts[d] > 0)
-        n = self.left[d] = min(self.R + 1, self.lengths[d] - self.starts[d] + repeated_bos)
+        n = self.lengths[d] - self.starts[d] + (self.starts[d] > 0)    # a rest repeats BOS
+        n = self.left[d] = min(n, self.R + 1)
         if n not in self.by_length:
             self.by_length[n] = collections.deque()
             insort(self.sizes, n)
@@ -153,8 +153,7 @@ def exactfit(starts, lengths, R):
 def wholefit(starts, lengths, R):
     """
     For chats: only documents longer than a row are cut. Best-fit decreasing: the longest first, each into the
-    row where it leaves least room. 28,522 chats of 496 tokens, R = 2,049: 0.36 % padding, and 7.7 % in
-    exactfit's order, without its cuts.
+    row where it leaves least room. In exactfit's order, 28,522 chats had 7.7 % padding, not 0.36 %.
     """
     pieces, rows = [], []    # rows: (tokens that are free, row), sorted
     for d, n in enumerate(lengths):
@@ -400,15 +399,13 @@ class Packer:
         dtype = next((ids.dtype for ids in documents if len(ids)), np.dtype(np.int64))
         pieces, n_tokens, padding = [], [], np.full(self.T + 1, self.encoder.tokenizer.bos, dtype)
         for row in rows:
-            n = 0
+            first = len(pieces)
             for d, start, stop in row:
                 if start and self.pack is not flat:
                     pieces.append(documents[d][:1])
-                    n += 1
                 pieces.append(documents[d][start:stop])
-                n += stop - start
-            pieces.append(padding[n:])
-            n_tokens.append(n)
+            n_tokens.append(sum(map(len, pieces[first:])))
+            pieces.append(padding[n_tokens[-1]:])
         # np.concatenate would release the GIL at every piece, and wait to get it back.
         return np.frombuffer(b"".join(pieces), dtype).reshape(len(rows), self.T + 1), np.array(n_tokens)
 
