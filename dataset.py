@@ -173,15 +173,14 @@ def read_entry(folder, file):
         if b"nanoloader.dtype" in extra:
             head = {"kind": "tokens", "dtype": extra[b"nanoloader.dtype"].decode(),
                     "tokenizer": extra[b"nanoloader.tokenizer"].decode()}
-            text_bytes = int(extra[b"nanoloader.text_bytes"])
+        # Of others' shards, the size of all columns: to ask a damaged footer for one column may abort Python.
+        all_bytes = sum(metadata.row_group(i).total_byte_size for i in range(len(rows)))
+        text_bytes = int(extra.get(TEXT_BYTES.encode(), all_bytes))
     if head["kind"] == kind and [is_text(field.type) for field in schema if field.name == kind] != [True]:
         seen = printable(", ".join(f"{field.name}: {field.type}" for field in schema))
         column = "" if "messages" in schema.names else " --text_key COLUMN"
         raise ShardError(f"{join_name(folder, name)}: expected one string column `text`, not {seen}; type: "
                          f"{CONVERT} {shlex.quote(folder)}{column} --out NEW_FOLDER")
-    if head["kind"] == kind:
-        # Of all columns: to ask a damaged footer for a column's size may abort the process.
-        text_bytes = sum(metadata.row_group(i).total_byte_size for i in range(len(rows)))
     digest = digest_of(extra, checksums)
     return name, head, {"bytes": size, "text_bytes": text_bytes, "rows": rows, "digest": digest}
 
@@ -198,6 +197,7 @@ def write_index(folder: str, out: str | None = None) -> dict:
 
 CHECKSUMS = b"nanoloader.checksums"    # in a footer: the checksum of each row group's documents
 TEXT_DIGEST = b"nanoloader.text_digest"    # in a token shard's footer: the digest of its text shard
+TEXT_BYTES = "nanoloader.text_bytes"    # in our footers: of the documents; in token shards, of their text
 
 class ShardError(OSError):
     """A shard that cannot be read as it was written; the message names it, and what to type next."""
@@ -308,14 +308,17 @@ def write_shard(path: str, row_groups: Iterable[pa.Array | pa.Table], column: st
     """
     schema = pa.schema([(column, pa.binary() if column == "tokens" else pa.string())])
     tables = (rows if isinstance(rows, pa.Table) else pa.table([rows], schema=schema) for rows in row_groups)
-    checksums, first = [], next(tables, schema.empty_table())
+    checksums, text_bytes, first = [], 0, next(tables, schema.empty_table())
     options = {"use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
     with atomic_file(path) as part, \
             pq.ParquetWriter(part, first.schema, compression=compression, **options) as writer:
         for table in itertools.chain([first], tables):
             writer.write_table(table, row_group_size=max(1, len(table)))
-            checksums.append(checksum(table.combine_chunks().column(0).chunk(0)))    # copies only pieces
-        writer.add_key_value_metadata({CHECKSUMS: json.dumps(checksums)} | (metadata or {}))
+            documents = table.combine_chunks().column(0).chunk(0)    # copies only pieces
+            checksums.append(checksum(documents))
+            text_bytes += int(np.ptp(column_views(documents)[1]))
+        own = {CHECKSUMS: json.dumps(checksums), TEXT_BYTES: str(text_bytes)}
+        writer.add_key_value_metadata(own | (metadata or {}))
 
 def write_atomic(path: str, data: bytes) -> None:
     """`path` appears atomically, once complete and on disk."""
