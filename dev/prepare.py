@@ -771,7 +771,7 @@ def check_shard(file, folder, indexed):
             if others:
                 read_columns(shard, row_group, others)
         if shard and kind == "documents" and shard.kind != "tokens" and n_bytes != shard.text_bytes:
-            raise ValueError(f"its footer says {shard.text_bytes:,} bytes of text, its documents have {n_bytes:,}")
+            raise ValueError(f"its footer says {shard.text_bytes:,} bytes of text, but it has {n_bytes:,}")
     except (OSError, ValueError) as error:
         return f"PROBLEM  {str(error).partition('; check it with')[0]}"
     return (f"{sum(rows):>11,} {len(rows):>10,} {nulls:>7,} {n_bytes / 1e6:>9,.1f} {file[1] / 1e6:>9,.1f}  "

@@ -784,8 +784,12 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     first, other = tmp_path / "shard_00001.parquet", tmp_path / "shard_00003.parquet"
     column = pq.read_metadata(other).row_group(0).column(1)
     end = column.data_page_offset + column.total_compressed_size
-    wrong = [(first, len(sound[first]) // 3, "PROBLEM .*row group"),
-             (first, len(sound[first]) - 9, "PROBLEM "), (other, end - 1, "PROBLEM .*row group 0: .*CRC")]
+    documents = pq.read_metadata(first).row_group(0).column(0)
+    middle = documents.data_page_offset + documents.total_compressed_size // 2
+    wrong = [(first, middle, "PROBLEM .*row group"),
+             (first, sound[first].rindex(b"checksums") + 12, "PROBLEM "),
+             (first, sound[first].rindex(b"text_bytes") + 12, "PROBLEM .*bytes of text, but it has"),
+             (other, end - 1, "PROBLEM .*row group 0: .*CRC")]
     for path, at, message in wrong:
         data = bytearray(sound[path])
         data[at] ^= 4
