@@ -4,9 +4,9 @@ Which shards there are, what they contain, and how they are read, written and do
     python dataset.py -n 8 -w 4             # download 8 public train shards, and the val shard
     python dataset.py index DIR             # write DIR/index.json; for a bucket: index s3://... --out FILE
 
-Data is a folder or a URI (s3://, gs://, hf://, https://) of parquet files with a column `text`, such as
-`python -m dev.prepare convert` makes. An index.json beside them saves listing them and reading their footers,
-which a thousand nodes need; else each node reads those once. Reads compare the checksums of our own shards.
+Data is a folder or a URI (s3://, gs://, hf://, https://) of parquet files with a column `text`, or `messages`
+for chats, as `python -m dev.prepare convert` makes. An index.json beside them saves listing them and reading
+their footers, which a thousand nodes need; else each node reads those once. Reads check our own checksums.
 """
 
 import argparse
@@ -39,7 +39,6 @@ from tqdm import tqdm
 CONVERT = "python -m dev.prepare convert"
 SPLIT_IN_NAME = re.compile(r"(?:split=)?(train|val|test)(?:ing|id|idation)?(?![a-z])")    # Hugging Face's
 
-
 def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
     """
     The shards of a split, sorted by name; none is opened. If names give the split (train-*, validation-*),
@@ -54,12 +53,10 @@ def list_shards(data_dir: str | None, split: str) -> list["Shard"]:
                          f"{CONVERT} {shlex.quote(folder)} --out NEW_FOLDER")
     return val if split == "val" else train
 
-
 def split_shards(shards):    # (train, val)
     val = [shard for shard in shards if split_in_name(shard.name) == "val"]
     train = [shard for shard in shards if split_in_name(shard.name) in ("train", None)]
     return (train, val) if val else (train[:-1], train[-1:])
-
 
 def split_in_name(name):
     """The split that the file's name gives, or else the innermost folder's; None if no name gives one."""
@@ -67,7 +64,6 @@ def split_in_name(name):
         if found := SPLIT_IN_NAME.match(part):
             return found[1]
     return None
-
 
 def describe_split(folder, shards):
     """One line for the screen: how many shards each split has, and why the last file is val if it is."""
@@ -81,46 +77,34 @@ def describe_split(folder, shards):
             line += "; WARNING: train has no shard of val's folder"
     return printable(line)
 
-
-def list_parquet_files(data_dir: str | None = None, warn_on_legacy: bool = False) -> list[str]:
-    """nanochat's: full paths (or URIs) of the shards in a folder, sorted. `warn_on_legacy` is ignored."""
-    folder = data_dir or default_data_dir()
-    return [join_name(folder, name) for name, _, _ in list_files(folder)]
-
-
 def parquets_iter_batched(split: str, start: int = 0, step: int = 1, data_dir: str | None = None):
     """nanochat's: a list of documents for every `step`-th row group of each shard, from `start` on."""
     for shard in list_shards(data_dir, split):
-        for row_group in range(start, len(shard.rows), step):
+        for row_group in range(start, len(shard.group_sizes), step):
             yield [text for text in shard.read(row_group).to_pylist() if text is not None]
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The index: what a folder contains, known before the first read
 
-INDEX, INDEX_FORMAT = "index.json", 1
-CACHE_FORMAT = 2    # of indexes under the base directory: 2 has digests
-
+INDEX, INDEX_FORMAT = "index.json", 2
 
 def all_shards(folder: str) -> list["Shard"]:
     """Every shard that holds documents, sorted by name."""
     return shards_of(folder, read_index(folder) or cached_index(folder))
 
-
 def shards_of(folder, index):
     dtype = index["dtype"] and np.dtype(index["dtype"]).newbyteorder("<")
     return [Shard(folder, name, entry["bytes"], entry["text_bytes"], entry["rows"], index["kind"], dtype,
-                  index["tokenizer"], entry.get("digest"))
+                  index["tokenizer"], entry["digest"])
             for name, entry in sorted(index["shards"].items()) if any(entry["rows"])]    # skips Spark's empty
-
 
 def read_index(folder: str) -> dict | None:
     """
     A folder's index.json, compared with the files if the folder is local; None if it has none.
-    {"format": 1, "kind": "text", "dtype": None, "tokenizer": None, "shards":
-     {"a.parquet": {"bytes": 1925, "text_bytes": 1925, "rows": [1024, 700], "digest": "b29037..."}, ...}}
-    rows: documents of each row group. text_bytes and digest (see digest_of; None or missing if unknown) are
-    those of the text shard, also if this one holds its tokens.
+    {"format": 2, "kind": "text", "dtype": None, "tokenizer": None, "shards":
+     {"a.parquet": {"bytes": 925, "text_bytes": 2104, "rows": [24, 7], "digest": "b29037..."}, ...}}
+    rows: documents of each row group. text_bytes (before compression) and digest (see digest_of; None if
+    unknown) are those of the text shard, also if this one holds its tokens.
     """
     filesystem_of(folder)    # first: its errors are not the index's
     where, command = join_name(folder, INDEX), f"python dataset.py index {shlex.quote(folder)}"
@@ -142,12 +126,11 @@ def read_index(folder: str) -> dict | None:
                          f"if the folder is complete: {command}")
     return index
 
-
 def cached_index(folder):
     """The index of a folder that has none: from its footers, then kept under the base directory."""
     files = list_files(folder)
     real = folder if "://" in folder else os.path.realpath(folder)
-    key = hashlib.sha256(json.dumps([CACHE_FORMAT, real, files]).encode()).hexdigest()[:16]
+    key = hashlib.sha256(json.dumps([INDEX_FORMAT, real, files]).encode()).hexdigest()[:16]
     path = os.path.join(get_base_dir(), "index", f"{key}.json")
     with locked(path):    # one process of a node reads the footers, the others wait for it
         with contextlib.suppress(OSError, ValueError), open(path) as file:
@@ -161,14 +144,11 @@ def cached_index(folder):
             write_atomic(path, json.dumps(index).encode())
     return index
 
-
 def make_index(folder, files):
     """From the footers of these files."""
-    if os.path.isfile(folder):
-        raise ValueError(f"{folder} is a file; if it is a shard, name its folder: "
-                         f"{os.path.dirname(folder) or '.'}; else: {CONVERT} {shlex.quote(folder)} --out NEW")
     if not files:
         what = "is no folder of shards" if "://" in folder or os.path.exists(folder) else "does not exist"
+        what = "is a file; if it is a shard, name its folder" if os.path.isfile(folder) else what
         raise FileNotFoundError(f"{folder} {what}; if it moved, name its new place (--data); to get some: "
                                 f"python dataset.py -n 8, or {CONVERT} FILES")
     with ThreadPoolExecutor(32) as pool:
@@ -179,7 +159,6 @@ def make_index(folder, files):
         raise ValueError(f"{folder} holds shards of different kinds: {heads}; put each in its own folder")
     return {"format": INDEX_FORMAT, **entries[0][1], "shards": {name: entry for name, _, entry in entries}}
 
-
 def read_entry(folder, file):
     """(name, index fields shared by the folder, index entry of this shard), from its footer."""
     name, size, _ = file
@@ -189,18 +168,21 @@ def read_entry(folder, file):
         rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
         if sum(rows) != metadata.num_rows or len(checksums or rows) != len(rows):
             raise ValueError("its footer contradicts itself")
-        head, text_bytes = {"kind": "text", "dtype": None, "tokenizer": None}, size
+        kind = "text" if "text" in schema.names else "messages"
+        head = {"kind": kind, "dtype": None, "tokenizer": None}
         if b"nanoloader.dtype" in extra:
             head = {"kind": "tokens", "dtype": extra[b"nanoloader.dtype"].decode(),
                     "tokenizer": extra[b"nanoloader.tokenizer"].decode()}
-            text_bytes = int(extra[b"nanoloader.text_size"])
-    if head["kind"] == "text" and [is_text(field.type) for field in schema if field.name == "text"] != [True]:
+        # Of others' shards, the size of all columns: to ask a damaged footer for one column may abort Python.
+        all_bytes = sum(metadata.row_group(i).total_byte_size for i in range(len(rows)))
+        text_bytes = int(extra.get(TEXT_BYTES.encode(), all_bytes))
+    if head["kind"] == kind and [is_text(field.type) for field in schema if field.name == kind] != [True]:
         seen = printable(", ".join(f"{field.name}: {field.type}" for field in schema))
+        column = "" if "messages" in schema.names else " --text_key COLUMN"
         raise ShardError(f"{join_name(folder, name)}: expected one string column `text`, not {seen}; type: "
-                         f"{CONVERT} {shlex.quote(folder)} --text_key COLUMN --out NEW_FOLDER")
+                         f"{CONVERT} {shlex.quote(folder)}{column} --out NEW_FOLDER")
     digest = digest_of(extra, checksums)
     return name, head, {"bytes": size, "text_bytes": text_bytes, "rows": rows, "digest": digest}
-
 
 def write_index(folder: str, out: str | None = None) -> dict:
     """Read the footers of a folder or URI, and write the index beside them, or to the file `out`."""
@@ -210,27 +192,25 @@ def write_index(folder: str, out: str | None = None) -> dict:
     write_atomic(out or os.path.join(folder, INDEX), json.dumps(index).encode())
     return index
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Reading and writing shards
 
 CHECKSUMS = b"nanoloader.checksums"    # in a footer: the checksum of each row group's documents
 TEXT_DIGEST = b"nanoloader.text_digest"    # in a token shard's footer: the digest of its text shard
-
+TEXT_BYTES = "nanoloader.text_bytes"    # in our footers: of the documents; in token shards, of their text
 
 class ShardError(OSError):
     """A shard that cannot be read as it was written; the message names it, and what to type next."""
 
-
 @dataclass(eq=False)
 class Shard:
-    """A parquet file of documents (column `text`) or of their token ids (`tokens`). Nothing stays open."""
+    """A parquet file of documents (column `text`, or `messages`: JSON) or of their ids (`tokens`)."""
     folder: str
     name: str
     file_size: int
-    size: int                  # bytes of the text shard, even in its token shard: same fingerprint
-    rows: list[int]            # documents in each row group
-    kind: str                  # 'text' or 'tokens'
+    text_bytes: int            # of the documents, before compression; in a token shard, of its text
+    group_sizes: list[int]     # documents in each row group
+    kind: str                  # 'text', 'messages' or 'tokens'
     dtype: np.dtype | None     # of the token ids
     fingerprint: str | None    # of the tokenizer that made them
     digest: str | None = None    # of the text's checksums, see digest_of; None: not known
@@ -238,6 +218,10 @@ class Shard:
     @property
     def path(self) -> str:
         return join_name(self.folder, self.name)
+
+    @property
+    def n_documents(self) -> int:
+        return sum(self.group_sizes)
 
     def read(self, row_group: int) -> pa.Array:
         """All documents of a row group: strings, or binary with raw token ids; ShardError if damaged."""
@@ -249,16 +233,16 @@ class Shard:
         with open_file(self.folder, self.name, self.file_size) as file:
             parquet = pq.ParquetFile(file, metadata=metadata, page_checksum_verification=not checksums)
             column = parquet.read_row_group(row_group, [self.kind], use_threads=False).column(0)
-        if len(column) != self.rows[row_group] or is_text(column.type) != (self.kind == "text"):
-            raise ValueError(f"it has {len(column):,} {column.type}s, {self.rows[row_group]:,} in the index")
+        if len(column) != self.group_sizes[row_group] or is_text(column.type) != (self.kind != "tokens"):
+            wanted = f"{self.group_sizes[row_group]:,}"
+            raise ValueError(f"it has {len(column):,} {column.type}s, {wanted} in the index")
         if column.nbytes >= 2**31 or column.type not in (pa.string(), pa.binary()):    # plain 64-bit offsets
-            column = column.cast(pa.large_string() if self.kind == "text" else pa.large_binary())
+            column = column.cast(pa.large_binary() if self.kind == "tokens" else pa.large_string())
         array = column.chunk(0) if column.num_chunks == 1 else pa.concat_arrays(column.chunks)
         if checksums and checksum(array) != checksums[row_group]:
             raise ValueError("its documents are not those that were written (checksum)")
         array.validate(full=True)    # UTF-8 and offsets: 24 GB/s
         return array
-
 
 @functools.lru_cache(maxsize=64)    # saves a request for each row group of a remote shard
 def read_footer(shard):
@@ -269,23 +253,17 @@ def read_footer(shard):
                          f"python dataset.py index {shlex.quote(shard.folder)}")
     return metadata, checksums
 
-
 def parse_footer(folder, name, size):
     """(metadata, checksums of the row groups' documents or None in shards that others wrote)"""
     with open_file(folder, name, size) as file:
         metadata = pq.ParquetFile(file).metadata
     return metadata, json.loads((metadata.metadata or {}).get(CHECKSUMS, b"null"))
 
-
 def digest_of(extra, checksums):
-    """
-    Of a text shard: 16 hex digits of the sha256 of its checksums as JSON. Its token shard records the same in
-    its footer (`extra`). None: others wrote the text, or an earlier version of ours the tokens.
-    """
+    """Of a text shard; its token shard records it in its footer, `extra`. None if others wrote the text."""
     if b"nanoloader.dtype" in extra:
         return extra.get(TEXT_DIGEST, b"").decode() or None
     return checksums and hashlib.sha256(json.dumps(checksums).encode()).hexdigest()[:16]
-
 
 @contextlib.contextmanager
 def errors_named(folder, name, part, advice=None):
@@ -296,11 +274,9 @@ def errors_named(folder, name, part, advice=None):
         advice = advice or f"check it with: python -m dev.prepare verify --data {shlex.quote(folder)}"
         raise ShardError(f"{join_name(folder, name)}, {part}: {printable(error)}; {advice}") from error
 
-
 def is_text(kind: pa.DataType) -> bool:
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     return kind in (pa.string(), pa.large_string(), pa.string_view())
-
 
 def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
     """An Arrow string or binary array as (data, offsets, valid): memoryview, int array, bool array."""
@@ -308,7 +284,6 @@ def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
     _, offsets, data = array.buffers()
     offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset:][:len(array) + 1]
     return memoryview(data or b""), offsets, ~np.asarray(array.is_null())
-
 
 def checksum(array: pa.Array) -> int:
     """
@@ -325,31 +300,30 @@ def checksum(array: pa.Array) -> int:
     words = np.frombuffer(content, "<u8", n_blocks * 512).reshape(n_blocks, 512)
     return zlib.crc32(content[n_blocks * 4096:], zlib.crc32(words.sum(axis=1, dtype="<u8"), crc))
 
-
 def write_shard(path: str, row_groups: Iterable[pa.Array | pa.Table], column: str = "text",
                 metadata: dict | None = None, compression: str = "zstd") -> None:
     """
     Write one shard; `path` appears atomically, once complete and on disk. row_groups: arrays of documents, or
     tables whose first column is `column` (readers ignore the others).
     """
-    schema = pa.schema([(column, pa.string() if column == "text" else pa.binary())])
+    schema = pa.schema([(column, pa.binary() if column == "tokens" else pa.string())])
     tables = (rows if isinstance(rows, pa.Table) else pa.table([rows], schema=schema) for rows in row_groups)
-    checksums, first = [], next(tables, schema.empty_table())
-    # A dictionary would give the same size and 5 % less speed: documents hardly ever repeat.
+    checksums, text_bytes, first = [], 0, next(tables, schema.empty_table())
     options = {"use_dictionary": False, "write_statistics": False, "write_page_checksum": True}
     with atomic_file(path) as part, \
             pq.ParquetWriter(part, first.schema, compression=compression, **options) as writer:
         for table in itertools.chain([first], tables):
             writer.write_table(table, row_group_size=max(1, len(table)))
-            checksums.append(checksum(table.combine_chunks().column(0).chunk(0)))    # copies only pieces
-        writer.add_key_value_metadata({CHECKSUMS: json.dumps(checksums)} | (metadata or {}))
-
+            documents = table.combine_chunks().column(0).chunk(0)    # copies only pieces
+            checksums.append(checksum(documents))
+            text_bytes += int(np.ptp(column_views(documents)[1]))
+        own = {CHECKSUMS: json.dumps(checksums), TEXT_BYTES: str(text_bytes)}
+        writer.add_key_value_metadata(own | (metadata or {}))
 
 def write_atomic(path: str, data: bytes) -> None:
     """`path` appears atomically, once complete and on disk."""
     with atomic_file(path) as part, open(part, "wb") as file:
         file.write(data)
-
 
 @contextlib.contextmanager
 def atomic_file(path):
@@ -369,13 +343,11 @@ def atomic_file(path):
         with contextlib.suppress(OSError):
             os.unlink(part)
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Which data: the given folder, or the default one, or a built-in corpus: the standard library's sources
 
 BUILTIN_VERSION, BUILTIN_TRAIN_SHARDS, BUILTIN_VAL_BYTES = 1, 4, 1_000_000    # change with the recipe
 BUILTIN_ROW_GROUPS = 16    # in a shard, so that 2, 4, 8 and 16 lanes get an even share
-
 
 def find_data(data_dir: str | None = None) -> str:
     """The given folder or URI; else downloaded or converted shards; else the built-in corpus."""
@@ -386,7 +358,6 @@ def find_data(data_dir: str | None = None) -> str:
         if not os.path.exists(os.path.join(folder, INDEX)):
             build_builtin_corpus(folder)
     return folder
-
 
 def build_builtin_corpus(folder: str) -> None:
     """Shards of the running Python's UTF-8 sources, one document per file, always in the same order."""
@@ -412,26 +383,22 @@ def build_builtin_corpus(folder: str) -> None:
         write_shard(f"{folder}/shard_{number:05d}.parquet", groups)
     write_index(folder)
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Folders and files, local or remote; processes; the screen
 
-SHARD_NAME = re.compile(r"(?!.*/[._])[^._/].*(?i:\.parquet|\.pq)", re.DOTALL)    # . and _: of other tools
-PACKED = re.compile(SHARD_NAME.pattern + r"\.(gz|zst|bz2|xz|lz4)", re.DOTALL)
+# Files that begin with . or _ are other tools'. Packed shards are included: reading one is an error.
+SHARD_NAME = re.compile(r"(?!.*/[._])[^._/].*(?i:\.(parquet|pq)(\.(gz|zst|bz2|xz|lz4))?)", re.DOTALL)
 RETRY_SECONDS = 1.0    # the first wait, on average; each later one is twice as long
 ENDING = threading.Event()    # the program ends: set before Python waits for the threads of executors
 threading._register_atexit(ENDING.set)
-
 
 def get_base_dir() -> str:
     """$NANOLOADER_BASE_DIR, or ~/.cache/nanoloader; made by the first write."""
     return os.environ.get("NANOLOADER_BASE_DIR") or os.path.expanduser("~/.cache/nanoloader")
 
-
 def default_data_dir() -> str:
     """The folder of downloads and conversions, where train.py looks first."""
     return os.path.join(get_base_dir(), "base_data")
-
 
 def list_files(folder: str) -> list[tuple[str, int, int]]:
     """(name, bytes, time) of the shards in a folder and below it, as in Hive's year=2024/; sorted by name."""
@@ -444,8 +411,6 @@ def list_files(folder: str) -> list[tuple[str, int, int]]:
     else:
         found = list(list_local(folder))
     files = sorted(file for file in found if SHARD_NAME.fullmatch(file[0]))
-    if packed := [name for name, _, _ in found if PACKED.fullmatch(name)]:
-        raise ValueError(f"{folder}: {min(packed)!a} cannot be read in place; unpack it, or move it away")
     versions = {name.split("/")[1] for name, _, _ in files if name.startswith("snapshots/")}
     if len(versions) > 1 or any(re.search(r"(^|/)(_delta_log|\.hoodie)/", name) for name, _, _ in found):
         raise ValueError(f"{folder} also holds files of older versions (a Delta table or a cache of Hugging "
@@ -453,7 +418,6 @@ def list_files(folder: str) -> list[tuple[str, int, int]]:
     if odd := [name for name, _, _ in files if not name.isprintable()]:
         raise ValueError(f"{folder}: rename {odd[0]!a}: it is not UTF-8, or has control characters")
     return files
-
 
 def list_local(folder):
     """
@@ -475,11 +439,9 @@ def list_local(folder):
                 info = entry.stat(follow_symlinks=bool(SHARD_NAME.fullmatch(name)))
                 yield name, info.st_size, info.st_mtime_ns
 
-
 def join_name(folder, name):    # s3://bucket/dir?region=x, f -> s3://bucket/dir/f?region=x
     head, mark, query = folder.partition("?") if "://" in folder else (folder, "", "")
     return f"{head.rstrip('/')}/{name}{mark}{query}"
-
 
 @functools.lru_cache(maxsize=16)
 def filesystem_of(folder):
@@ -495,7 +457,6 @@ def filesystem_of(folder):
         fs = pafs.PyFileSystem(pafs.FSSpecHandler(fs))
     return fs, root.rstrip("/")
 
-
 def open_file(folder, name, size=None):
     """A seekable pyarrow file; an error if it does not have the size that was listed."""
     fs, root = filesystem_of(folder if "://" in folder else os.path.abspath(folder))
@@ -509,7 +470,6 @@ def open_file(folder, name, size=None):
         raise OSError(f"it has {file.size():,} bytes, but {size:,} when the folder was listed")
     return file
 
-
 def retry(work: Callable, folder: str, attempts: int = 6):
     """Call work(); for a remote folder, retry with backoff, except on a missing file."""
     for attempt in range(attempts):
@@ -522,7 +482,6 @@ def retry(work: Callable, folder: str, attempts: int = 6):
             if ENDING.wait(RETRY_SECONDS * 2 ** attempt * random.uniform(0.5, 1.5)):
                 raise
 
-
 @contextlib.contextmanager
 def locked(path: str) -> Iterator[None]:
     """Hold the lock of `path`. Without one (Windows, some Lustre mounts), two may do the same work."""
@@ -532,7 +491,6 @@ def locked(path: str) -> Iterator[None]:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             fcntl.flock(held.enter_context(open(path + ".lock", "a")), fcntl.LOCK_EX)
         yield
-
 
 def in_order(executor: ThreadPoolExecutor, function: Callable, items: Iterable, ahead: int) -> Iterator:
     """(item, function(item)) of each item, in order, with at most `ahead` of them in flight."""
@@ -549,21 +507,25 @@ def in_order(executor: ThreadPoolExecutor, function: Callable, items: Iterable, 
         for _, future in waiting:
             future.cancel()
 
+def cores() -> int:    # that this process may use; torchrun's processes share a machine's
+    n = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, n // (env_int("LOCAL_WORLD_SIZE", least=1) or 1))
 
-def cores() -> int:    # that this process may use
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
+def env_int(name: str, least: int) -> int | None:
+    """A launcher's environment variable; None if it is not set."""
+    value = os.environ.get(name)
+    if value is not None and (not value.isdecimal() or int(value) < least):
+        raise ValueError(f"{name}={value!r} in the environment; expected a whole number, {least} or more")
+    return value and int(value)
 
 def printable(text) -> str:
     """One line of text from a disk or a network, without control characters: 'a\\n\\x1bb' -> 'a \\x1bb'."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(str(text).split()))
 
-
 class Parser(argparse.ArgumentParser):
     """Reports a bad argument in one line."""
     def error(self, message):
         self.exit(2, f"error: {printable(message)}; see {self.prog} --help\n")
-
 
 @contextlib.contextmanager
 def errors_in_one_line():
@@ -578,12 +540,10 @@ def errors_in_one_line():
     except (OSError, ValueError, ImportError, pa.ArrowException) as error:
         sys.exit(f"error: {printable(error)}")
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Download, by huggingface_hub
 
 REPOSITORY, MAX_SHARD = "karpathy/climbmix-400b-shuffle", 6542    # the last shard is val
-
 
 def download(n_train: int, folder: str, workers: int = 4) -> None:
     """Fetch train shards and the val shard, and write index.json once all are there."""
@@ -616,7 +576,6 @@ def download(n_train: int, folder: str, workers: int = 4) -> None:
     write_index(folder)
     print(f"{len(names):,} shards are in {folder}")
 
-
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("python dataset.py", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("index", nargs="*", metavar="index DIR", help="folder or URI of parquet shards")
@@ -633,7 +592,6 @@ def main(argv: list[str] | None = None) -> None:
         else:
             n_train = flags.num_files if 0 < flags.num_files < MAX_SHARD else MAX_SHARD
             download(n_train, flags.out or default_data_dir(), flags.num_workers)
-
 
 if __name__ == "__main__":
     main()

@@ -13,6 +13,7 @@ The trade-off: with GPT-4's split pattern, gigatoken encodes 72 M tokens per CPU
 """
 
 import base64
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -25,7 +26,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,10 +65,8 @@ def encode_text(enc: tiktoken.Encoding, text: str) -> np.ndarray:
         words = regex.finditer(enc._pat_str, text)
         return np.array([id for word in words for id in enc._encode_single_piece(word[0])], np.uint32)
 
-
 def replace_surrogates(text: str) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
 
 # gigatoken's names of the split patterns of tiktoken's gpt2, cl100k_base and o200k_base, by their sha256
 SCHEMES = {"bf51d578af571878": "gpt2", "f021c3d976978e62": "gpt4", "2d1b8dc11e89af71": "o200k"}
@@ -86,7 +85,6 @@ SEPARATOR = "\x02\x1cdocument\x1c\x03"
 
 # gigatoken remembers every word: 0.13 GB after 440 MB of code, 2 GB after 270 MB of random letters.
 FORGET_AFTER = 1 << 29    # bytes of text
-
 
 class Engine:
     """
@@ -126,12 +124,10 @@ class Engine:
         # Only its batch calls release the GIL. parallel=True would start threads, which a fork loses.
         return self.model.encode_batch_padded(gigatoken.BytesSource(data), 0, parallel=False)[0][0]
 
-
 HARD = [*"aZs'\u017f \t\n\r.,/-_!\0\x1c\x85\xa0\u2003\u2028\u3000\ufeff1\xe9\u0430\u05d0\u0e31\u1eeb\u01c5",
         *"\u02b0\u6f22\u3042\u30fc\uac00\ufe0f\ufffd\xb2\xbd\u0664\u0967\u3007\uff11\u2167\u0378",
         "\U00020000", "\U0001f600", "\U0001d7d8", "\U0001f468\u200d\U0001f469", "e\u0301", "\u0915\u094d",
         "'s", "'RE", "ll", "  ", "\r\n", "12", "345"]
-
 
 def hard_texts(enc: tiktoken.Encoding) -> list[str]:
     """What an engine may get wrong: hard characters next to each other, runs of them, and every token."""
@@ -140,7 +136,6 @@ def hard_texts(enc: tiktoken.Encoding) -> list[str]:
     texts += [character * n for character in HARD for n in (7, 100)]
     tokens = [token.decode(errors="ignore") for token in enc._mergeable_ranks]
     return texts + ["\n".join(tokens[i:i + 8]) for i in range(0, len(tokens), 8)]
-
 
 def choose_engine(enc: tiktoken.Encoding, bos: int) -> tuple[str | None, str]:
     """The scheme, or None for tiktoken; the engine's name, and why it was chosen."""
@@ -160,7 +155,6 @@ def choose_engine(enc: tiktoken.Encoding, bos: int) -> tuple[str | None, str]:
         return scheme, f"gigatoken {importlib.metadata.version('gigatoken')}, checked against tiktoken"
     return None, f"tiktoken {tiktoken.__version__} ({reason})"
 
-
 def compare_engines(enc, bos, scheme):
     """None, or gigatoken's error, or a few hard texts among which it encodes one differently."""
     texts, engine, exact = hard_texts(enc), Engine(enc, bos, scheme), Engine(enc, bos, None)
@@ -174,13 +168,11 @@ def compare_engines(enc, bos, scheme):
     except BaseException as error:    # a panic in Rust is not an Exception
         return f"{type(error).__name__}: {error}"
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Saved as two text files: the ranks in tiktoken's own format, the rest as JSON
 
 LARGEST_VOCABULARY = 1 << 24
 RANKS_FILE, JSON_FILE, FORMAT = "tokenizer.tiktoken", "nanoloader.json", "nanoloader tokenizer 1"
-
 
 def build_encoding(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> tiktoken.Encoding:
     """An Encoding, after checks of what tiktoken would panic at, or accept and encode wrongly."""
@@ -191,12 +183,10 @@ def build_encoding(pattern: str, ranks: dict[bytes, int], special: dict[str, int
         raise ValueError(f"the byte {min(missing)} is not a token, so not every text can be encoded")
     return tiktoken.Encoding("nanoloader", pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
-
 def format_ranks(ranks: dict[bytes, int]) -> bytes:
     """A token in base64, a space, its rank; one per line."""
     in_order = sorted(ranks.items(), key=lambda item: item[1])
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in in_order)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The tokenizer
@@ -370,6 +360,10 @@ class RustBPETokenizer:
                                  "tiktoken's; resume with NANOLOADER_ENGINE=tiktoken")
         return ids, bounds
 
+    def render_conversation(self, conversation: dict, max_tokens: int | None = None) -> tuple[list, list]:
+        """nanochat's: {"messages": [...]} -> (ids, mask); mask: 1 for tokens with a loss, else 0."""
+        ids = encode_conversations(self, [json.dumps(conversation["messages"])])[0][:max_tokens]
+        return np.maximum(ids, ~ids).tolist(), (ids >= 0).astype(int).tolist()
 
 # ---------------------------------------------------------------------------------------------------------
 # Any tokenizer: ours, one with the same encode_documents(texts), or one with nanochat's encode(list)
@@ -444,11 +438,83 @@ class AnyTokenizer:
         results = [self.size, self.bos, ids.tolist(), bounds.tolist()]
         return hashlib.sha256(json.dumps(results).encode()).hexdigest()
 
-
 def as_encoder(tokenizer) -> AnyTokenizer:
     """Adapt any tokenizer to the loader; ValueError, with a pointer to a wrapper, if it is unusable."""
     return tokenizer if isinstance(tokenizer, AnyTokenizer) else AnyTokenizer(tokenizer)
 
+# ---------------------------------------------------------------------------------------------------------
+# Chats: lists of messages, [{"role": "user", "content": "Hi"}, ...]
+
+# What stands around a part of an answer, by its type
+TEXT = {"text": ("", "")}
+TOOLS = TEXT | {"python": ("<|python_start|>", "<|python_end|>"),
+                "python_output": ("<|output_start|>", "<|output_end|>")}
+# By the special token that tells them: what opens a message, closes it, and follows it; {} is its role
+TEMPLATES = {
+    "<|user_start|>": ("<|{}_start|>", "<|{}_end|>", "", TOOLS),                               # nanochat's
+    "<|im_start|>": ("<|im_start|>{}\n", "<|im_end|>", "\n", TEXT),                            # ChatML
+    "<|eot_id|>": ("<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", "", TEXT)}      # Llama 3's
+
+def render(messages: list[dict], template: tuple, mark: Callable) -> list[tuple]:
+    """
+    [(text, or mark(special tokens), whether it has a loss), ...]: what an assistant writes has a loss, what
+    python answered has none. ValueError if roles are out of order, or content is of another type.
+    """
+    (opening, closing, after, kinds), pieces, roles = template, [], itertools.cycle(["user", "assistant"])
+    try:
+        if messages[0]["role"] == "system" and kinds is TOOLS:    # nanochat's user says what the system does
+            text = messages[0]["content"] + "\n\n" + messages[1]["content"]
+            messages = [{**messages[1], "content": text}, *messages[2:]]
+        for i, message in enumerate(messages):
+            role, parts = message["role"], message["content"]
+            if role != (expected := "system" if role == "system" and i == 0 else next(roles)):
+                raise ValueError(f"expected a message of role {expected!r}, saw {message!r:.100}")
+            is_answer = role == "assistant"
+            if not is_answer or isinstance(parts, str):
+                parts = [{"type": "text", "text": parts}]
+            pieces.append((mark(opening.format(role)), False))
+            for part in parts:
+                has_loss, (begin, end) = is_answer and part["type"] != "python_output", kinds[part["type"]]
+                pieces += [(mark(begin), has_loss), (part["text"] + "", has_loss), (mark(end), has_loss)]
+            pieces += [(mark(closing.format(role)), is_answer), (mark(after), False)]
+    except (LookupError, TypeError, AttributeError) as error:
+        raise ValueError("expected messages as {'role': 'user', 'content': 'Hi'}, and an assistant's content "
+                         f"also as parts of type {', '.join(kinds)}; saw {messages!r:.200}") from error
+    return pieces
+
+def encode_conversations(tokenizer, lines: Sequence[str | None], check_every: int = 1000):
+    """
+    (ids, bounds) of messages as JSON, as encode_documents returns them, but ids are int32, and ~t is a token
+    t without a loss. One call encodes all texts. A tokenizer that is not ours renders them itself.
+    """
+    def pieces_of(messages):
+        if is_ours:
+            return [(mark(tokenizer.bos_token), False), *render(messages, TEMPLATES[known[0]], mark)]
+        ids, mask = tokenizer.render_conversation({"messages": messages}, 1 << 31)
+        return [(np.where(mask, ids, ~np.array(ids)).astype(np.int32), True)]
+
+    its_own = getattr(type(tokenizer), "render_conversation", None)
+    is_ours = its_own is RustBPETokenizer.render_conversation
+    known = [name for name in TEMPLATES if is_ours and name in tokenizer.get_special_tokens()]
+    if not (known if is_ours else its_own):
+        raise ValueError("this tokenizer cannot render chats: it lacks nanochat's, ChatML's and Llama 3's "
+                         "special tokens, or render_conversation(conversation, max_tokens) -> (ids, mask)")
+    mark = functools.cache(lambda text: np.array(tokenizer.enc.encode(text, allowed_special="all"), "i4"))
+    pieces, ends = [], [0]
+    for i, line in enumerate(lines):
+        try:
+            pieces += pieces_of(json.loads(line)) if line is not None else []
+        except Exception as error:
+            raise ValueError(f"conversation {i} of {len(lines)}: {error!r}") from error
+        ends.append(len(pieces))
+    texts = [piece for piece, _ in pieces if isinstance(piece, str)]
+    ids, bounds = tokenizer.encode_documents(texts, range(0, len(texts), check_every)) if texts else ([], [0])
+    ids = np.asarray(ids, np.int32)
+    encoded = (ids[a + 1:b] for a, b in itertools.pairwise(bounds))    # without BOS
+    arrays = [next(encoded) if isinstance(piece, str) else piece for piece, _ in pieces]
+    lengths = list(map(len, arrays))
+    ids, losses = np.frombuffer(b"".join(arrays), np.int32), [has_loss for _, has_loss in pieces]
+    return np.where(np.repeat(losses, lengths), ids, ~ids), np.cumsum([0, *lengths])[ends]
 
 # ---------------------------------------------------------------------------------------------------------
 # What the other files call
@@ -464,10 +530,8 @@ def get_tokenizer(tokenizer_dir: str | None = None) -> RustBPETokenizer:
         tokenizer_dir = found[0]
     return RustBPETokenizer.from_directory(tokenizer_dir)
 
-
 def is_saved(tokenizer_dir: str) -> bool:
     return os.path.exists(os.path.join(tokenizer_dir, JSON_FILE))
-
 
 def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
                    vocab_size: int) -> tuple[RustBPETokenizer, str]:
@@ -484,6 +548,15 @@ def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
             RustBPETokenizer.train_from_iterator(some_text(sources, 10**8), vocab_size).save(folder)
     return RustBPETokenizer.from_directory(folder), folder
 
+def maker_of(shard: dataset.Shard) -> str:
+    """For messages: the folder of the tokenizer of a token shard, as tokenize recorded it, or found again."""
+    extra = dataset.read_footer(shard)[0].metadata
+    recorded = extra.get(b"nanoloader.tokenizer_dir", b"FOLDER").decode()
+    for folder in (recorded, *map(str, Path(get_base_dir()).glob("tokenizer*"))):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+            if json.loads(Path(folder, JSON_FILE).read_bytes())["fingerprint"] == shard.fingerprint:
+                return folder
+    return f"{recorded} (not found here)"
 
 def trained_dir(sources: Sequence[str], vocab_size: int) -> str:
     """Where the tokenizer of these sources is kept: named after them, their shards' digest, and its size."""
@@ -492,25 +565,26 @@ def trained_dir(sources: Sequence[str], vocab_size: int) -> str:
         shards = list_shards(source, "train")
         if shards[0].kind == "tokens":
             raise ValueError(f"{source} holds tokens, and a tokenizer is trained on text: pass the text they "
-                             "were made from (--data), or the tokenizer that made them (--tokenizer)")
+                             f"were made from (--data), or what made them: --tokenizer {maker_of(shards[0])}")
         name = os.path.basename(source.partition("?")[0].removesuffix("/index.json").rstrip("/"))
-        entries.append([name, [[shard.name, shard.size] for shard in shards]])
+        entries.append([name, [[shard.name, shard.text_bytes] for shard in shards]])
     entries.sort()
     names = re.sub(r"[^\w.+-]", "_", "+".join(name for name, _ in entries))[:100]
     digest = hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:8]
     return os.path.join(get_base_dir(), f"tokenizer-{names}-{digest}-{vocab_size}")
 
-
 def some_text(sources: Sequence[str], limit: int, split: str = "train") -> Iterator[str]:
     """The first documents of each source, `limit` characters in all."""
     for source in sources:
-        left = limit / len(sources)
+        left, is_chats = limit / len(sources), list_shards(source, split)[0].kind == "messages"
         for text in itertools.chain.from_iterable(parquets_iter_batched(split, data_dir=source)):
             if left <= 0:
                 break
+            if is_chats:
+                pieces = render(json.loads(text), TEMPLATES["<|user_start|>"], len)
+                text = "\n".join(piece for piece, _ in pieces if isinstance(piece, str))
             left -= len(text)
             yield text
-
 
 def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
     """The bytes of text of each token, int32 (vocab,), 0 for special tokens: for bits per byte."""
@@ -521,7 +595,6 @@ def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
     for token, id in enc._mergeable_ranks.items():
         n_bytes[id] = len(token)    # not decoded: half a character would be U+FFFD, which has three
     return torch.from_numpy(n_bytes).to(device)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # python tokenizer.py
@@ -538,7 +611,6 @@ def main(argv: list[str] | None = None) -> None:
     with dataset.errors_in_one_line():
         train_and_save(flags.data or [find_data()], flags)
 
-
 def train_and_save(data, flags):
     default = trained_dir(data, flags.vocab_size)    # also refuses token shards
     out = flags.out or default
@@ -553,7 +625,6 @@ def train_and_save(data, flags):
     ratio = sum(len(text.encode()) for text in val) / max(1, n_tokens)
     print(f"trained {tokenizer.get_vocab_size():,} tokens, {ratio:.2f} bytes per token on val documents\n"
           f"engine: {tokenizer.engine}\nsaved to {out}")
-
 
 if __name__ == "__main__":
     main()

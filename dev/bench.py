@@ -1,72 +1,88 @@
 """
 Look at the packings and measure them, on the data at hand.
 
-    python -m dev.bench compare    what each packing drops and cuts, and how long documents wait
+    python -m dev.bench compare    what each packing drops, pads and cuts
     python -m dev.bench bench      tokens per second, from text and from tokens
     python -m dev.bench audit      which documents are in the rows of a run's steps
+    python -m dev.bench losses     which documents the model of a run found hard or easy
+    python -m dev.bench when       the steps of a run that have a document
 
 The trade-off: the benchmark takes a quarter of a minute per line, since each line takes turns with its
 yardstick. So the shares hold on a busy machine, too; the tokens per second do not.
 """
 
 import argparse
+import collections
 import contextlib
-import functools
 import importlib.util
 import io
 import itertools
-import json
 import multiprocessing
 import os
 import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dataloader import PACKINGS, Encoder, PackedLoader, Ref, Source, trace
-from dataset import Parser, column_views, cores, errors_in_one_line, list_shards
+from dataloader import PACKINGS, PackedLoader, Place, flat
+from dataset import Parser, column_views, cores, errors_in_one_line, in_order, list_shards
+from dev.ledger import audit, losses, read_row_group, when
 from dev.prepare import add_folder, at_least_1, counted, folder_of, row_groups_of, tokenize
-from tokenizer import RustBPETokenizer, find_tokenizer, get_tokenizer
-from train import load_checkpoint, peak_memory, sources_of
+from tokenizer import find_tokenizer, get_tokenizer
+from train import peak_memory
 
 # ---------------------------------------------------------------------------------------------------------
-# Compare: what each packing drops and cuts, and how long documents wait
+# Compare: what each packing drops, pads and cuts
 
-COMPARED = 4096    # rows: the shares and the wait depend on how many
-
+COMPARED = 4096    # rows of tokens
 
 def compare(tokenizer, data_dir, T):
     """Lines of a table."""
-    yield f"of the first {COMPARED:,} rows of one lane"
-    yield f"{'packing':<12}{'dropped':>9}{'fit but cut':>13}{'longest wait':>14}"
-    for packing in PACKINGS:
-        with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1,
-                          packing=packing) as loader:
-            wait = longest_wait(loader, COMPARED)
-            dropped, cut = shares(loader)
-        yield f"{packing:<12}{dropped:>9.1%}{cut:>13.2%}{counted(wait, 'row'):>14}"
+    with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1) as loader:
+        chunks, n_tokens = [], 0
+        for _, parts in deal_first_lane(loader):
+            chunks.append(list(map(len, encode_chunk(loader, parts))))
+            n_tokens += sum(chunks[-1])
+            if n_tokens >= COMPARED * (T + 1):
+                break
+    yield f"of the first {n_tokens:,} tokens, in {counted(len(chunks), 'chunk')} of one lane"
+    yield f"{'packing':<12}{'dropped':>9}{'padding':>9}{'fit but cut':>13}"
+    for packing, pack in PACKINGS.items():
+        counts = collections.Counter()
+        for lengths in chunks:
+            counts.update(count_rows(pack, lengths, T + 1))
+        dropped, padding = counts["dropped"] / n_tokens, counts["padding"] / (counts["rows"] * (T + 1))
+        yield f"{packing:<12}{dropped:>9.2%}{padding:>9.2%}{counts['cut'] / counts['documents']:>13.2%}"
 
+def deal_first_lane(loader):
+    """The chunks of lane 0 of the only source, as (Place, [Part, ...]); endless."""
+    [source] = loader.sources.values()
+    return source.deal(0, Place())
 
-def shares(loader):
-    """(dropped tokens, of those that left the buffer; documents that fit a row and yet were cut, of all)"""
-    stats = loader.stats()
-    return stats["dropped"] / (stats["dropped"] + stats["rows"] * loader.T), stats["cut"] / stats["documents"]
+def encode_chunk(loader, parts):
+    """The ids of each of its documents."""
+    return [ids for part in parts
+            for ids in loader.encoder.encode(part, read_row_group(part.shard, part.row_group))]
 
-
-def longest_wait(loader, n_rows):
-    """Most rows delivered while a complete document stayed in the buffer; of one lane, with B = 1."""
-    waits, longest = {}, 0
-    for _ in itertools.islice(loader, n_rows):
-        ((state,),) = (lane.values() for lane in loader.position.lanes.values())
-        waits = {ref: waits.get(ref, 0) + 1 for ref in state.buffered if ref.token == 0}
-        longest = max(longest, *waits.values(), 0)
-    return longest
-
+def count_rows(pack, lengths, R):
+    """A Counter of a chunk's rows, padding, dropped tokens, documents, and those cut although they fit."""
+    stops, whole, counts = [0] * len(lengths), set(), collections.Counter()
+    for row in pack([0] * len(lengths), lengths, R):
+        counts.update(rows=1, padding=R)
+        for d, start, stop in row:
+            repeats_bos = start > 0 and pack is not flat
+            counts["padding"] -= stop - start + repeats_bos
+            stops[d] = stop
+            if stop - start == lengths[d]:
+                whole.add(d)
+    cut = [d for d, n in enumerate(lengths) if 0 < n <= R and d not in whole]
+    counts.update(dropped=sum(lengths) - sum(stops), documents=len(lengths), cut=len(cut))
+    return counts
 
 # ---------------------------------------------------------------------------------------------------------
 # Bench: each line in a fresh process, in turns with its yardstick
@@ -87,7 +103,6 @@ class Job(NamedTuple):
     engine: str = "-"
     threads: int = 1
 
-
 def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
     """Lines of a table."""
     yield f"B = {B}, T = {T}, {cores()} cores; share of: the encoding threads alone (text), a memmap (tokens)"
@@ -102,13 +117,11 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
                 yield process.submit(measure, job).result()
 
-
 def all_jobs(job, text, tokens):
     engines = ["tiktoken", *(["gigatoken"] if importlib.util.find_spec("gigatoken") else [])]
     for kind, data, engine in [*(("text", text, engine) for engine in engines), ("tokens", tokens, "-")]:
         for packing, threads in itertools.product(PACKINGS, sorted({1, cores()})):
             yield job._replace(data=data, kind=kind, packing=packing, engine=engine, threads=threads)
-
 
 def measure(job):
     """One line of the table. One thread means one core as well."""
@@ -120,7 +133,7 @@ def measure(job):
     loader, mine = make_loader(job)
     first, _ = timed(lambda: next(loader))
     tokens = tokens_of(loader)
-    for _ in range(64 * loader.num_lanes // job.B):    # buffers grow with the first 64 rows of a lane
+    for _ in range(3):    # until all chunks are there that are made ahead
         next(tokens)
     memory = (peak_memory("cpu") - before) / (1 << 20)
     yardstick, theirs = encoded(job) if job.kind == "text" else (memmap(job), threading.Event())
@@ -136,20 +149,20 @@ def measure(job):
     return (f"{job.kind:<8}{job.packing:<12}{job.engine:<10}{job.threads:>8}{speed / 1e6:>12.2f}"
             f"{speed / best:>8.2f}{first:>11.2f} s{resume:>7.2f} s{memory:>7.0f} MB")
 
-
 def make_loader(job):
     """(PackedLoader, the event while which it may encode)"""
     loader = PackedLoader(get_tokenizer(job.tokenizer), job.B, job.T, "train", data_dir=job.data,
                           packing=job.packing, threads=job.threads)
     return loader, gate(loader.tokenizer)
 
-
 def encoded(job):
     """(numbers of tokens that the encoding threads make, the event while which they may)"""
-    source = Source("text", list_shards(job.data, "train"), num_lanes=1)
-    encoder = Encoder(get_tokenizer(job.tokenizer), job.threads)
-    return (len(ids) for ids, _ in encoder.documents(source, 0, Ref())), gate(encoder.tokenizer)
-
+    loader, may_encode = make_loader(job)    # never started
+    n_threads = 1 if loader.tokenizer.is_multithreaded else job.threads
+    chunks = (parts for _, parts in deal_first_lane(loader))
+    made = in_order(ThreadPoolExecutor(n_threads), lambda parts: sum(map(len, encode_chunk(loader, parts))),
+                    chunks, 2 * n_threads)
+    return (tokens for _, tokens in made), may_encode
 
 def gate(tokenizer):
     """An event that the tokenizer waits for: threads that encode ahead must not use the other's turn."""
@@ -163,11 +176,9 @@ def gate(tokenizer):
     tokenizer.encode = encode_in_turn
     return may_encode
 
-
 def speed_in_turn(counts, mine, theirs, seconds):
     mine.set(), theirs.clear()
     return speed_of(counts, seconds)
-
 
 def speed_of(counts, seconds):
     """Tokens per second, from an iterator of numbers of tokens. What is ready at the start does not count."""
@@ -177,16 +188,20 @@ def speed_of(counts, seconds):
             tokens += next(counts)
     return tokens / (time.perf_counter() - began)
 
-
-def tokens_of(batches):
-    return (inputs.numel() for inputs, _ in batches)
-
+def tokens_of(loader):
+    """Numbers of tokens from one chunk of lane 0 to the next: the lanes' chunks end at about the same row."""
+    tokens, before = 0, None
+    for inputs, _ in loader:
+        tokens += inputs.numel()
+        place = [stream.place for stream in loader.position.lanes[0].values()]
+        if place != before:
+            yield tokens
+            tokens, before = 0, place
 
 def timed(action):
     began = time.perf_counter()
     result = action()
     return time.perf_counter() - began, result
-
 
 def memmap(job):
     """Numbers of tokens in batches from a file of all ids, from front to back."""
@@ -196,75 +211,11 @@ def memmap(job):
             torch.from_numpy(part.astype(np.int64)).view(job.B, job.T)
         yield n
 
-
 def write_ids(tokens, path):
     with open(path, "wb") as file:
         for shard, row_group in row_groups_of(list_shards(tokens, "train")):
             data, offsets, _ = column_views(shard.read(row_group))
             file.write(data[offsets[0]:offsets[-1]])
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Audit: the documents in the rows of a run's steps
-
-def audit(path, steps=None, as_json=False):
-    """
-    Lines for each row of steps A to B-1 (default: the next one) of the run of a checkpoint of train.py: the
-    whole batch of all ranks; of W ranks, row i is that of rank i % W. Steps before the checkpoint are found
-    from the beginning of the run, which takes as long as packing them again.
-    """
-    saved = load_checkpoint(path)
-    run, tokenizer = argparse.Namespace(**saved["flags"]), RustBPETokenizer.from_dict(saved["tokenizer"])
-    first, stop = steps or (saved["step"], saved["step"] + 1)
-    start = saved["step"] if first >= saved["step"] else 0
-    if (changed := saved["constant_since"]) and not start:
-        raise ValueError(f"the run changed its flags at step {changed}: {path} cannot name rows before step "
-                         f"{saved['step']}; pass a checkpoint of step {first} or before")
-    with PackedLoader(tokenizer, run.batch_size, run.seq_len, "train", rank=0, world_size=1,
-                      packing=run.packing, data_dir=sources_of(run), num_lanes=run.num_lanes,
-                      shuffle_seed=run.seed if run.shuffle else None) as loader:
-        state = json.loads(saved["loader"]) if start else None
-        shards = {shard.path: shard for source in loader.sources.values() for shard in source.shards}
-        for step, rows in zip(range(start, stop), trace(loader, state), strict=False):
-            for i, pieces in enumerate(rows if step >= first else ()):
-                found = [describe_piece(piece, shards, tokenizer) for piece in pieces]
-                yield from lines_of_row(step, i, found, as_json)
-
-
-def describe_piece(piece, shards, tokenizer):
-    (path, row_group, row), ref = piece.location, piece.ref
-    document = read_row_group(shards[path], row_group)[row].as_py()
-    if shards[path].kind == "tokens":
-        document = tokenizer.decode(np.frombuffer(document, shards[path].dtype)[1:101].tolist())
-    return {"path": path, "row_group": row_group, "row": row, "epoch": ref.epoch,
-            "from": piece.start, "to": piece.stop, "text": document[:60]}
-
-
-@functools.lru_cache(maxsize=16)
-def read_row_group(shard, row_group):
-    return shard.read(row_group)
-
-
-def lines_of_row(step, number, found, as_json):
-    if as_json:
-        yield json.dumps({"step": step, "row": number, "documents": found})
-        return
-    yield f"step {step}, row {number}"
-    again = ""
-    for piece, following in zip(found, [*found[1:], None], strict=True):
-        if following and is_repeated_bos(piece, following):
-            again = ", after its BOS again"
-            continue
-        yield ("  {path}, row group {row_group}, row {row}, epoch {epoch}, ".format(**piece)
-               + f"tokens {piece['from']:,}-{piece['to'] - 1:,}{again}: {piece['text']!r}")
-        again = ""
-
-
-def is_repeated_bos(piece, following):
-    """Whether this piece is the BOS that opens a later piece of a document."""
-    same = all(piece[key] == following[key] for key in ("path", "row_group", "row", "epoch"))
-    return same and piece["to"] == 1 and following["from"] > 1
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The command line
@@ -275,12 +226,11 @@ def main(argv: list[str] | None = None) -> None:
         for line in lines_of(flags):
             print(line, flush=True)
 
-
 def make_parser():
     parser = Parser("python -m dev.bench", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("compare", "what each packing drops and cuts, and how long documents wait"),
+    for name, text in (("compare", "what each packing drops, pads and cuts"),
                        ("bench", "tokens per second, from text and from tokens")):
         command = commands.add_parser(name, help=text, description=text)
         add_folder(command)
@@ -293,8 +243,16 @@ def make_parser():
     command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
     command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the one after FILE")
     command.add_argument("--json", action="store_true", help="a row per line, for programs")
+    for name, run, text in (("losses", losses, "which documents the model of a run found hard or easy"),
+                            ("when", when, "the steps of a run that have a document")):
+        command = commands.add_parser(name, help=text, description=run.__doc__)
+        command.add_argument("run", metavar="RUN", help="the folder of a run of train.py")
+        if name == "when":
+            command.add_argument("document", nargs="?", metavar="FILE:ROW")
+            command.add_argument("--text", help="words of the document")
+        else:
+            command.add_argument("-n", type=at_least_1, default=10, help="documents at each end (default 10)")
     return parser
-
 
 def parse_steps(text):
     first, _, stop = text.partition(":")
@@ -302,17 +260,19 @@ def parse_steps(text):
         raise argparse.ArgumentTypeError(f"{text}: expected A:B with 0 <= A < B")
     return int(first), int(stop)
 
-
 def lines_of(flags):
     if flags.command == "audit":
         return audit(flags.resume, flags.steps, flags.json)
+    if flags.command == "losses":
+        return losses(flags.run, flags.n)
+    if flags.command == "when":
+        return when(flags.run, flags.document, flags.text)
     data_dir = folder_of(flags)
     tokenizer, where = find_tokenizer(flags.tokenizer, [data_dir], 32768)
     print(f"data: {data_dir}; tokenizer: {where}", file=sys.stderr)
     if flags.command == "compare":
         return compare(tokenizer, data_dir, flags.T)
     return bench(where, data_dir, flags.B, flags.T)
-
 
 if __name__ == "__main__":
     main()

@@ -22,7 +22,6 @@ PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
 
-
 def import_tokenizer(path: str, out: str, bos: str | None = None) -> str:
     """Convert, prove and save; returns lines for the screen. ValueError says what cannot be converted."""
     from tokenizers import Tokenizer
@@ -52,7 +51,6 @@ def import_tokenizer(path: str, out: str, bos: str | None = None) -> str:
     return (f"{ours.get_vocab_size():,} tokens in {out}; {len(texts):,} hard texts gave the same ids\n"
             f"BOS: {ours.bos_token}; the names of special tokens are plain text in documents: {special}"
             + "\nits NFC normalizer is not applied: normalize your text first" * is_nfc)
-
 
 def convert(described, bos, path):
     """A RustBPETokenizer with the same ids; what has no counterpart in tiktoken is refused."""
@@ -90,7 +88,6 @@ def convert(described, bos, path):
     if not bos:
         raise ValueError(f"{path}: --bos opens documents; special tokens: {', '.join(special)[:99] or None}")
     return RustBPETokenizer(build_encoding(pattern, ranks, special), bos)
-
 
 def pattern_of(pre_tokenizer, check):
     """The one regular expression that splits the text."""

@@ -1,112 +1,169 @@
 """
 nanochat's four generators, with its names, arguments and rows, token for token. Copy this file along to
-train nanochat, see dev/loops.md. Two rules differ from the core's: which row groups a rank reads, and that
-best-fit refills its buffer `tokenizer_batch_size` documents of a row group at a time.
+train nanochat, see dev/loops.md. Better than nanochat's: threads encode ahead, a resume on the same number of
+ranks is exact, and a rank that would search forever for a document raises an error.
 
     train_loader = tokenizing_distributed_data_loader_with_state_bos_bestfit(tokenizer, B, T, "train")
-    inputs, targets, state = next(train_loader)    # on each rank; resume with the same world size
+    inputs, targets, state = next(train_loader)    # on each rank
 
-Better than nanochat's: exact resume, threads that encode ahead, and no hang where a rank has no row group.
+A rank takes every world_size-th row group of each shard. It counts these turns on from epoch to epoch, so
+(turn, row) is a document. A state lists those in the buffer; a resume reads and encodes them again.
 """
 
+import hashlib
 import itertools
+from bisect import bisect_left, insort
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import ClassVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-import dataloader
-from dataloader import BestFitPacker, FlatPacker, PackedLoader, Ref, Source
-from dataset import default_data_dir
+from dataloader import ranks_of_this_process
+from dataset import in_order, list_shards
+from tokenizer import as_encoder
 
 
-class NanochatSource(Source):
-    """Each shard is dealt separately: its row group i goes to lane i % num_lanes."""
+def rows_to_read(groups, buffered, place):
+    """Yield (turn, rows): the buffered documents, then everything from `place` on; endless."""
+    for turn, documents in itertools.groupby(buffered, key=lambda document: document[0]):
+        yield turn, [row for _, row in documents]
+    for turn in itertools.count(place[0]):
+        shard, rg_idx = groups[turn % len(groups)]
+        if rows := range(place[1] if turn == place[0] else 0, shard.group_sizes[rg_idx]):
+            yield turn, rows
 
-    def _order(self, epoch):
-        """Shards padded with -1 to a multiple of num_lanes. Example: 3 and 2, 2 lanes -> 0, 1, 2, -1, 3, 4"""
-        padded = []
-        for first, stop in itertools.pairwise(self.first_group):
-            padded += [np.arange(first, stop), np.full((first - stop) % self.num_lanes, -1)]
-        numbers = np.concatenate(padded)
-        return numbers, np.zeros_like(numbers), 1    # each row group in one part
+def encode_ahead(groups, to_read, tokenizer, threads, batch_size):
+    """Iterate over batch_size documents of a row group at a time: (the place after them, {document: ids})."""
+    def read(item):
+        turn, rows = item
+        shard, rg_idx = groups[turn % len(groups)]
+        return shard.read(rg_idx).take(pa.array(rows))
 
-    def deal(self, lane, start, epochs=None):
-        for ref in super().deal(lane, start, epochs):
-            if self.order(ref.epoch)[0][ref.group] >= 0:
-                yield ref
+    def encode(batch):
+        turn, rows, texts = batch
+        try:    # the first document of a row group is also encoded with tiktoken, as a check
+            ids, bounds = tokenizer.encode(texts, [] if rows[0] else [0], threads)
+            documents = zip(rows, itertools.pairwise(bounds.tolist()), strict=True)
+            # Copies: a view would keep the ids of all. Null documents have no ids.
+            return (turn, rows[-1] + 1), {(turn, row): ids[a:b].copy() for row, (a, b) in documents if a < b}
+        except BaseException as error:    # tiktoken's panics are not Exceptions
+            shard, rg_idx = groups[turn % len(groups)]
+            where = f"{shard.path}, row group {rg_idx}, rows {rows[0]} to {rows[-1]}"
+            raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
 
+    executor = ThreadPoolExecutor(1 if tokenizer.is_multithreaded else threads)    # ends with in_order
+    batches = ((turn, rows[i:i + batch_size], texts[i:i + batch_size])
+               for (turn, rows), texts in in_order(executor, read, to_read, 3)
+               for i in range(0, len(rows), batch_size))
+    return (encoded for _, encoded in in_order(executor, encode, batches, 2 * threads))
 
-class NanochatBestFitPacker(BestFitPacker):
-    """
-    Refills in blocks of `tokenizer_batch_size` documents of a row group. Only the next document shows that a
-    block is complete: it is pulled `early` and waits for the next refill. buffered() gives it token 1.
-    """
-    options: ClassVar = {"buffer_size": 1000, "tokenizer_batch_size": 128}
+# ---------------------------------------------------------------------------------------------------------
+# Packing: rows of R = T + 1 tokens, as bytes. refill() adds documents to the buffer, and returns them
 
-    def __init__(self, T, buffer_size, tokenizer_batch_size):
-        super().__init__(T, buffer_size)
-        self.block_size, self.early = tokenizer_batch_size, None
+def flat(buffer, refill, R, _):
+    """All tokens in sequence; the last token of a row opens the next."""
+    while True:
+        row, free = [], R
+        while free:
+            while not buffer:
+                refill()
+            document, ids = next(iter(buffer.items()))
+            row.append(ids[:free])
+            free -= len(row[-1])
+            if free:
+                del buffer[document]
+            else:
+                buffer[document] = ids[len(row[-1]) - 1:]
+        yield b"".join(row)
 
-    def refill(self, pull):
-        while len(self.sizes) < self.buffer_size and (document := self.early or pull()) is not None:
-            block = self.block_of(document[1])
-            while document is not None and self.block_of(document[1]) == block:
-                self.counts["documents"] += 1
-                super().restore(*document)
-                document = pull()
-            self.early = document
+def bestfit(buffer, refill, R, buffer_size):
+    """The longest document that fits; if none does, the shortest, cut. Among equals, the oldest."""
+    sizes = sorted((len(ids), document) for document, ids in buffer.items())
+    while True:
+        row, free = [], R
+        while free:
+            while len(sizes) < buffer_size:
+                for document, ids in refill().items():
+                    insort(sizes, (len(ids), document))
+            too_long = bisect_left(sizes, (free + 1,))
+            length = sizes[max(0, too_long - 1)][0]
+            _, document = sizes.pop(bisect_left(sizes, (length,)))
+            row.append(buffer.pop(document)[:free])
+            free -= len(row[-1])
+        yield b"".join(row)
 
-    def block_of(self, ref):
-        return ref.epoch, ref.group, ref.doc // self.block_size
+# ---------------------------------------------------------------------------------------------------------
+# Batches
 
-    def buffered(self):
-        return super().buffered() + ((self.early[1]._replace(token=1),) if self.early else ())
-
-    def restore(self, ids, ref):
-        if ref.token:
-            self.early = ids, ref._replace(token=0)
-        else:
-            super().restore(ids, ref)
-
-
-# Other names than the core's, so that no state of these generators loads into a loader that deals otherwise.
-dataloader.PACKINGS.update(nanochat_flat=FlatPacker, nanochat_bestfit=NanochatBestFitPacker)
-
-
-def batches_with_state(packing, tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
+def batches_with_state(pack, tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
                        tokenizer_batch_size: int = 128, device: str | torch.device = "cuda",
-                       resume_state_dict: dict | None = None, buffer_size: int | None = None
+                       resume_state_dict: dict | list | None = None, buffer_size: int = 1000
                        ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict]]:
-    """One lane per rank. The state is a PackedLoader's, with what nanochat prints; for merge_states, too."""
-    _, world_size = dataloader.ranks_of_this_process()
-    with PackedLoader(tokenizer, B, T, split, packing=packing, buffer_size=buffer_size, device=device,
-                      data_dir=default_data_dir(), num_lanes=world_size, threads=tokenizer_threads) as loader:
-        ((name, source),) = loader.sources.items()
-        if (n := max(len(shard.rows) for shard in source.shards)) < world_size:
-            raise ValueError(f"no shard of {name} has more than {n} row groups, so the last of {world_size} "
-                             "ranks never gets one; use PackedLoader, which splits row groups")
-        source = NanochatSource(name, source.shards, world_size)
-        loader.sources, loader.tokenizer_batch_size = {name: source}, tokenizer_batch_size
-        if resume_state_dict is not None:
-            loader.load_state_dict(resume_state_dict)
-        for inputs, targets in loader:
-            state = loader.state_dict()
-            ((lane,),) = (lane.values() for lane in state["lanes"].values())
-            ref = Ref(*lane["next"])
-            shard, row_group, _ = source.find(ref)
-            printed = {"epoch": ref.epoch, "pq_idx": source.shards.index(shard), "rg_idx": row_group}
-            yield inputs, targets, dataloader.with_digest({**state, **printed})
+    """A state is plain JSON and resumes with the next batch: pass this rank's, or the list of all ranks'."""
+    rank, world_size = ranks_of_this_process()
+    tokenizer, shards, device = as_encoder(tokenizer), list_shards(None, split), torch.device(device)
+    check_shards(shards, world_size)
+    contents = repr([(shard.name, shard.text_bytes, shard.group_sizes, shard.digest) for shard in shards])
+    config = {"world_size": world_size, "rank": rank, "packing": pack.__name__,
+              "tokenizer": tokenizer.fingerprint, "shards": hashlib.sha256(contents.encode()).hexdigest()}
+    buffered, place = read_state(resume_state_dict, config)
 
+    groups = [(shard, i) for shard in shards for i in range(rank, len(shard.group_sizes), world_size)]
+    to_read, buffer = rows_to_read(groups, buffered, place), {}
+    blocks = encode_ahead(groups, to_read, tokenizer, tokenizer_threads, tokenizer_batch_size)
+    while len(buffer) < len(buffered):
+        _, documents = next(blocks)
+        buffer |= {document: ids[-buffered[document]:] for document, ids in documents.items()}
+
+    def refill():
+        nonlocal place
+        place, documents = next(blocks)
+        buffer.update(documents)
+        return documents
+
+    packed = pack(buffer, refill, T + 1, buffer_size)
+    while True:
+        rows = np.frombuffer(b"".join(itertools.islice(packed, B)), tokenizer.dtype).reshape(B, T + 1)
+        both = [torch.from_numpy(part.astype(np.int64)) for part in (rows[:, :-1], rows[:, 1:])]
+        if device.type == "cuda":    # new tensors: a reused one would change before the GPU has read it
+            both = [part.pin_memory() for part in both]
+        inputs, targets = (part.to(device, non_blocking=True) for part in both)
+        epoch, i = divmod(place[0], len(groups))
+        shard, rg_idx = groups[i]
+        printed = {"epoch": epoch + 1, "pq_idx": shards.index(shard), "rg_idx": rg_idx}
+        left = [[*document, len(ids)] for document, ids in buffer.items()]
+        yield inputs, targets, {**config, **printed, "place": list(place), "buffered": left}
+
+def read_state(state, config):
+    """-> ({document: tokens left} of the buffered ones, the place of the next document)"""
+    while isinstance(state, list):    # in a list again, if a resumed run saved it before its first batch
+        state = state[config["rank"] % len(state)]
+    if state is None:
+        return {}, (0, 0)
+    for key, ours in config.items():
+        if (theirs := state.get(key)) != ours:
+            raise ValueError(f"this state is another run's: {key} is {theirs!r} in it, but {ours!r} here; "
+                             "a run resumes with the states of all its ranks, as dev/loops.md saves them")
+    return {(turn, row): n for turn, row, n in state["buffered"]}, state["place"]
+
+def check_shards(shards, world_size):
+    folder, n = shards[0].folder, max(len(shard.group_sizes) for shard in shards)
+    if shards[0].kind != "text":
+        raise ValueError(f"{folder} holds {shards[0].kind}, and nanochat's generators read text; use "
+                         "PackedLoader")
+    for rank in range(world_size):
+        if not any(any(shard.group_sizes[rank::world_size]) for shard in shards):
+            raise ValueError(f"rank {rank} of {world_size} would never get a document: shards of {folder} "
+                             f"have at most {n} row groups; use PackedLoader, which splits them")
 
 def batches_without_state(*args, **kwargs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for inputs, targets, _ in batches_with_state(*args, **kwargs):
         yield inputs, targets
 
-
-tokenizing_distributed_data_loader = partial(batches_without_state, "nanochat_flat")
-tokenizing_distributed_data_loader_with_state = partial(batches_with_state, "nanochat_flat")
-tokenizing_distributed_data_loader_bos_bestfit = partial(batches_without_state, "nanochat_bestfit")
-tokenizing_distributed_data_loader_with_state_bos_bestfit = partial(batches_with_state, "nanochat_bestfit")
+tokenizing_distributed_data_loader = partial(batches_without_state, flat)
+tokenizing_distributed_data_loader_with_state = partial(batches_with_state, flat)
+tokenizing_distributed_data_loader_bos_bestfit = partial(batches_without_state, bestfit)
+tokenizing_distributed_data_loader_with_state_bos_bestfit = partial(batches_with_state, bestfit)

@@ -1,9 +1,9 @@
 """
-Pictures of rows, speeds and losses, by matplotlib.
+Pictures of rows, losses and documents, by matplotlib.
 
     python -m dev.pictures rows --out dev/rows.svg                                # documents in rows
-    python -m dev.bench bench | python -m dev.pictures speed --out dev/speed.svg
     python -m dev.pictures loss runs/* --out loss.svg                             # a line per run
+    python -m dev.pictures documents runs/mine --out documents.svg                # which were hard (--ledger)
 """
 
 import argparse
@@ -11,62 +11,56 @@ import sys
 
 import numpy as np
 
-from dataloader import PACKINGS, PackedLoader, trace
+from dataloader import PACKINGS, PackedLoader
 from dataset import Parser, errors_in_one_line, find_data
+from dev.ledger import LN2, losses_of, read_ledger
 from tokenizer import find_tokenizer
 from train import read_log
 
 with errors_in_one_line():
     import matplotlib
+    from matplotlib.colors import hsv_to_rgb
     from matplotlib.figure import Figure
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
 
-
 def rows_picture(tokenizer, data_dir, T, n_rows=8):
-    """A bar per piece, a colour per document; its beginning is dark, and a white tooth shows a cut."""
+    """A bar per piece, a colour per document of a panel, and a line that says what the marks are."""
     figure, lengths = Figure((9, 1.8 * len(PACKINGS)), layout="constrained"), {}
 
-    def remember(ids, ref, location):
+    def remember(ids, location, epoch):
         lengths[location] = len(ids)
         return ids
 
+    figure.supxlabel("A colour: a document. Dark bar: it begins here, or its BOS is repeated. White tooth: "
+                     "it is cut, and goes on in another row, unless its packing drops the rest.", fontsize=8)
     for panel, packing in zip(figure.subplots(len(PACKINGS)), PACKINGS, strict=True):
         panel.set(title=packing, xlim=(0, T + 1), ylim=(n_rows - 0.5, -0.5))
         panel.set_axis_off()
         with PackedLoader(tokenizer, 256 + n_rows, T, "train", data_dir=data_dir, num_lanes=1,
                           packing=packing, transform=remember) as loader:
-            rows, colours = next(trace(loader))[-n_rows:], {}    # from the middle of a run
+            next(loader)
+            rows, colours = loader.pieces()[-n_rows:], {}    # from the middle of a run
         for y, row in enumerate(rows):
-            x = 0
-            for location, _, start, stop in row:
-                colour = colours.setdefault(location, f"C{len(colours) % 10}")
-                panel.barh(y, stop - start, left=x, color=colour)
-                if start == 0:
-                    panel.barh(y, T / 400, left=x, color="#222")
-                x += stop - start
-                if 1 < stop < lengths[location]:    # 1: the BOS of a later piece, which is a separate Piece
-                    panel.plot(x - T / 300, y, "<", color="white", markersize=5)
+            end = 0
+            for location, _, start, stop, offset in row:
+                colour = colours.setdefault(location, colour_of(len(colours)))
+                panel.barh(y, offset + stop - start - end, left=end, color=colour)
+                if start == 0 or offset > end:    # its BOS, or a repeated one
+                    panel.barh(y, T / 400, left=end, color="#222")
+                end = offset + stop - start
+                if stop < lengths[location]:
+                    panel.plot(end - T / 300, y, "<", color="white", markersize=5)
     return figure
 
-
-def speed_picture(lines):
-    """For each packing and engine the line with the most threads, which is the last; a scale per kind."""
-    jobs = [line.split()[:5] for line in lines if line.startswith(("text ", "tokens "))]
-    if not jobs:
-        raise ValueError("no lines on standard input; type: python -m dev.bench bench | ... speed")
-    figure = Figure((9, 6), layout="constrained")
-    for panel, kind in zip(figure.subplots(2), ("text", "tokens"), strict=True):
-        bars = {f"{packing}, {engine}".removesuffix(", -"): (float(speed), threads)
-                for of_kind, packing, engine, threads, speed in jobs if of_kind == kind}
-        drawn = panel.barh(list(bars), [speed for speed, _ in bars.values()])
-        panel.bar_label(drawn, [f"{speed:,.1f} by {threads} threads" for speed, threads in bars.values()])
-        panel.set(xlabel=f"M tokens/s, from {kind}", xmargin=0.2)
-        panel.invert_yaxis()
-    return figure
-
+def colour_of(n):
+    """Hues by the golden ratio: none comes twice, and neighbours are far apart."""
+    return tuple(hsv_to_rgb((0.618034 * n % 1, 0.4 + 0.2 * (n % 3), 0.9)))
 
 def loss_picture(folders):
-    """Training loss above, val below. Each run's line is thinner than the one before: equal runs all show."""
+    """
+    Training loss above, val below, of a mixture with a line for each source, dashed in other ways. Each run's
+    line is thinner than the one before: equal runs all show.
+    """
     figure, settled = Figure((9, 7), layout="constrained"), 0
     upper, lower = figure.subplots(2, sharex=True)
     for i, folder in enumerate(folders):
@@ -78,22 +72,47 @@ def loss_picture(folders):
         n = -(-len(losses) // 150)
         means = losses[:len(losses) // n * n].reshape(-1, n, 2).mean(axis=1)
         settled = max(settled, means[len(means) // 10:, 1].max())
-        vals = np.array([(r["step"], r["val_bpb"]) for r in records if "val_bpb" in r]).reshape(-1, 2)
-        width, last = 5 - 4 * i / len(folders), f", val {vals[-1, 1]:.4f}" if len(vals) else ""
-        upper.plot(*means.T, linewidth=width, label=folder + last)
-        lower.plot(*vals.T, "o-", linewidth=width)
+        vals, width, last = {}, 5 - 4 * i / len(folders), ""
+        for record in records:
+            if "val_bpb" in record:
+                vals.setdefault(record.get("source"), []).append((record["step"], record["val_bpb"]))
+                last = f", val {record['val_bpb']:.4f}"    # of a mixture: that over all sources
+        upper.plot(*means.T, linewidth=width, label=folder + last, color=f"C{i % 10}")
+        for j, (source, points) in enumerate(vals.items()):
+            style = "o" + ("-", "--", ":", "-.")[j % 4]
+            label = f"{folder}: {source}" if len(vals) > 1 else None
+            lower.plot(*np.transpose(points), style, color=f"C{i % 10}", linewidth=width, label=label)
     if not upper.lines:
         raise ValueError(f"no losses in {' '.join(folders)}; expected folders of runs of train.py")
     upper.set(ylabel="training loss, nats per token", ylim=(None, 1.02 * settled))
     lower.set(ylabel="val, bits per byte", xlabel="step")
     upper.legend()
+    if lower.get_legend_handles_labels()[0]:
+        lower.legend()
     return figure
 
+def documents_picture(run, n=20):
+    """Bits per byte of each source over the steps; how hard its documents were, in red the n at each end."""
+    ledger, n_parts = read_ledger(run), 60
+    found, steps = [loss.above for loss in losses_of(ledger)], ledger["step"].max() + 1
+    figure = Figure((9, 2.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    folders = np.array([path.rpartition("/")[0] for path in ledger["path"]])
+    for folder in np.unique(folders):
+        parts = ledger["step"][folders == folder] * n_parts // steps
+        nats, n_bytes = (np.bincount(parts, ledger[name][folders == folder], n_parts)
+                         for name in ("nats", "bytes"))
+        left.plot(np.arange(n_parts) * steps / n_parts, nats / np.maximum(1, n_bytes) / LN2, label=folder)
+    right.hist([found[n:-n], found[:n] + found[-n:]], 60, stacked=True, color=["C0", "C3"], log=True)
+    left.set(xlabel="step", ylabel="bits per byte")
+    right.set(xlabel="bits per byte above the documents in the steps around", ylabel="documents")
+    left.legend()
+    return figure
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("python -m dev.pictures", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rows", "speed", "loss"])
+    parser.add_argument("what", choices=["rows", "loss", "documents"])
     parser.add_argument("inputs", nargs="*", help="loss: folders of runs; rows: the data, as in train.py")
     parser.add_argument("--tokenizer", help="rows: its folder (default: the one trained on the data)")
     parser.add_argument("--T", type=int, default=8192, help="rows: tokens in a row (default 8192)")
@@ -105,9 +124,8 @@ def main(argv: list[str] | None = None) -> None:
             tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)
             picture = rows_picture(tokenizer, data_dir, flags.T)
         else:
-            picture = speed_picture(sys.stdin) if flags.what == "speed" else loss_picture(flags.inputs)
+            picture = loss_picture(flags.inputs) if flags.what == "loss" else documents_picture(*flags.inputs)
         picture.savefig(flags.out or f"{flags.what}.svg")
-
 
 if __name__ == "__main__":
     main()

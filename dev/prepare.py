@@ -2,6 +2,7 @@
 Run once, before training: make shards from your own text, tokenize them, look at them, check and count them.
 
     python -m dev.prepare convert 'my/**/*.jsonl.gz' --text_key content   # your text -> shuffled shards
+    python -m dev.prepare convert chats.jsonl --messages_key messages     # conversations -> shuffled shards
     python -m dev.prepare tokenize DIR --out DIR                          # the same shards, with token ids
     python -m dev.prepare head DIR -n 5                                   # print some documents
     python -m dev.prepare stats DIR                                       # documents, lengths, lanes, cuts
@@ -46,7 +47,16 @@ from tqdm import tqdm
 import dataset
 from dataset import Parser, all_shards, cores, errors_in_one_line, find_data, in_order, list_shards
 from dev.import_tokenizer import import_tokenizer
-from tokenizer import find_tokenizer
+from tokenizer import (
+    TEMPLATES,
+    RustBPETokenizer,
+    encode_conversations,
+    find_tokenizer,
+    is_saved,
+    maker_of,
+    render,
+    trained_dir,
+)
 
 # ---------------------------------------------------------------------------------------------------------
 # Convert: text files -> shuffled shards, in bounded memory
@@ -66,14 +76,15 @@ LONGEST_DOCUMENT = 1 << 30    # bytes
 BAD_SHOWN = 5
 KEY, DOCUMENT = "nanoloader.key", "nanoloader.text"    # columns of a run
 
-
-def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[str] = (),
+def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequence[str] = (),
             as_text: Sequence[str] = (), skip_bad: bool = False, cut_bytes: int | None = None, seed: int = 0,
             workers: int | None = None, shard_bytes: int = SHARD_BYTES,
-            executor: Executor | None = None) -> dict:
+            executor: Executor | None = None, messages_key: str | None = None) -> dict:
     """
     Write the documents of files with one of KINDS as shards; the last shard, about 1 % of them, is val.
 
+    text_key, messages_key: the column that holds text, or conversations. Neither: `text`, or else, if the
+    first documents have it, `messages` or `conversations`.
     inputs: paths, folders, globs. keep: columns that stay beside the text. as_text: patterns of names; of
     folders only files with such a name are read, as plain text. Each plain text is a document, or with
     cut_bytes several that end at blank lines. `out` appears atomically, once complete. ValueError names file
@@ -82,9 +93,12 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
     """
     if "://" in out:
         raise ValueError(f"cannot write to {out}; name a local folder, then copy it there")
-    if clash := {"text", "tokens", text_key} & {*keep}:
+    if clash := {"text", "messages", "tokens", text_key, messages_key} & {*keep}:
         raise ValueError(f"--keep {min(clash)}: shards hold the documents in a column of that name")
     files, ignored = find_inputs(inputs, as_text)
+    if not (text_key or messages_key):
+        messages_key = find_messages_key(files[0])
+    kind, key = ("messages", messages_key) if messages_key else ("text", text_key or "text")
     if cut_bytes and not any(file.kind in (".txt", ".md") for file in files):
         raise ValueError("--cut_bytes cuts plain text, and here is none; name it by --as_text")
     out = os.path.realpath(out)    # a link stays, and its target appears
@@ -92,7 +106,7 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
     # While a process starts, another one converts 100 MB.
     workers = workers or max(1, min(cores(), total // BYTES_PER_PROCESS))
     with building_folder(out) as building, pool_of(executor, min(workers, cores() + len(files))) as pool:
-        scatter = functools.partial(scatter_task, building=building, text_key=text_key, keep=keep,
+        scatter = functools.partial(scatter_task, building=building, kind=kind, key=key, keep=keep,
                                     skip_bad=skip_bad, cut_bytes=cut_bytes, seed=seed, max_in_val=total // 20)
         try:
             reports = run_all(pool, scatter, list(group_files(files, total)), 4 * workers, "read")
@@ -100,7 +114,8 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
             bad, shown, columns = zip(*reports, strict=True)
             shown = [message for messages in shown for message in messages][:BAD_SHOWN]
             shards = list(enumerate(plan_shards(keys, lengths, shard_bytes, shown)))
-            run_all(pool, functools.partial(gather_shard, building=building), shards, 4 * workers, "write")
+            gather = functools.partial(gather_shard, building=building, kind=kind)
+            run_all(pool, gather, shards, 4 * workers, "write")
         except BaseException as error:
             shutil.rmtree(building, ignore_errors=True)    # so that workers end at their next write
             if getattr(error, "errno", None):    # a full disk's error names no file
@@ -109,11 +124,10 @@ def convert(inputs: list[str], out: str, text_key: str = "text", keep: Sequence[
         index = dataset.write_index(building + "/shards")
         assert sum(sum(entry["rows"]) for entry in index["shards"].values()) == len(keys)
         os.rename(building + "/shards", out)    # also onto an empty folder
-    return {"files": len(files), "documents": len(keys), "bytes": int(lengths.sum()), "shards": len(shards),
-            "empty": np.count_nonzero(lengths == 0), "ignored": ignored, "bad": sum(bad),
-            "shown": shown, "strings": keep if any(file.kind in DELIMITERS for file in files) else (),
-            "dropped": set().union(*columns) - {text_key, *keep}}
-
+    return {"kind": kind, "files": len(files), "documents": len(keys), "bytes": int(lengths.sum()),
+            "shards": len(shards), "empty": np.count_nonzero(lengths == 0), "ignored": ignored,
+            "bad": sum(bad), "shown": shown, "dropped": set().union(*columns) - {key, *keep},
+            "strings": keep if any(file.kind in DELIMITERS for file in files) else ()}
 
 @contextlib.contextmanager
 def building_folder(out):
@@ -133,9 +147,12 @@ def building_folder(out):
             os.makedirs(building + "/runs")
             os.makedirs(building + "/shards")
             yield building
+        except OSError as error:
+            if str(error.filename).startswith(parent):
+                raise ValueError(f"{error}; to write elsewhere, name another folder with --out") from error
+            raise
         finally:
             shutil.rmtree(parent, ignore_errors=True)
-
 
 @contextlib.contextmanager
 def pool_of(executor, n):
@@ -153,7 +170,6 @@ def pool_of(executor, n):
         with ctrl_c_ignored():    # a second one would hang the exit
             pool.shutdown(cancel_futures=True)
 
-
 @contextlib.contextmanager
 def ctrl_c_ignored():
     """Also in processes that start meanwhile. Python delivers Ctrl-C to the main thread only."""
@@ -164,7 +180,6 @@ def ctrl_c_ignored():
     finally:
         if is_main:
             signal.signal(signal.SIGINT, before)
-
 
 @contextlib.contextmanager
 def dask_executor(address):
@@ -177,7 +192,6 @@ def dask_executor(address):
     with Client(address) as client:
         yield client.get_executor(), sum(client.nthreads().values())
 
-
 def end_with_parent():
     """In a worker: exit with the parent, and leave Ctrl-C to the parent."""
     def wait():
@@ -187,12 +201,10 @@ def end_with_parent():
     signal.signal(signal.SIGINT, signal.SIG_IGN)    # for those that start late
     threading.Thread(target=wait, daemon=True).start()
 
-
 def run_all(pool, function, tasks, ahead, label):
     """[function(task), ...] in order, with a bar and at most `ahead` tasks in flight."""
     done = in_order(pool, function, tasks, ahead)
     return [result for _, result in tqdm(done, label, len(tasks), unit=" tasks", delay=1)]
-
 
 def group_files(files, total):
     """Group small files, so that they share a run: (task number, [(file number, file), ...])"""
@@ -204,8 +216,7 @@ def group_files(files, total):
             yield number, group
             number, group, size = number + 1, [], 0
 
-
-def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_in_val):
+def scatter_task(task, building, kind, key, keep, skip_bad, cut_bytes, seed, max_in_val):
     """Write sorted runs; returns (bad documents skipped, messages about the first, names of all columns)."""
     number, files = task
     keys, texts, kept, size, n_runs = [], [], [], 0, 0
@@ -215,7 +226,7 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
         write_run(f"{building}/runs/{number:08d}-{n_runs:05d}.arrow", keys, texts, kept, keep, file.path)
 
     for file_number, file in files:
-        documents = documents_of(file, text_key, [text_key, *keep], cut_bytes)
+        documents = documents_of(file, kind, [key, *keep], cut_bytes)
         for index, (where, text, record, problem) in enumerate(documents):
             if len(columns) < 100:
                 columns.update(map(str, record))
@@ -226,9 +237,9 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
                 bad, shown = bad + 1, [*shown, message][:BAD_SHOWN]
                 continue
             position = b"%d %d %d" % (seed, file_number, index)
-            key = int.from_bytes(hashlib.blake2b(position, digest_size=8).digest(), "big")
+            order = int.from_bytes(hashlib.blake2b(position, digest_size=8).digest(), "big")
             # Val gets the last keys; halving the key keeps documents that are too large out of it.
-            keys.append(key // 2 if len(text) > max_in_val else key)
+            keys.append(order // 2 if len(text) > max_in_val else order)
             texts.append(text)
             kept.append([record.get(name) for name in keep])
             size += len(text)
@@ -238,7 +249,6 @@ def scatter_task(task, building, text_key, keep, skip_bad, cut_bytes, seed, max_
     if keys:
         write()
     return bad, shown, columns
-
 
 def write_run(path, keys, texts, kept, keep, last):
     keys = np.array(keys, np.uint64)
@@ -253,22 +263,16 @@ def write_run(path, keys, texts, kept, keep, last):
     with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
         writer.write_table(table)
 
-
 def join_texts(texts, kind):
-    """
-    Bytes objects or memoryviews as an Arrow array. pa.array(texts).take(order) -> one join: convert takes 145
-    instead of 188 MB of memory, and 0.97 s of CPU instead of 1.08 (193 MB of JSON lines, 2026-11).
-    """
+    """Bytes objects or memoryviews as an Arrow array; by one join, see dev/log.md."""
     offsets = np.cumsum([0, *map(len, texts)], dtype=np.int32 if kind == pa.string() else np.int64)
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
     return pa.Array.from_buffers(kind, len(texts), buffers)
-
 
 def open_runs(building):
     """Memory-mapped batches, each sorted by key."""
     paths = sorted(glob.glob(glob.escape(building) + "/runs/*.arrow"))
     return [pa.ipc.open_file(pa.memory_map(path)).get_batch(0) for path in paths]
-
 
 def keys_and_lengths(building):
     """(keys, lengths) of all documents, sorted by key."""
@@ -278,7 +282,6 @@ def keys_and_lengths(building):
     order = np.argsort(keys, kind="stable")
     return keys[order], lengths[order]
 
-
 def plan_shards(keys, lengths, shard_bytes, skipped):
     """
     For each shard, the (first key, last key) of its row groups. The last shard is val: 1 % of the documents,
@@ -287,7 +290,8 @@ def plan_shards(keys, lengths, shard_bytes, skipped):
     n = len(keys)
     if n < 2:
         cut = min(10_000, 1 + int(lengths.sum()) // 16)
-        raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard"
+        raise ValueError(f"{counted(n, 'document')}: too few for a train and a val shard, which take at "
+                         "least 2, and 9 with the loader's 8 lanes"
                          + f"; to cut a long one at its blank lines, add --cut_bytes {cut}" * (cut > 1)
                          + "".join(f"; skipped: {message}" for message in skipped[:1]))
     train = n - max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
@@ -298,7 +302,6 @@ def plan_shards(keys, lengths, shard_bytes, skipped):
         rows = min(ROW_GROUP_DOCUMENTS, max(1, (last - first) // 16))
         yield [(keys[first + a], keys[first + b - 1]) for a, b in plan_row_groups(lengths[first:last], rows)]
 
-
 def plan_row_groups(lengths, rows):
     """(start, stop) of row groups of `rows` documents, or of ROW_GROUP_BYTES, or of one longer document."""
     ends, start = np.cumsum(lengths), 0
@@ -308,8 +311,7 @@ def plan_row_groups(lengths, rows):
         yield start, stop
         start = stop
 
-
-def gather_shard(shard, building):
+def gather_shard(shard, building, kind):
     """Write one shard, a row group at a time."""
     number, row_groups = shard
     runs = open_runs(building)
@@ -319,11 +321,10 @@ def gather_shard(shard, building):
         raise ValueError(f"--keep: {error}; expected values of one type in all files") from error
     if empty := [field.name for field in kept if pa.types.is_null(field.type)]:
         raise ValueError(f"--keep {empty[0]}: no document has a value there")
-    tables = (gather_row_group(runs, first, last, kept) for first, last in row_groups)
-    dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables)
+    tables = (gather_row_group(runs, first, last, kept, kind) for first, last in row_groups)
+    dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables, kind)
 
-
-def gather_row_group(runs, first, last, kept):
+def gather_row_group(runs, first, last, kept, kind):
     """A table of all documents with keys from first to last, in the order of their keys."""
     parts, texts = [], []
     for run in runs:
@@ -333,12 +334,11 @@ def gather_row_group(runs, first, last, kept):
         data, offsets, _ = dataset.column_views(parts[-1][DOCUMENT])
         texts += [data[a:b] for a, b in itertools.pairwise(offsets.tolist())]
     order = np.argsort(np.concatenate([part[KEY] for part in parts]), kind="stable")
-    columns = {"text": join_texts([texts[i] for i in order.tolist()], pa.string())}
+    columns = {kind: join_texts([texts[i] for i in order.tolist()], pa.string())}
     for field in kept:
         values = [part[field.name].cast(field.type) for part in parts]
         columns[field.name] = pa.concat_arrays(values).take(order)
     return pa.table(columns)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # The files that convert reads
@@ -356,12 +356,10 @@ MAKE_JSONL = 'write .jsonl, a line {"text": "..."} for each document, and conver
 UNREADABLE = OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, csv.Error, pa.ArrowException
 PIECE = 1 << 16    # bytes at a time; a truncated file loses less than this
 
-
 class Input(NamedTuple):
     path: str
     size: int
     kind: str | None    # how it is read: a suffix in KINDS
-
 
 def find_inputs(inputs, as_text=()):
     """(each file that paths, folders and globs name, once, sorted; {path: reason} of what is ignored)"""
@@ -388,11 +386,13 @@ def find_inputs(inputs, as_text=()):
         if not files:
             raise ValueError(f"{pattern}: no such files; expected {', '.join(as_text or KINDS)} (text also "
                              f"with {', '.join(CODECS)}): a file, a folder or a glob in quotes")
-        found |= {file.path: file for file in listed}
-        ignored |= others
+        empty = [file.path for file in listed if file.kind in (".txt", ".md") and not file.size]
+        found |= {file.path: file for file in listed if file.path not in empty}
+        ignored |= others | dict.fromkeys(empty, "empty")
+    if not found:
+        raise ValueError(f"{' '.join(inputs)}: all files are empty")
     ignored = {path: reason for path, reason in ignored.items() if path not in found}
     return sorted(found.values(), key=lambda file: os.path.split(file.path)), ignored
-
 
 def files_below(folder):
     """Follows links to folders, and enters each folder once. One that cannot be read is an error."""
@@ -406,7 +406,6 @@ def files_below(folder):
         else:
             yield from (os.path.join(root, name) for name in names)
         seen.add(real)
-
 
 def reasons_to_ignore(names, as_text):
     """{path: reason} of the files of a folder or glob that are not read. names: {path: name below it}"""
@@ -430,7 +429,6 @@ def reasons_to_ignore(names, as_text):
         reasons |= dict.fromkeys(readmes, about_data)
     return reasons
 
-
 def kind_of(name, as_text=()):
     """How a file is read: by its suffix, compression aside; None if it is not read."""
     if has_name(name, as_text):
@@ -439,10 +437,8 @@ def kind_of(name, as_text=()):
     kind = os.path.splitext(stem)[1] if suffix in CODECS else suffix
     return BINARY.get(suffix) or (kind if kind in TEXT else None)
 
-
 def has_name(path, patterns):
     return any(fnmatch.fnmatch(os.path.basename(path), pattern) for pattern in patterns)
-
 
 def kind_seen(stream):
     """The kind of a file by its first bytes; None if unknown."""
@@ -450,7 +446,6 @@ def kind_seen(stream):
     stream.seek(0)
     seen = next((seen for magic, seen in MAGIC.items() if head.startswith(magic)), None)
     return seen or ("binary" if b"\0" in head else None)
-
 
 def advise(file, seen):
     """Say what to type for a file whose content does not match its name; seen: kind by its first bytes."""
@@ -471,49 +466,74 @@ def advise(file, seen):
     pattern = shlex.quote("*" + suffix if suffix else os.path.basename(file.path))
     return f"if it is plain text, add --as_text {pattern}; else {MAKE_JSONL}"
 
+def find_messages_key(file):
+    """The first documents of a file are conversations under this key; None if they are texts."""
+    for kind, key in ("text", "text"), ("messages", "messages"), ("messages", "conversations"):
+        with contextlib.closing(documents_of(file, kind, [key])) as documents:
+            if any(problem is None for *_, problem in itertools.islice(documents, 10)):
+                return key if kind == "messages" else None
 
-def documents_of(file, text_key, columns, cut_bytes=None):
-    """(where, UTF-8 text, record, None) of each document, or (where, None, {}, what is wrong with it)."""
+def documents_of(file, kind, columns, cut_bytes=None):
+    """
+    (where, UTF-8 text, record, None) of each document, or (where, None, {}, what is wrong with it). columns:
+    that of the document, then those to keep. kind: text, or messages, of which the text is JSON.
+    """
     where = "byte 0"
     try:
         with pa.OSFile(file.path) as stream:
             for where, record in records_in(file, stream, columns, cut_bytes):
                 try:
-                    text, record = parse(record, text_key)
+                    text, record = parse(record, kind, columns[0])
                 except (ValueError, RecursionError) as error:
                     yield where, None, {}, reason(error)
                 else:
                     yield where, text, record, None
+    except ColumnError as error:
+        yield "columns", None, {}, str(error)
     except UNREADABLE as error:
         yield f"unreadable after {where}", None, {}, reason(error)
 
-
-def parse(record, text_key):
+def parse(record, kind, key):
     """A record, or a line with one as JSON -> (UTF-8 text, record)"""
     if isinstance(record, bytes):
         try:
             record = json.loads(record.decode())
         except json.JSONDecodeError as error:
             raise ValueError(f"{error}; expected one whole JSON document in a line (jq -c . FILE)") from error
-    if not isinstance(record, dict) or text_key not in record:
+    if kind == "messages" and isinstance(record, list):    # as nanochat's lines
+        record = {key: record}
+    if not isinstance(record, dict) or key not in record:
         seen = ", ".join(map(repr, record))[:200] if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"no key or column {text_key!r}, only {seen}; add --text_key NAME, or {MAKE_JSONL}")
+        raise ValueError(f"no key or column {key!r}, only {seen}; add --text_key NAME, for conversations "
+                         f"--messages_key NAME, or {MAKE_JSONL}")
     if None in record:    # CSV's fields beyond the header's: the text would be cut at its comma
         raise ValueError(f"{len(record[None])} more fields than the first line names; quote the text")
-    text = record[text_key]
+    text = messages_as_json(record[key]) if kind == "messages" else record[key]
     if not isinstance(text, str | bytes):    # bytes: old versions of Hive and Impala write them for strings
-        raise ValueError(f"{text_key!r} holds {type(text).__name__}, not a string; {MAKE_JSONL}")
+        raise ValueError(f"{key!r} holds {type(text).__name__}, not a string; for conversations, add "
+                         f"--messages_key {key}; else {MAKE_JSONL}")
     text = (text.decode() if isinstance(text, bytes) else text).encode()
     if len(text) > LONGEST_DOCUMENT:
-        raise ValueError(f"{text_key!r} has more than {LONGEST_DOCUMENT:,} bytes; cut it into documents")
+        raise ValueError(f"{key!r} has more than {LONGEST_DOCUMENT:,} bytes; cut it into documents")
     return text, record
 
+def messages_as_json(messages):
+    """nanochat's and OpenAI's messages, or ShareGPT's, checked; ValueError if they cannot be rendered."""
+    messages = json.loads(messages) if isinstance(messages, str | bytes) else messages
+    if isinstance(messages, list) and messages and isinstance(messages[0], dict) and "from" in messages[0]:
+        roles = {"human": "user", "gpt": "assistant"}
+        messages = [{"role": roles.get(one.get("from"), one.get("from")), "content": one.get("value")}
+                    for one in messages]
+    render(messages, TEMPLATES["<|user_start|>"], str)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"no message of an assistant in {messages!r:.200}")
+    messages = [{"role": message["role"], "content": message["content"]} for message in messages]
+    return json.dumps(messages, ensure_ascii=False, default=str)
 
 def reason(error):
     """What an error says, in one line, and what to do."""
     latin1 = "; if it is Latin-1: iconv -f LATIN1 -t UTF-8 OLD > NEW"
     return " ".join(str(error).split()) + latin1 * isinstance(error, UnicodeDecodeError)
-
 
 def records_in(file, stream, columns, cut_bytes):
     """(where, record) of each document; record: its columns, of which the first is the text, or JSON."""
@@ -536,7 +556,7 @@ def records_in(file, stream, columns, cut_bytes):
     elif file.kind in (".txt", ".md"):
         for where, text in cut_text(read_all(stream), cut_bytes):
             yield where, {columns[0]: text}
-    elif stream.peek(64).lstrip().startswith(b"["):
+    elif re.match(rb'\s*\[(?!{"(role|content)")', stream.peek(64)):    # else each line may be a conversation
         for number, record in enumerate(json.loads(read_all(stream).decode())):
             yield f"document {number}", record
     else:
@@ -544,13 +564,11 @@ def records_in(file, stream, columns, cut_bytes):
             if not line.isspace():
                 yield f"line {number}", line
 
-
 def read_all(stream):
     data = stream.read(LONGEST_DOCUMENT + 1)
     if len(data) > LONGEST_DOCUMENT:
         raise ValueError(f"over {LONGEST_DOCUMENT:,} bytes in one piece; {MAKE_JSONL}")
     return data
-
 
 def cut_text(data, cut_bytes):
     """(where, part) of at most cut_bytes that ends at a blank line, else at a line end, else at a space."""
@@ -567,17 +585,22 @@ def cut_text(data, cut_bytes):
         yield f"byte {start}", data[start:stop]
         start = stop
 
+class ColumnError(ValueError):
+    """A file has no column of a name that was typed, or several."""
+
+def check_columns(columns, names, seen, advice):
+    """columns: the text's, then those of --keep; advice: how to name the text's."""
+    if bad := [name for name in columns if names.count(name) != 1]:
+        advice = advice if bad[0] == columns[0] else "it is named by --keep"
+        raise ColumnError(f"expected one column {bad[0]!r}, saw {seen}; {advice}")
 
 def csv_records(lines, columns, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
     rows = csv.DictReader((line.decode() for line in lines), delimiter=delimiter, strict=True)
-    if bad := [name for name in columns if (rows.fieldnames or []).count(name) != 1]:
-        advice = f"add --text_key NAME, or a first line that names the columns, with {delimiter!r} between"
-        advice = advice if bad[0] == columns[0] else "it is named by --keep"
-        raise ValueError(f"expected one column {bad[0]!r}, saw {str(rows.fieldnames)[:200]}; {advice}")
+    advice = f"add --text_key NAME, or a first line that names the columns, with {delimiter!r} between"
+    check_columns(columns, rows.fieldnames or [], str(rows.fieldnames)[:200], advice)
     for row in rows:
         yield f"line {rows.line_num}", row
-
 
 def table_records(kind, stream, columns):
     """Of parquet, Feather and Arrow files, and of the streams that Hugging Face's save_to_disk writes."""
@@ -593,21 +616,17 @@ def table_records(kind, stream, columns):
         file = pa.ipc.open_file(stream) if is_file else pa.ipc.open_stream(stream)
         schema = file.schema
         batches = map(file.get_batch, range(file.num_record_batches)) if is_file else file
-    if bad := [name for name in columns if schema.names.count(name) != 1]:
-        seen = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
-        advice = f"add --text_key NAME, or {MAKE_JSONL}" if bad[0] == columns[0] else "it is named by --keep"
-        raise ValueError(f"expected one column {bad[0]!r}, saw {seen}; {advice}")
+    seen = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
+    check_columns(columns, schema.names, seen, f"add --text_key NAME, or {MAKE_JSONL}")
     names, row = dict.fromkeys(schema.names), itertools.count()
     for batch in batches:
         for record in batch.select(columns).to_pylist():
             yield f"row {next(row)}", names | record
 
-
 # ---------------------------------------------------------------------------------------------------------
 # Tokenize: the same shards, with token ids in place of text
 
 VOCAB_SIZE = 32768    # of a tokenizer that is trained because the data has none
-
 
 def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads: int | None = None,
              compression: str = "none", keep: Sequence[str] = (), executor: Executor | None = None,
@@ -621,76 +640,78 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     if "://" in out or os.path.realpath(out) == os.path.realpath(data_dir):
         raise ValueError(f"cannot write to {out}; name another local folder with --out")
     shards = all_shards(data_dir)
-    if shards[0].kind != "text":
+    if shards[0].kind == "tokens":
         raise ValueError(f"{data_dir} holds token ids already; name a folder of text shards")
     if others := sorted({name for name, *_ in dataset.list_files(out)} - {shard.name for shard in shards}):
         raise ValueError(f"{out} holds {others[0]}, which {data_dir} does not; name a new folder with --out")
     tokenizer, where = find_tokenizer(tokenizer_dir, [data_dir], VOCAB_SIZE)
     print(f"tokenizer: {where}", flush=True)
-    columns = sorted(columns_of(shards[0]))
+    columns, where = sorted(columns_of(shards[0])), os.path.abspath(where)
     if missing := {*keep} - {*columns}:
         raise ValueError(f"--keep {min(missing)}: {shards[0].path} has only {', '.join(columns)}")
-    print_dropped({*columns} - {"text", *keep})
+    print_dropped({*columns} - {shards[0].kind, *keep})
     one = functools.partial(tokenize_shard, out=os.path.abspath(out), tokenizer=tokenizer,
-                            threads=threads or cores(), compression=compression, keep=keep)
+                            where=where, threads=threads or cores(), compression=compression, keep=keep)
     with pool_of(executor, 1) as pool:
         tokens = sum(run_all(pool, one, shards, at_once, "tokenize"))
     dataset.write_index(out)
     return tokens
 
-
-def tokenize_shard(shard, out, tokenizer, threads, compression, keep):
-    path, dtype, columns = os.path.join(out, shard.name), tokenizer.dtype, ["tokens", *keep]
+def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
+    path, columns = os.path.join(out, shard.name), ["tokens", *keep]
+    dtype = tokenizer.dtype if shard.kind == "text" else np.dtype(np.int32)
     if os.path.exists(path):
         old = read_shard(out, shard.name, os.path.getsize(path))
-        wanted = shard.size, shard.rows, dtype, tokenizer.fingerprint(), columns
-        found = old.size, old.rows, old.dtype, old.fingerprint, columns_of(old)
+        wanted = shard.text_bytes, shard.group_sizes, dtype, tokenizer.fingerprint(), columns
+        found = old.text_bytes, old.group_sizes, old.dtype, old.fingerprint, columns_of(old)
         if found != wanted or old.digest not in (None, shard.digest):
             raise ValueError(f"{path} was made from other text, by another tokenizer, or with other --keep; "
                              "name a new folder with --out, or remove this one")
-        return sum(count_bytes(old.read(i)) for i in range(len(old.rows))) // dtype.itemsize
+        return sum(count_bytes(old.read(i)) for i in range(len(old.group_sizes))) // dtype.itemsize
 
     tokens = []
     def encode(row_group):
-        ids = encode_array(shard.read(row_group), tokenizer)
+        ids = encode_array(shard.read(row_group), tokenizer, shard.kind)
         tokens.append(count_bytes(ids) // dtype.itemsize)
         return pa.table([ids, *read_columns(shard, row_group, keep)], columns) if keep else ids
 
     metadata = {"nanoloader.dtype": dtype.name, "nanoloader.tokenizer": tokenizer.fingerprint(),
-                "nanoloader.text_size": str(shard.size), dataset.TEXT_DIGEST: shard.digest or ""}
+                "nanoloader.tokenizer_dir": where,
+                "nanoloader.text_bytes": str(shard.text_bytes), dataset.TEXT_DIGEST: shard.digest or ""}
     os.makedirs(os.path.dirname(path), exist_ok=True)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(out, dataset.INDEX))    # it is written again when all shards are there
     with ThreadPoolExecutor(threads) as pool:
-        encoded = in_order(pool, encode, range(len(shard.rows)), 2 * threads)
+        encoded = in_order(pool, encode, range(len(shard.group_sizes)), 2 * threads)
         dataset.write_shard(path, (ids for _, ids in encoded), "tokens", metadata, compression)
     return sum(tokens)
 
-
-def encode_array(texts, tokenizer):
-    """An array of text -> binary, the ids of each document, little-endian; a null stays null."""
-    ids, bounds = tokenizer.encode_documents(texts.to_pylist())
-    ids = np.ascontiguousarray(ids, tokenizer.dtype.newbyteorder("<"))
+def encode_array(texts, tokenizer, kind):
+    """An array of documents -> binary, the ids of each, little-endian; a null stays null."""
+    ids, bounds = encode(texts.to_pylist(), tokenizer, kind)
+    ids = np.ascontiguousarray(ids, ids.dtype.newbyteorder("<"))
     if ids.nbytes >= 2**31:
         raise ValueError(f"a row group of {len(ids):,} tokens is too large; convert makes smaller ones")
     valid = np.packbits(~np.asarray(texts.is_null()), bitorder="little")
     buffers = [pa.py_buffer(part) for part in (valid, (bounds * ids.itemsize).astype(np.int32), ids)]
     return pa.Array.from_buffers(pa.binary(), len(texts), buffers)
 
+def encode(documents, tokenizer, kind):
+    """(ids, bounds) of texts, or of messages, whose ids are ~t where they have no loss."""
+    if kind == "messages":
+        return encode_conversations(tokenizer, documents)
+    return tokenizer.encode_documents(documents)
 
 def count_bytes(array):
     return pc.sum(pc.binary_length(array)).as_py() or 0
-
 
 def read_shard(folder, name, size):
     """The Shard that its footer describes, whatever an index says; None if it has no documents."""
     _, header, entry = dataset.read_entry(folder, (name, size, None))
     return next(iter(dataset.shards_of(folder, {**header, "shards": {name: entry}})), None)
 
-
 def columns_of(shard):
     return dataset.read_footer(shard)[0].schema.to_arrow_schema().names
-
 
 def read_columns(shard, row_group, names):
     """Other columns than the documents; their pages are compared with their checksums."""
@@ -700,12 +721,10 @@ def read_columns(shard, row_group, names):
             table = parquet.read_row_group(row_group, names, use_threads=False)
         return [table.column(name) for name in names]
 
-
 def print_dropped(columns):
     if columns:
         names = dataset.printable(", ".join(sorted(columns)))[:200]
         print(f"dropped columns: {names} (to keep some: --keep NAME ...)", flush=True)
-
 
 # ---------------------------------------------------------------------------------------------------------
 # Look at shards: verify, stats, head
@@ -737,12 +756,11 @@ def verify(folder: str) -> bool:
               "tokenize write what is missing, convert needs a new folder")
     return not problems
 
-
 def check_shard(file, folder, indexed):
     rows, nulls, n_bytes, kind = [], 0, 0, "pages, if any"
     try:
         if shard := read_shard(folder, *file):
-            rows, kind = shard.rows, "documents" if dataset.read_footer(shard)[1] else kind
+            rows, kind = shard.group_sizes, "documents" if dataset.read_footer(shard)[1] else kind
             known = vars(indexed.get(shard.name, shard))
             if vars(shard) != known | {"digest": known["digest"] or shard.digest}:
                 raise ValueError("it contradicts index.json; type: python dataset.py index FOLDER")
@@ -752,18 +770,21 @@ def check_shard(file, folder, indexed):
             nulls, n_bytes = nulls + array.null_count, n_bytes + count_bytes(array)
             if others:
                 read_columns(shard, row_group, others)
+        if shard and kind == "documents" and shard.kind != "tokens" and n_bytes != shard.text_bytes:
+            raise ValueError(f"its footer says {shard.text_bytes:,} bytes of text, but it has {n_bytes:,}")
     except (OSError, ValueError) as error:
         return f"PROBLEM  {str(error).partition('; check it with')[0]}"
     return (f"{sum(rows):>11,} {len(rows):>10,} {nulls:>7,} {n_bytes / 1e6:>9,.1f} {file[1] / 1e6:>9,.1f}  "
             f"checksums of {kind}")
 
-
 def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) -> None:
     """Print what a folder contains: documents, bytes, tokens, lengths, row groups, lanes, and what is cut."""
-    lengths, tokens, tokenizer = {}, {}, None
-    if list_shards(folder, "train")[0].kind == "text":
-        tokenizer, tokenizer_dir = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)
-    print(f"{folder}, tokens by {tokenizer_dir}" if tokenizer else folder)
+    lengths, tokens, tokenizer, header = {}, {}, None, folder
+    if list_shards(folder, "train")[0].kind != "tokens":
+        tokenizer, tokenizer_dir = known_tokenizer(tokenizer_dir, folder)
+        header += (f", tokens by {tokenizer_dir}" if tokenizer else ": tokens and cuts need a tokenizer; add "
+                   f"--tokenizer DIR, or train one: python tokenizer.py --data {shlex.quote(folder)}")
+    print(header)
     print(f"{'split':<6} {'shards':>7} {'row groups':>11} {'documents':>13} {'nulls':>7} {'MB':>11}  tokens")
     for split in ("train", "val"):
         shards = list_shards(folder, split)
@@ -775,11 +796,38 @@ def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) ->
               f"{n_bytes / 1e6:>11,.1f}  {total}")
     print("lanes  at most as many as documents; if there are more than row groups, some share one")
     if len(tokens["train"]):
-        print_cuts(tokens["train"], seq_len)
+        if tokenizer or shards[0].kind == "tokens":
+            print_cuts(tokens["train"], seq_len)
         points = np.percentile(np.concatenate([*lengths.values()]), percents := (10, 50, 90, 99, 100))
         parts = [f"{percent} % up to {point:,.0f}" for percent, point in zip(percents, points, strict=True)]
-        print(f"bytes  of {'text' if shards[0].kind == 'text' else 'ids'} in a document: {', '.join(parts)}")
+        what = {"text": "text", "messages": "JSON", "tokens": "ids"}[shards[0].kind]
+        print(f"bytes  of {what} in a document: {', '.join(parts)}")
 
+def plan(flags):
+    """Print how often a run of train.py takes the documents of each source, before it is started."""
+    from train import sources_of  # here: to import torch takes 3 s
+
+    sources, n_tokens = sources_of(flags), flags.steps * flags.batch_size * (flags.seq_len + 1)
+    tokenizer, where = find_tokenizer(flags.tokenizer, [*sources], VOCAB_SIZE)
+    print(f"{flags.steps:,} steps of {flags.batch_size:,} rows, {n_tokens:,} tokens by {where}")
+    for path, weight in sources.items():
+        shards, share = list_shards(path, "train"), weight / sum(sources.values())
+        lengths = lengths_of(shards)
+        available = count_tokens(shards, lengths[lengths >= 0], tokenizer)[1].mean() * (lengths >= 0).sum()
+        epochs = share * n_tokens / available
+        print(f"{path}: {share:.1%} of the rows, {share * n_tokens:,.0f} tokens of about {available:,.0f}: "
+              f"{epochs:.2f} epochs, {'REPEATED' if epochs > 1 else 'nothing twice'}")
+
+def known_tokenizer(tokenizer_dir, folder):
+    """(tokenizer, its folder): the one given, or the largest that was trained on this data; else Nones."""
+    if not tokenizer_dir:
+        stem = trained_dir([folder], 0).removesuffix("0")
+        trained = filter(is_saved, glob.glob(glob.escape(stem) + "*"))
+        sizes = [int(path.removeprefix(stem)) for path in trained]
+        if not sizes:
+            return None, None
+        tokenizer_dir = f"{stem}{max(sizes)}"
+    return RustBPETokenizer.from_directory(tokenizer_dir), tokenizer_dir
 
 def lengths_of(shards):
     """Bytes of every document; -1 for a null."""
@@ -789,67 +837,74 @@ def lengths_of(shards):
     with ThreadPoolExecutor(cores()) as pool:
         return np.concatenate([*pool.map(read, *zip(*row_groups_of(shards), strict=True))])
 
-
 def row_groups_of(shards):
-    return [(shard, row_group) for shard in shards for row_group in range(len(shard.rows))]
-
+    return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]
 
 def count_tokens(shards, lengths, tokenizer):
     """
     (number of tokens, in words; tokens of documents). For token shards: exact, of all documents; for text: of
-    16 row groups spread over the shards. lengths: bytes of all documents.
+    16 row groups spread over the shards; without a tokenizer, none. lengths: bytes of all documents.
     """
     if shards[0].kind == "tokens":
         lengths = lengths // shards[0].dtype.itemsize
         return f"{lengths.sum():,}", lengths
+    if not tokenizer:
+        return "-", lengths
     positions = row_groups_of(shards)
     samples = [shard.read(i).drop_null() for shard, i in positions[::-(-len(positions) // 16)]]
-    tokens = np.concatenate([np.diff(tokenizer.encode_documents(texts.to_pylist())[1]) for texts in samples])
-    return f"about {tokens.sum() * lengths.sum() / max(1, sum(map(count_bytes, samples))):,.0f}", tokens
-
+    encoded = [encode(texts.to_pylist(), tokenizer, shards[0].kind) for texts in samples]
+    tokens = np.concatenate([np.diff(bounds) for _, bounds in encoded])
+    total = f"about {tokens.sum() * lengths.sum() / max(1, sum(map(count_bytes, samples))):,.0f}"
+    if shards[0].kind == "messages":
+        total += f", {np.concatenate([ids >= 0 for ids, _ in encoded]).mean():.0%} with a loss"
+    return total, tokens
 
 def print_cuts(lengths, T, limit=20_000):
-    """How many documents exactfit cuts although they fit a row. lengths: tokens of each, every epoch."""
-    from dataloader import ExactFitPacker, Ref  # here: to import torch takes 3 s
+    """How many documents exactfit cuts although they fit a row. lengths: tokens of each."""
+    from dataloader import exactfit  # here: to import torch takes 3 s
+    from dev.bench import count_rows
 
-    packer, tokens = ExactFitPacker(T, **ExactFitPacker.options), np.zeros(max(lengths), np.uint8)
-    refs = (Ref(epoch, 0, doc) for epoch in itertools.count(1) for doc in range(len(lengths)))
-    documents = ((tokens[:lengths[ref.doc]], ref) for ref in refs)
-    while packer.counts["documents"] < limit and packer.rows < limit:
-        packer.row(lambda: next(documents))
-    share = packer.counts["cut"] / packer.counts["documents"]
+    lengths = lengths[:limit]
+    chunk = np.cumsum(lengths) // (256 * (T + 1))    # of each document
+    chunks = np.split(lengths, np.flatnonzero(np.diff(chunk)) + 1)
+    share = sum(count_rows(exactfit, part.tolist(), T + 1)["cut"] for part in chunks) / len(lengths)
     advice = "; try another --seq_len, documents of other lengths, or bestfit" if share > 0.05 else ""
     print(f"rows   exactfit with T = {T:,} cuts {share:.1%} of the train documents although they fit{advice}")
 
-
-def head(folder: str, n: int = 5, start: int = 0, split: str = "train",
-         tokenizer_dir: str | None = None) -> None:
-    """Print n documents of a split, from number `start` on: where they are, their lengths and beginnings."""
+def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenizer_dir: str | None = None,
+         raw: bool = False) -> None:
+    """
+    Print n documents of a split, from number `start` on: their numbers, places, lengths and beginnings, or
+    with raw their whole text.
+    """
     tokenizer = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)[0] if tokenizer_dir else None
     shards, first = list_shards(folder, split), 0
     if tokenizer and shards[0].fingerprint not in (None, tokenizer.fingerprint()):
-        raise ValueError(f"{folder} needs the tokenizer that made it, not {tokenizer_dir}")
+        raise ValueError(f"{folder} needs the tokenizer that made it, {maker_of(shards[0])}, "
+                         f"not {tokenizer_dir}")
     for shard, row_group in row_groups_of(shards):
-        rows = range(max(0, start - first), min(shard.rows[row_group], start + n - first))
-        first += shard.rows[row_group]
+        rows = range(max(0, start - first), min(shard.group_sizes[row_group], start + n - first))
+        first += shard.group_sizes[row_group]
         documents = shard.read(row_group)[rows.start:rows.stop].to_pylist() if rows else []
         for row, document in zip(rows, documents, strict=True):
             lengths, text = ["null"], ""
             if document is not None and shard.kind == "tokens":
                 ids = np.frombuffer(document, shard.dtype)
                 lengths = [f"{len(ids):,} tokens"]
-                text = tokenizer.decode(ids[1:].tolist()) if tokenizer else str(ids[:40].tolist())
+                known = np.where(ids < 0, ~ids, ids)[1:].tolist()    # ~t: without a loss
+                text = tokenizer.decode(known) if tokenizer else str(ids[:40].tolist())
             elif document is not None:
                 lengths, text = [f"{len(document.encode()):,} bytes"], document
                 if tokenizer:
-                    lengths.append(f"{len(tokenizer.encode_documents([document])[0]):,} tokens")
-            print(f"{shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
-            print("    " + dataset.printable(text[:200]))
+                    lengths.append(f"{len(encode([document], tokenizer, shard.kind)[0]):,} tokens")
+            number = first - shard.group_sizes[row_group] + row
+            print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
+            shown = re.sub("[^ \n]+", lambda word: dataset.printable(word[0]), text.expandtabs())
+            print("      " + (shown.replace("\n", "\n      ") if raw else dataset.printable(text[:200])))
     if start >= first:
         print(f"no document {start:,}: {folder} has {counted(first, 'document')} for {split}, from 0 on")
     elif shards[0].kind == "tokens" and not tokenizer:
-        print("these are token ids; to see text, add --tokenizer FOLDER")
-
+        print(f"these are token ids; to see text, add --tokenizer {maker_of(shards[0])}")
 
 # ---------------------------------------------------------------------------------------------------------
 # The command line
@@ -858,7 +913,6 @@ def main(argv: list[str] | None = None) -> None:
     flags = make_parser().parse_args(argv)
     with errors_in_one_line():
         flags.run(flags)
-
 
 def make_parser():
     as_written = argparse.RawTextHelpFormatter
@@ -874,7 +928,8 @@ def make_parser():
 
     add = command("convert", run_convert, f"make shards from files: {' '.join(KINDS)}", has_folder=False)
     add("inputs", nargs="+", metavar="IN", help="files, folders, or globs in quotes")
-    add("--text_key", default="text", help="JSON key or column that holds the text (default text)")
+    add("--text_key", help="JSON key or column that holds the text (default text)")
+    add("--messages_key", help="that of conversations (default messages, if there is no text)")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns kept beside the text")
     add("--as_text", nargs="+", action="extend", default=[], metavar="GLOB", help="read only these, as text")
     add("--out", help="folder, new or empty (default: where train.py looks)")
@@ -890,16 +945,20 @@ def make_parser():
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
     add = command("head", lambda flags: head(folder_of(flags), flags.n, flags.start, flags.split,
-                                             flags.tokenizer), "print some documents")
+                                             flags.tokenizer, flags.raw), "print some documents")
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
     add("--start", type=int, default=0, help="number of the first one in its split (default 0)")
     add("--split", default="train", choices=("train", "val"))
+    add("--raw", action="store_true", help="print whole documents, with their line breaks")
     add("--tokenizer", help="folder of the tokenizer")
     command("verify", lambda flags: sys.exit(not verify(folder_of(flags))),
             "check every shard against all its checksums")
-    add = command("stats", lambda flags: stats(folder_of(flags), flags.tokenizer, flags.seq_len),
-                  "count documents, bytes, tokens, lengths, row groups, lanes, cuts")
-    add("--tokenizer", help="folder of the tokenizer")
+    add = command("stats", lambda flags: plan(flags) if flags.steps else stats(
+        folder_of(flags), flags.tokenizer, flags.seq_len), "count documents, bytes, tokens, lengths, row "
+        "groups, lanes, cuts; with --steps, for FOLDER:WEIGHT ...: how often a run takes the documents")
+    add("--steps", type=at_least_1, help="of a run: print its epochs of each FOLDER:WEIGHT")
+    add("--batch_size", type=at_least_1, default=256, help="rows in a step, with --steps (default 256)")
+    add("--tokenizer", help="its folder (default: that trained on this data; if there is none, only bytes)")
     add("--seq_len", type=at_least_1, default=2048, help="T of the rows that exactfit packs (default 2048)")
     add = command("import_tokenizer", lambda flags: print(import_tokenizer(flags.file, flags.out, flags.bos)),
                   "convert Hugging Face's tokenizer.json, if it is a byte-level BPE", has_folder=False)
@@ -908,18 +967,15 @@ def make_parser():
     add("--bos", metavar="TOKEN", help="special token that opens each document")
     return parser
 
-
 def at_least_1(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
     return int(text)
 
-
 def add_folder(parser):
     text = "folder or URI of shards, also as --data FOLDER (default: what train.py takes)"
     parser.add_argument("data", nargs="*", action="extend", default=[], metavar="FOLDER", help=text)
     parser.add_argument("--data", nargs="+", action="extend", help=argparse.SUPPRESS)
-
 
 def folder_of(flags):
     if len(flags.data) > 1:
@@ -927,18 +983,18 @@ def folder_of(flags):
                          "them (only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
     return find_data(*flags.data)
 
-
 def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
     return f"{n:,} {noun}{'s' * (n != 1)}"
-
 
 def run_convert(flags):
     out = flags.out or dataset.default_data_dir()
     with dask_executor(flags.dask) as (executor, threads):
         made = convert(flags.inputs, out, flags.text_key, flags.keep, flags.as_text, flags.skip_bad,
-                       flags.cut_bytes, flags.seed, flags.num_workers or threads, executor=executor)
+                       flags.cut_bytes, flags.seed, flags.num_workers or threads, executor=executor,
+                       messages_key=flags.messages_key)
+    noun = "document" if made["kind"] == "text" else "conversation"
     empty = f" ({made['empty']:,} of them empty)" if made["empty"] else ""
-    print(f"{counted(made['files'], 'file')} -> {counted(made['documents'], 'document')}{empty}, "
+    print(f"{counted(made['files'], 'file')} -> {counted(made['documents'], noun)}{empty}, "
           f"{made['bytes'] / 1e6:,.1f} MB, in {made['shards']:,} shards, the last for val, in {out}")
     print_dropped(made["dropped"])
     if made["strings"]:
@@ -952,13 +1008,11 @@ def run_convert(flags):
     if made["bad"]:
         print(f"skipped bad documents or files: {made['bad']:,}; the first:", *made["shown"], sep="\n  ")
 
-
 def run_tokenize(flags):
     with dask_executor(flags.dask) as (executor, threads):
         tokens = tokenize(folder_of(flags), flags.out, flags.tokenizer, 1 if executor else None,
                           flags.compression, flags.keep, executor, threads or 1)
     print(f"{tokens:,} tokens in {flags.out}")
-
 
 if __name__ == "__main__":
     main()

@@ -1,86 +1,97 @@
 """
-The loader's rows without threads, devices, prefetching or checks: read this first. The tests compare the
-loader with it. Both use the same `Ref` and packers; every other decision is written here a second time.
-
-1. order: an epoch is the row groups of all shards and their documents, as in the files or permuted by seed.
-2. lane: row group k of that order goes to lane k % num_lanes; row g of the run comes from lane g % num_lanes.
-3. source: weights divide [0, 1) among the sources; row g is from the one that holds frac(g / golden ratio).
-4. document: a lane reads the documents of a source one at a time; nulls do not count.
-5. packer: one for each lane and source turns documents into rows of T + 1 tokens.
-6. rank: row g goes to rank g % world_size. Here there is only one.
+The loader's rows, slow and obvious: `python -m dev.reference` prints those of a small corpus, and the tests
+compare the loader with it. Only the packings are the loader's; all else is written here a second time.
+A row: [((path, row group, row), epoch, start, stop), ...], tokens start to stop of each of its documents.
 """
-
-import hashlib
+import functools
 import itertools
-import json
+import tempfile
 
 import numpy as np
+import pyarrow as pa
 
-from dataloader import PACKINGS, Ref
+from dataloader import PACKINGS
+from dataset import list_shards, write_shard
 
 
 def permutation(n, seed, *key):
     return range(n) if seed is None else np.random.PCG64((seed, *key)).random_raw(n).argsort(kind="stable")
 
+def chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes):
+    """A lane's chunks, in order: {(turn, number): [(path, row group, row), ...]}"""
+    groups = [(shard, i, n) for shard in shards for i, n in enumerate(shard.group_sizes)]
+    full = [k for k, (_, _, n) in enumerate(groups) if n]
+    split = next(k for k in itertools.count(1) if sum(min(k, n) for _, _, n in groups) >= num_lanes)
+    order = [full[k] for k in permutation(len(full), seed, epoch, 0)]
+    turns = [(k, i) for k in order for i in range(min(split, groups[k][2]))]
+    chunks, place, filled = {}, None, chunk_bytes    # of the last chunk, which small turns join
+    for turn in range(lane, len(turns), num_lanes):
+        (k, i), (shard, group, n) = turns[turn], groups[turns[turn][0]]
+        rows = [(shard.path, group, int(row)) for row in permutation(n, seed, epoch, 1, k)[i::split]]
+        n_bytes = shard.text_bytes * len(rows) // sum(shard.group_sizes)
+        n = max(1, min(round(n_bytes / chunk_bytes), len(rows)))
+        if n == 1 and filled < chunk_bytes:
+            chunks[place] += rows
+            filled += n_bytes
+        else:
+            for number in range(n):
+                place = turn, number
+                chunks[place] = rows[number * len(rows) // n:(number + 1) * len(rows) // n]
+            filled = n_bytes if n == 1 else chunk_bytes
+    return chunks
 
-def deal(shards, num_lanes, seed, epoch):
-    """An epoch's (shard, row group, rows), in order; each row group in parts if too few for the lanes."""
-    groups = [(shard, i) for shard in shards for i in range(len(shard.rows))]
-    numbers = [number for number, (shard, i) in enumerate(groups) if shard.rows[i]]
-    sizes = [shard.rows[i] for shard, i in groups]
-    n_parts = next(n for n in itertools.count(1) if sum(min(n, size) for size in sizes) >= num_lanes)
-    for k in permutation(len(numbers), seed, epoch, 0):
-        rows = permutation(sizes[numbers[k]], seed, epoch, 1, numbers[k])
-        for part in range(min(n_parts, len(rows))):
-            yield *groups[numbers[k]], rows[part::n_parts]
+def rows_of_stream(lane, epochs, n_tokens, T, packing, *deal):
+    for epoch in range(1, epochs + 1) if epochs else itertools.count(1):
+        for documents in chunks_of(lane, epoch, *deal).values():
+            lengths = [n_tokens(document, epoch) for document in documents]
+            starts, R, row = [0] * len(lengths), 0, True
+            while row:
+                if T() + 1 != R:    # a new T: what is left of the chunk is packed anew
+                    R = T() + 1
+                    rows = PACKINGS[packing](starts, lengths, R)
+                if row := next(rows, None):
+                    yield [(documents[d], epoch, start, stop) for d, start, stop in row]
 
+@functools.cache
+def step_of(num_lanes):
+    """Of the steps whose num_lanes-fold is 2**64 / golden ratio: that with the smallest largest quotient."""
+    def largest(a, b, before=0, q=1):    # of the continued fraction of b / a; q: its denominators so far
+        return max(a // b, largest(b, a % b, q, a // b * q + before)) if b and q <= 2**12 else 0
+    steps = [(k * 2**64 + 0x9E3779B97F4A7C15) // num_lanes for k in range(num_lanes)]
+    return min(steps, key=lambda step: largest(2**64, step))
 
-def documents(shards, lane, num_lanes, seed, epochs, encode, start):
-    """(ids, Ref) of a lane's documents from `start` on."""
-    for epoch in range(start.epoch, epochs + 1) if epochs else itertools.count(start.epoch):
-        for group, (shard, i, rows) in enumerate(deal(shards, num_lanes, seed, epoch)):
-            if group % num_lanes == lane and (epoch, group) >= start[:2]:
-                texts = shard.read(i).to_pylist()
-                for ref, row in ((Ref(epoch, group, doc), row) for doc, row in enumerate(rows)):
-                    if ref >= start and texts[row] is not None and len(ids := encode(texts[row])):
-                        yield ids, ref
+def choose(weights, point):
+    """weights: {name: number}, by which [0, 2**64) is divided; the name of the part that holds the point."""
+    largest = max(0, *weights.values())
+    parts = [int(max(0, weight) / largest * 2**62) if largest else 1 for weight in weights.values()]
+    ends = (end * 2**64 // sum(parts) for end in itertools.accumulate(parts))
+    return next(name for name, end in zip(weights, ends, strict=True) if point < end)
 
-
-def choose_source(weights, g):
-    """weights: {name: number or function of g}"""
-    parts = {name: int(max(0, w(g) if callable(w) else w) * 2**64) for name, w in weights.items()}
-    parts = parts if any(parts.values()) else dict.fromkeys(parts, 1)
-    for name, end in zip(parts, itertools.accumulate(parts.values()), strict=True):
-        if g * 0x9E3779B97F4A7C15 % 2**64 < end * 2**64 // sum(parts.values()):    # 2**64 / golden ratio
-            return name
-
-
-def rows_of_run(sources, encode, T, packing, num_lanes, seed=None, state=None, **options):
-    """
-    The run's rows, an array each: T + 1 tokens, fewer at the end of a source, none in a lane that has ended.
-    sources: {name: (shards, weight, epochs)}. state: of the loader, all ranks merged; to resume.
-    """
-    def fingerprint(name):
-        shards = [[shard.name, shard.size] for shard in sources[name][0]]
-        return hashlib.sha256(json.dumps(shards).encode()).hexdigest(), name
-
-    lanes = [{} for _ in range(num_lanes)]
-    for (number, lane), name in itertools.product(enumerate(lanes), sorted(sources, key=fingerprint)):
-        shards, _, epochs = sources[name]
-        at = (state["lanes"][str(number)] if state else {}).get(name, {})
-        packer, deal_to = PACKINGS[packing](T, **options), (shards, number, num_lanes, seed, epochs, encode)
-        packer.rows = at.get("rows", 0)
-        for ref in (Ref(*ref) for ref in at.get("buffered", ())):
-            packer.restore(next(documents(*deal_to, ref._replace(token=0)))[0], ref)
-        if not at.get("ended"):
-            lane[name] = packer, documents(*deal_to, Ref(*at.get("next", ())))
-    for g in itertools.count(state["rows"] if state else 0):
-        lane, row = lanes[g % num_lanes], []
+def rows_of_run(sources, n_tokens, T, packing, num_lanes, seed, chunk_bytes):
+    """sources: {name: (shards, weight, epochs)}; n_tokens(document, epoch); T(): now. []: a lane ended."""
+    lanes = [{name: rows_of_stream(lane, epochs, n_tokens, T, packing, shards, num_lanes, seed, chunk_bytes)
+              for name, (shards, _, epochs) in sources.items()} for lane in range(num_lanes)]
+    for g in itertools.count():
+        lane, row = lanes[g % num_lanes], None
         while lane and not row:
-            name = choose_source({name: sources[name][1] for name in lane}, g)
-            packer, stream = lane[name]
-            if not (row := packer.row(lambda stream=stream: next(stream, None))):
-                del lane[name]    # ended: it leaves its part of [0, 1) to the others
+            weights = {name: sources[name][1] for name in lane}
+            weights = {name: weight(g) if callable(weight) else weight for name, weight in weights.items()}
+            name = choose(weights, g * step_of(num_lanes) % 2**64)
+            if not (row := next(lane[name], None)):
+                del lane[name]    # it ended, and leaves its part to the others
         if not any(lanes):
             return
-        yield np.concatenate(row) if row else np.zeros(0, np.int64)
+        yield row or []
+
+if __name__ == "__main__":
+    texts, deal = [[x * n for x, n in zip("abcd", [3, 9, 4, 6], strict=True)]] * 5, (2, 0, 60)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("train", "val"):
+            write_shard(f"{folder}/{name}.parquet", map(pa.array, texts))
+        shards = list_shards(folder, "train")
+    for lane in range(2):
+        for place, documents in chunks_of(lane, 1, shards, *deal).items():
+            print(f"lane {lane}, chunk {place}:", *(f"{group}:{row}" for _, group, row in documents))
+    run = {"": (shards, 1, 1)}, lambda at, epoch: len(texts[at[1]][at[2]]) + 1, lambda: 15, "exactfit"
+    for g, row in enumerate(rows_of_run(*run, *deal)):
+        print(f"row {g}, lane {g % 2}:", *(f"{group}:{row}[{a}:{b}]" for (_, group, row), _, a, b in row))

@@ -4,6 +4,7 @@ dev/bench.py and dev/pictures.py: what they draw, count and name is what the loa
     python -m pytest dev/tests/test_bench.py
 """
 
+import collections
 import contextlib
 import importlib
 import itertools
@@ -20,10 +21,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import train
-from dataloader import PACKINGS, Ref
-from dev import bench
-from dev.reference import documents
-from test_dataloader import ByteTokenizer, grouped, ids_of, make, run, write_shards
+from dataloader import PACKINGS
+from dev import bench, ledger
+from test_dataloader import ByteTokenizer, grouped, make, run, write_shards
 from tokenizer import RustBPETokenizer
 
 
@@ -47,25 +47,36 @@ def base(tmp_path_factory):
 def checkpoint(base):
     """That of step 3, by train.py."""
     flags = (f"--data {base}/data --tokenizer {base}/tokenizer --out {base}/run --device cpu --depth 1 "
-             "--seq_len 64 --batch_size 6 --steps 3 --eval_rows 4 --shuffle")
+             "--seq_len 64 --batch_size 6 --steps 3 --eval_rows 4")
     train.main(flags.split())
     return f"{base}/run/step_0000003.pt"
 
 
-@pytest.mark.parametrize("packing", ["bestfit", "exactfit"])
-def test_compare_counts_what_a_packer_does(corpus, packing):
-    loader = make(corpus, packing=packing, B=1, T=30, buffer_size=20, prefetch=0)
-    wait = bench.longest_wait(loader, 100)
-    (source,) = loader.sources.values()
-    stream = documents(source.shards, 0, 1, None, None, lambda text: np.array(ids_of(text)), Ref())
-    packer, waits, longest = PACKINGS[packing](30, 20), {}, 0
-    for n in range(loader.stats()["rows"]):
-        packer.row(lambda: next(stream))
-        waits = {ref: waits.get(ref, 0) + 1 for ref in packer.buffered() if not ref.token}
-        longest = max(longest, *waits.values(), 0) if n < 100 else longest
-    dropped, cut, pulled = (packer.counts[name] for name in ("dropped", "cut", "documents"))
-    assert wait == longest > 9 and (dropped > 300) == (packing == "bestfit")
-    assert bench.shares(loader) == (dropped / (dropped + packer.rows * 30), cut / pulled)
+@pytest.mark.parametrize("packing", [*PACKINGS])
+def test_compare_counts_what_a_loader_delivers(corpus, packing):
+    """Over whole chunks: of `compare`, of the pieces of all rows, and of stats()."""
+    loader = make(corpus, packing=packing, B=1, T=30, epochs=1, chunk_bytes=200)
+    chunks = [[len(ids) for ids in bench.encode_chunk(loader, parts)]
+              for _, parts in itertools.islice(bench.deal_first_lane(loader), 5)]
+    counts = collections.Counter()
+    for lengths in chunks:
+        counts.update(bench.count_rows(PACKINGS[packing], lengths, 31))
+    rows, unmasked = [], 0
+    while len(rows) < counts["rows"]:
+        unmasked += int((next(loader)[1] >= 0).sum())
+        rows += loader.pieces()
+    stops = {}
+    for piece in itertools.chain(*rows):
+        stops.setdefault(piece.location, []).append(piece.stop)
+    lengths = list(itertools.chain(*chunks))
+    assert len(stops) == len(lengths) and counts["padding"] == counts["rows"] * 30 - unmasked
+    assert counts["dropped"] == sum(lengths) - sum(map(max, stops.values()))
+    next(loader)    # of a chunk that has ended
+    [stats] = loader.stats()["sources"].values()
+    assert [stats.get(name, 0) for name in ("dropped_tokens", "cut_documents", "documents")] == [
+        counts[name] for name in ("dropped", "cut", "documents")]
+    assert (counts["dropped"] > 100) == (packing == "bestfit") and counts["padding"] > 0
+    assert (counts["cut"] > 0) == (packing != "wholefit")
 
 
 def test_compare_and_bench_print_a_line_each(base, monkeypatch):
@@ -81,7 +92,7 @@ def test_compare_and_bench_print_a_line_each(base, monkeypatch):
     monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)    # gigatoken's, for less time
     data, folder = str(base / "data"), str(base / "tokenizer")
     lines = list(bench.compare(ByteTokenizer(), data, T=32))
-    assert lines[0].startswith("of the first 4,096 rows of one lane")
+    assert re.match(r"of the first 1\d\d,\d\d\d tokens, in \d+ chunks of one lane", lines[0])
     assert [line.split()[0] for line in lines[2:]] == [*bench.PACKINGS]
     lines = [line.split() for line in bench.bench(folder, data, B=2, T=32, seconds=0.01)][2:]
     want = itertools.product((("text", "tiktoken"), ("tokens", "-")), bench.PACKINGS)
@@ -96,31 +107,30 @@ def test_audit_names_the_documents_of_all_ranks_rows(base, checkpoint, steps):
     lines = [json.loads(line) for line in bench.audit(checkpoint, steps, as_json=True)]
     first, stop = np.multiply(steps or (3, 4), 6).tolist()
     rows, _ = run(str(base / "data"), steps=stop // 6, world=2, B=3, T=64, tokenizer=tokenizer, num_lanes=8,
-                  buffer_size=None, shuffle_seed=1)
+                  chunk_bytes=None, shuffle_seed=1)
     assert [6 * line["step"] + line["row"] for line in lines] == [*range(first, len(rows))]
     for line, row in zip(lines, rows[first:], strict=True):
         got = []
         for piece in line["documents"]:
+            got += [tokenizer.get_bos_token_id()] * (piece["offset"] - len(got))    # BOS again
             row_group = pq.ParquetFile(piece["path"]).read_row_group(piece["row_group"])
             text = row_group["text"][piece["row"]].as_py()
             assert text.startswith(piece["text"])
             got += [tokenizer.get_bos_token_id(), *tokenizer.encode(text)][piece["from"]:piece["to"]]
-        assert got == list(row)
+        assert got + [-100] * (65 - len(got)) == list(row)
 
 
 def test_audit_says_where_a_document_continues_after_its_bos_again(checkpoint):
-    """A BOS alone is a line only at the end of a row, where a document begins that has no more room."""
     lines = list(bench.audit(checkpoint, (50, 56)))
     again = [line for line in lines if ", after its BOS again: " in line]
-    assert again and all(int(re.search(r"tokens (\d+)", line)[1]) > 1 for line in again)
-    assert all(after[:4] == "step" for line, after in itertools.pairwise(lines) if "tokens 0-0:" in line)
+    assert again and all(int(re.search(r"tokens (\d+)", line)[1]) > 0 for line in again)
     assert len([line for line in lines if line.startswith("step 53, row ")]) == 6
 
 
 def test_audit_refuses_steps_before_changed_flags(checkpoint, monkeypatch):
     saved = {**train.load_checkpoint(checkpoint), "constant_since": 2}
-    monkeypatch.setattr(bench, "load_checkpoint", lambda path: saved)
-    with pytest.raises(ValueError, match=r"at step 2: .*; pass a checkpoint of step 1 or before"):
+    monkeypatch.setattr(ledger, "load_checkpoint", lambda path: saved)
+    with pytest.raises(ValueError, match=r"at step 2: .*; pass one of step 2 or before"):
         next(bench.audit(checkpoint, (1, 2)))
 
 
@@ -155,7 +165,8 @@ def test_pictures_without_matplotlib_say_so_in_a_line(monkeypatch):
 
 def test_bars_of_a_row_fill_it(base, pictures, tmp_path):
     pictures.main(f"rows {base}/data --tokenizer {base}/tokenizer --T 128 --out {tmp_path}/rows.svg".split())
-    assert all(packing in (tmp_path / "rows.svg").read_text() for packing in bench.PACKINGS)
+    words = "Dark bar: it begins here", "it is cut, and goes on", *bench.PACKINGS
+    assert all(word in (tmp_path / "rows.svg").read_text() for word in words)
     figure = pictures.rows_picture(ByteTokenizer(), str(base / "data"), 128)
     for panel, packing in zip(figure.axes, bench.PACKINGS, strict=True):    # dark: where BOS is
         bars = [bar for bar in panel.patches if bar.get_facecolor()[:3] != (34 / 255,) * 3]
@@ -167,14 +178,10 @@ def test_bars_of_a_row_fill_it(base, pictures, tmp_path):
         assert panel.lines, "cuts are marked"
 
 
-def test_speeds_are_those_with_the_most_threads(pictures):
-    with pytest.raises(ValueError, match="no lines on standard input; type: "):
-        pictures.speed_picture(["a header"])
-    lines = ["from    packing", "text    flat   tiktoken    1    2.00    0.99",
-             "text    flat   tiktoken    2    3.50    0.97", "tokens  exactfit    -    2    99.00"]
-    upper, lower = pictures.speed_picture(lines).axes
-    assert [label.get_text() for label in upper.get_yticklabels()] == ["flat, tiktoken"]
-    assert [panel.texts[0].get_text()[:4] for panel in (upper, lower)] == ["3.5 ", "99.0"]
+def test_colours_of_documents_do_not_repeat(pictures):
+    colours = [pictures.colour_of(n) for n in range(300)]
+    steps = [abs(np.subtract(a, b)).sum() for a, b in itertools.pairwise(colours)]
+    assert len({*colours}) == 300 and min(steps) > 0.2
 
 
 def test_losses_have_steps_val_and_a_legend(pictures, tmp_path, capsys):
@@ -192,5 +199,20 @@ def test_losses_have_steps_val_and_a_legend(pictures, tmp_path, capsys):
     assert all(line.get_xydata().tolist() == [[0, 9], [1, 8], [2, 7]] for line in upper.lines)
     assert upper.lines[0].get_linewidth() > upper.lines[1].get_linewidth() + 1
     assert lower.get_xlabel() == "step" and lower.lines[0].get_xydata().tolist() == [[3, 2.5]]
+    assert lower.get_legend() is None
     with pytest.raises(SystemExit, match="expected folders of runs"):
         pictures.main(["loss", names[1]])
+
+
+def test_loss_of_a_mixture_has_a_line_for_each_source(pictures, tmp_path):
+    records = [{"step": step, "loss": 5.0} for step in range(3)]
+    records += [{"step": step, "val_bpb": bpb + step, "source": source} for step in (1, 2)
+                for source, bpb in (("web", 2.0), ("code", 1.0), ("all", 1.5))]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    upper, lower = pictures.loss_picture([str(tmp_path)]).axes
+    assert [line.get_xydata().tolist() for line in lower.lines] == [
+        [[1, bpb + 1], [2, bpb + 2]] for bpb in (2.0, 1.0, 1.5)]
+    assert [text.get_text() for text in lower.get_legend().texts] == [
+        f"{tmp_path}: {source}" for source in ("web", "code", "all")]
+    assert len({line.get_linestyle() for line in lower.lines}) == 3
+    assert upper.get_legend().texts[0].get_text() == f"{tmp_path}, val 3.5000"

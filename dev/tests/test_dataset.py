@@ -42,7 +42,8 @@ def both_splits(folder):
 
 
 def read_all(folder):
-    return [text for s in both_splits(folder) for i in range(len(s.rows)) for text in s.read(i).to_pylist()]
+    return [text for shard in both_splits(folder) for i in range(len(shard.group_sizes))
+            for text in shard.read(i).to_pylist()]
 
 
 def files_of(folder):
@@ -74,9 +75,9 @@ def test_builtin_corpus_is_made_once_and_is_always_the_same(tmp_path, monkeypatc
         (folder,) = set(pool.map(dataset.find_data, [None] * 3))
     assert capsys.readouterr().out.count("building a corpus of Python's library") == 1
     train, val = dataset.list_shards(folder, "train"), dataset.list_shards(folder, "val")
-    assert len(train) == 4 and len(val) == 1 and all(len(shard.rows) % 8 == 0 for shard in train + val)
+    assert len(train) == 4 and len(val) == 1 and all(len(shard.group_sizes) % 8 == 0 for shard in train + val)
     texts = read_all(folder)
-    assert 0.5e6 < sum(map(len, texts[-sum(val[0].rows) :])) < 2e6
+    assert 0.5e6 < sum(map(len, texts[-sum(val[0].group_sizes) :])) < 2e6
     with open(json.__file__, encoding="utf-8") as file:
         assert texts.count(file.read()) == 1 and len(texts) > 500 and all(texts)
     dataset.build_builtin_corpus(str(tmp_path / "again"))
@@ -136,13 +137,13 @@ def indexed(change, then=lambda folder: None):
 
 
 def write_tokens(folder, *names):
-    head = {"nanoloader.dtype": "uint16", "nanoloader.tokenizer": "bytes", "nanoloader.text_size": "99"}
+    head = {"nanoloader.dtype": "uint16", "nanoloader.tokenizer": "bytes", "nanoloader.text_bytes": "99"}
     for name in names:
         ids = pa.array([np.arange(3, dtype="<u2").tobytes()], pa.binary())
         dataset.write_shard(f"{folder}/{name}.parquet", [ids], "tokens", head)
 
 
-FULL = {"bytes": 1, "text_bytes": 1, "rows": [1]}
+FULL = {"bytes": 1, "text_bytes": 1, "rows": [1], "digest": None}
 DIFFERS = r"does not match its folder: %s.parquet is new, missing or .*: python dataset.py index \S+/data$"
 ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* --text_key COLUMN --out \S+$"
 
@@ -151,7 +152,7 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
     (lambda folder: None, r"data does not exist; if it moved, name .*: python dataset.py -n 8, or .*FILES$"),
     (lambda folder: folder.mkdir(), "data is no folder of shards; if it moved, "),
     (lambda folder: folder.write_text("a file"),
-     r"/data is a file; if it is a shard, name its folder: (\S+); else: \S+ -m dev.prepare convert \1/data "),
+     "/data is a file; if it is a shard, name its folder; .*, or python -m dev.prepare convert FILES$"),
     (lambda folder: make_shards(folder, (8,)), "0 train shards, 1 val; val is the last file, shard_00000.parq"
      r"uet .*; train and val need a file each; make more: python -m dev.prepare convert \S+/data --out \S+$"),
     (lambda folder: [make_shards(folder / split, (8,)) for split in ("train", "test")],
@@ -171,7 +172,7 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
      "index.json does not match its folder: new/shard_00000.parquet is new, missing or resized"),
     (lambda folder: [make_shards(folder), write_tokens(folder, "a")], "different kinds: .*a.parquet"),
     *((indexed(change), r"index.json cannot be used .*python dataset.py index \S+/data$") for change in (
-        b"", b"{", b"[]", b"3", b"[" * 200_000, b"\xff", {"format": 2}, {"dtype": "nothing"}, {"shards": []},
+        b"", b"{", b"[]", b"3", b"[" * 200_000, b"\xff", {"format": 1}, {"dtype": "nothing"}, {"shards": []},
         {"shards": {"a.parquet": {"bytes": 1}}}, *({"shards": {name: FULL}} for name in (
             "../x.parquet", "/x.parquet", "a/../../x.parquet", "", "x.json", "./x.parquet", "\n.parquet")))),
     (indexed({"shards": {"other.parquet": FULL}}), DIFFERS % "other"),
@@ -215,8 +216,9 @@ def test_every_spelling_of_parquet_is_read_and_a_packed_file_is_an_error(tmp_pat
         pq.write_table(pa.table({"text": [name]}), tmp_path / name)
     assert read_all(tmp_path) == ["a.parquet", "b.PARQUET", "c.pq"]
     assert dataset.write_index(str(tmp_path)) == dataset.read_index(str(tmp_path))
-    (tmp_path / "d.parquet.gz").write_bytes(b"packed")
-    with pytest.raises(ValueError, match=r"'d.parquet.gz' cannot be read in place; unpack it"):
+    (tmp_path / "index.json").unlink()
+    (tmp_path / "d.parquet.gz").write_bytes(b"packed" * 9)
+    with pytest.raises(dataset.ShardError, match=r"d.parquet.gz, footer: .*not a parquet file"):
         dataset.list_shards(str(tmp_path), "train")
 
 
@@ -231,7 +233,8 @@ def test_relative_folder_is_that_of_the_working_folder_of_today(tmp_path, monkey
         dataset.write_index(f"{tmp_path}/{name}/data:2")
         monkeypatch.chdir(tmp_path / name)
         [shard] = dataset.list_shards("data:2", "train")
-        assert sum(shard.rows) == sum(len(shard.read(group)) for group in range(len(shard.rows))) == i + 8
+        documents = [len(shard.read(row_group)) for row_group in range(len(shard.group_sizes))]
+        assert documents == shard.group_sizes and sum(documents) == i + 8
 
 
 def test_names_and_messages_are_printed_with_escapes(tmp_path, capsys):
@@ -252,7 +255,7 @@ def test_foreign_parquet_of_any_string_type_reads_the_same(tmp_path, kind):
     for name in "ab":
         pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=40)
     (shard,) = dataset.list_shards(str(tmp_path), "train")
-    assert (shard.rows, shard.kind, shard.dtype) == ([40, 40, 14], "text", None)
+    assert (shard.group_sizes, shard.kind, shard.dtype) == ([40, 40, 14], "text", None)
     assert [text for i in range(3) for text in shard.read(i).to_pylist()] == texts
     data, offsets, valid = dataset.column_views(shard.read(2).slice(3))
     seen = [bytes(data[a:b]).decode() for a, b in itertools.pairwise(offsets)]
@@ -356,8 +359,8 @@ def test_digest_tells_shards_of_equal_size_apart(tmp_path):
     (tmp_path / "index.json").write_text(json.dumps(index))
     with pytest.raises(dataset.ShardError, match=r"replaced by another shard of this size; .*index \S+;"):
         dataset.list_shards(folder, "train")[0].read(0)
-    for entry in index["shards"].values():    # as an earlier version wrote it
-        del entry["digest"]
+    for entry in index["shards"].values():
+        entry["digest"] = None    # unknown
     (tmp_path / "index.json").write_text(json.dumps(index))
     (shard,) = dataset.list_shards(folder, "train")
     assert shard.digest is None and shard.read(0).to_pylist() == ["b" * 99] * 3
@@ -384,7 +387,7 @@ def test_corrupted_shard_never_yields_other_text(tmp_path, known):
         try:
             shard = dataset.shards_of(
                 folder, index if known else dataset.make_index(folder, dataset.list_files(folder)))[0]
-            documents = [text for i in range(len(shard.rows)) for text in shard.read(i).to_pylist()]
+            documents = [text for i in range(len(shard.group_sizes)) for text in shard.read(i).to_pylist()]
             assert documents == texts[:64], "OTHER TEXT"
             outcomes.add("harmless")
         except dataset.ShardError as error:
@@ -406,19 +409,21 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys, monkeypatch):
         patch.setattr(dataset, "parse_footer", None)
         after = both_splits(tmp_path)
     assert [vars(shard) for shard in before] == [vars(shard) for shard in after]
-    assert [shard.rows for shard in after] == [[8] * 5, [8] * 5, [8, 4]] and read_all(tmp_path) == texts
+    assert [shard.group_sizes for shard in after] == [[8] * 5, [8] * 5, [8, 4]]
+    assert read_all(tmp_path) == texts
     index, size = json.loads((tmp_path / "index.json").read_bytes()), os.path.getsize(after[2].path)
     assert index.pop("shards")["shard_00002.parquet"] == {
-        "bytes": size, "text_bytes": size, "rows": [8, 4], "digest": after[2].digest}
-    assert index == {"format": 1, "kind": "text", "dtype": None, "tokenizer": None}
+        "bytes": size, "text_bytes": after[2].text_bytes, "rows": [8, 4], "digest": after[2].digest}
+    size = sum(len(text.encode()) for text in texts[80:])
+    assert size <= after[2].text_bytes < size + 500, "before compression, with the lengths"
+    assert index == {"format": 2, "kind": "text", "dtype": None, "tokenizer": None}
     write_tokens(tmp_path / "_tokens", "a", "b")
     dataset.write_index(str(tmp_path / "_tokens"))
     (shard,) = dataset.list_shards(str(tmp_path / "_tokens"), "train")
-    assert (shard.kind, shard.dtype, shard.fingerprint, shard.size) == ("tokens", "<u2", "bytes", 99)
+    assert (shard.kind, shard.dtype, shard.fingerprint, shard.text_bytes) == ("tokens", "<u2", "bytes", 99)
     assert np.frombuffer(shard.read(0)[0].as_py(), shard.dtype).tolist() == [0, 1, 2]
     batches = list(dataset.parquets_iter_batched("train", start=1, step=2, data_dir=str(tmp_path)))
     assert batches == [texts[i : i + 8] for i in (8, 24, 48, 64)]
-    assert dataset.list_parquet_files(str(tmp_path), warn_on_legacy=True) == [shard.path for shard in after]
     with pytest.raises(ValueError, match="cannot write to s3://b"):
         dataset.write_index("s3://b/x")
     with pytest.raises(ValueError, match="split is 'test'; expected 'train' or 'val'"):
@@ -605,7 +610,8 @@ def test_s3_gives_the_same_documents_also_when_reads_fail(tmp_path, s3):
     texts = make_shards(tmp_path / "data")
     uri = s3.upload(tmp_path / "data", "listed/a")
     local, remote = both_splits(tmp_path / "data"), both_splits(uri)
-    assert [(s.name, s.size, s.rows) for s in local] == [(s.name, s.size, s.rows) for s in remote]
+    assert [(s.name, s.text_bytes, s.group_sizes) for s in local] == [
+        (s.name, s.text_bytes, s.group_sizes) for s in remote]
     assert remote[0].path == uri.replace("?", "/shard_00000.parquet?")
     s3.every = 3
     assert read_all(uri) == texts and s3.failed >= 3

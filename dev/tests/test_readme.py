@@ -6,6 +6,7 @@ run them: an import of torch for each would take a minute.
 """
 
 import contextlib
+import csv
 import gzip
 import inspect
 import io
@@ -19,13 +20,12 @@ import sys
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-import torch
 
 from dataloader import PackedLoader
+from dataset import list_shards
 from test_dataloader import BOS, HERE, ByteTokenizer, loaders_to_close, make, run
+from tokenizer import RustBPETokenizer
 
 README = (HERE / "README.md").read_text(encoding="utf-8")
 TOY = ["--steps", "2", "--seq_len", "64", "--eval_rows", "8"]
@@ -41,7 +41,7 @@ def commands():
     for line in "".join(blocks()).replace("\\\n", " ").splitlines():
         line = re.sub(r"step_\d+", "step_0000002", re.sub(r"--steps \d+:\d+", "--steps 0:2", line))
         python, *words = shlex.split(line, comments=True) or [""]
-        if words[:1] == ["train.py"] and not {"--eval", "--sample"} & {*words}:
+        if words[:1] == ["train.py"] and not {"--eval", "--sample", "--chat"} & {*words}:
             words += TOY if {"--resume", "--init"} & {*words} else [*TOY, "--depth", "1"]
         if python == "python":
             yield words
@@ -75,10 +75,12 @@ def reader(tmp_path_factory):
     for path in ("my/1.jsonl.gz", "my/nested/2.jsonl.gz"):
         with gzip.open(folder / path, "wt") as file:
             file.writelines(json.dumps({"content": f"{path} {text}"}) + "\n" for text in documents)
-    (folder / "scored").mkdir()
-    for name in ("train-0.parquet", "validation-0.parquet"):
-        table = pa.table({"text": documents, "score": np.linspace(0, 1, len(documents))})
-        pq.write_table(table, folder / "scored" / name, row_group_size=16)
+    with open(folder / "rated.csv", "w", newline="") as file:
+        csv.writer(file).writerows([("text", "score"), *zip(documents, np.linspace(0, 1, len(documents)),
+                                                              strict=True)])
+    with open(folder / "chats.jsonl", "w") as file:
+        file.writelines(json.dumps({"messages": [{"role": "user", "content": text[:100]}, {
+            "role": "assistant", "content": text}]}) + "\n" for text in documents)
     for words in commands():
         if not needs_a_run(words):
             assert type_in(folder, words), words
@@ -93,7 +95,7 @@ def test_commands_of_training_work_in_their_order(reader):
     typed = [words for words in commands() if needs_a_run(words)]
     for words in typed:
         printed = type_in(reader, words)
-        assert "bits per byte" in printed or "--sample" in words or words[0] == "-m", words
+        assert "bits per byte" in printed or {"--sample", "--chat"} & {*words} or words[0] == "-m", words
     assert len(typed) > 7
 
 
@@ -103,9 +105,12 @@ def test_python_works_after_the_commands(reader, monkeypatch):
     names = {}
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)
-    assert names["loss"] > 0 and 0.5 <= names["weights"].max() <= 1
+    weights, targets = names["weights"][:, 1:], names["targets"][:, :-1]
+    known = weights > 0    # not a repeated BOS, nor padding
+    assert names["loss"] > 0 and known.float().mean() > 0.5 and weights[known].min() >= 0.2
+    assert ((targets >= 0) == (weights > 0.5))[known].all(), "the document of the target decides"
     transforms = [value for value in names.values() if inspect.isfunction(value)
-                  and [*inspect.signature(value).parameters] == ["ids", "ref", "location"]]
+                  and [*inspect.signature(value).parameters] == ["ids", "location", "epoch"]]
     for transform in transforms:
         assert next(make("scored", tokenizer=names["tokenizer"], transform=transform))
     for value in names.values():
@@ -114,9 +119,6 @@ def test_python_works_after_the_commands(reader, monkeypatch):
             assert next(value)
     assert transforms
     assert [names["late"](row) for row in (0, 1000, 5500, 10_000)] == [0, 0, 0.5, 1]
-    document, seen = names["document"], names["mask"][:, 0]
-    for q in range(seen.shape[1]):
-        assert torch.equal(seen[:, q], (document == document[:, q:q + 1]) & (torch.arange(64) <= q))
 
 
 def test_wrapped_tokenizer_gives_the_rows_of_its_library(corpus):
@@ -132,18 +134,47 @@ def test_wrapped_tokenizer_gives_the_rows_of_its_library(corpus):
 
 
 def test_readme_is_short_and_what_it_links_to_is_there():
-    assert README.count("\n") <= 250 and not re.search(r"TODO|@[A-Z]+@", README)
+    assert README.count("\n") <= 312 and not re.search(r"TODO|@[A-Z]+@", README)
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (HERE / target).exists(), target
 
 
 def test_files_copied_into_a_package_import_each_other(tmp_path):
+    """... and no import but those of each other has changed, and no other file."""
     package = tmp_path / "mine" / "data"
     package.mkdir(parents=True)
-    for name in ("dataloader", "dataset", "tokenizer", "train"):
+    for name in ("dataloader", "dataset", "tokenizer"):
         shutil.copy(HERE / f"{name}.py", package)
-    subprocess.run(re.search(r"^sed -i .*", README, re.M)[0], shell=True, check=True, cwd=package)
-    subprocess.run([sys.executable, "-c", "import mine.data.train"], check=True, cwd=tmp_path, timeout=200)
+        with open(package / f"{name}.py", "a") as file:
+            file.write("import dataclasses\nimport datetime\n")
+    (package / "other.py").write_text("import dataset\n")
+    subprocess.run(re.search(r"^sed -i (.*\\\n)*.*", README, re.M)[0], shell=True, check=True, cwd=package)
+    subprocess.run([sys.executable, "-c", "import mine.data.dataloader"], check=True, cwd=tmp_path)
+    assert (package / "other.py").read_text() == "import dataset\n"
+
+
+def test_nanogpts_tokens_become_shards(corpus, tmp_path, monkeypatch):
+    """dev/loops.md: each document of train.bin once, with its end mark in front."""
+    monkeypatch.chdir(tmp_path)
+    RustBPETokenizer.train_from_iterator(["some text"], 265).save("my_tokenizer")
+    tokenizer = RustBPETokenizer.from_directory("my_tokenizer")
+    documents = [tokenizer.encode(f"document {i}") for i in range(3000)]
+    bos = tokenizer.get_bos_token_id()
+    for name, part in (("train", documents[:2900]), ("val", documents[2900:])):
+        np.array([id for ids in part for id in (*ids, bos)], np.uint16).tofile(f"{name}.bin")
+    text = (HERE / "dev" / "loops.md").read_text()
+    exec(re.search(r"train.bin.*?```python\n(.*?)```", text, re.S)[1], {})
+    for split, part in (("train", documents[:2900]), ("val", documents[2900:])):
+        [shard] = list_shards("my_gpt", split)
+        seen = [np.frombuffer(raw, shard.dtype).tolist() for group in range(-(-len(part) // 1024))
+                for raw in shard.read(group).to_pylist()]
+        assert seen == [[bos, *ids] for ids in part]
+    assert next(make("my_gpt", tokenizer=tokenizer, num_lanes=1))
+
+
+def test_help_of_the_loader_is_its_docstring():
+    ended = subprocess.run([sys.executable, HERE / "dataloader.py", "--help"], capture_output=True, text=True)
+    assert ended.stdout.startswith("\nPack documents") and "python train.py --help" in ended.stdout
 
 
 def test_tests_work_without_dev_and_say_what_they_skip(tmp_path):

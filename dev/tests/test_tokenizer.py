@@ -287,7 +287,8 @@ def test_the_readmes_wrapper_gives_all_tokens_of_hugging_faces_file(corpus):
     assert len(theirs.encode(SOURCES[0]).ids) == len(theirs.encode("a").ids) == 64
     wrapped, texts = names["Wrapped"](theirs, "<s>"), module.parquets_iter_batched("train", data_dir=corpus)
     want = [i for text in itertools.chain(*texts) for i in [0, *theirs.encode(text).ids]]
-    batch = next(make(corpus, tokenizer=wrapped, packing="flat", B=1, T=len(want) - 1, num_lanes=1))
+    batch = next(make(corpus, tokenizer=wrapped, packing="flat", B=1, T=len(want) - 1, shuffle_seed=None,
+                      chunk_bytes=10**6))
     assert list(rows_of(batch)[0]) == want and len(want) > 800
     with pytest.raises(ValueError, match=r"get_bos_token_id\(\) returned None"):
         as_encoder(names["Wrapped"](theirs, "<bos>"))

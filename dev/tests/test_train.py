@@ -52,8 +52,13 @@ def base(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_folder(base, tmp_path, monkeypatch):
-    """Each test types its commands in its own folder, with the two sources in it; one thread."""
+    """
+    Each test types its commands in its own folder, with the two sources in it. This process and those that it
+    starts compute with the same number of threads: one, or OMP_NUM_THREADS.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    monkeypatch.setattr(train, "cores", lambda: 1)
     monkeypatch.setattr(dataloader, "cores", lambda: 1)
     for source in ("a", "b"):
         os.symlink(base / source, source)
@@ -107,10 +112,11 @@ def interrupt(monkeypatch):
 
 
 def log_of(folder):
-    """Its records without the headers and what a clock decides."""
+    """Its records without the headers, what a clock decides and what is counted since a start."""
     clock = {"tokens_per_s", "mfu", "ms", "wait_ms", "memory_gb"}
     records = [json.loads(line) for line in open(os.path.join(folder, "log.jsonl"))]    # noqa: SIM115
-    return [{k: v for k, v in r.items() if k not in clock} for r in records if "flags" not in r]
+    return [{k: v for k, v in r.items() if k not in clock} for r in records
+            if not {"flags", "sources"} & r.keys()]
 
 
 def losses_of(folder):
@@ -147,7 +153,7 @@ def draw_flags(pick):
              "--batch_size": [2, 4, 6], "--micro_batch_size": [1, 2, 16], "--num_lanes": [2, 4, 8],
              "--seq_len": [24, 32, 48], "--seed": [1, 2, 3], "--eval_every": [2, 3, 5],
              "--save_every": [2, 3, 4], "--dtype": ["float32", "float32", "bfloat16"]}
-    switches = [name for name in ("--shuffle", "--doc_mask") if pick.random() < 0.5]
+    switches = [name for name in ("--no_shuffle", "--doc_mask") if pick.random() < 0.5]
     data = pick.choice([["a"], ["a:0.7", "b:0.3"], ["a:0.5", "b:0.5"]])
     return ["--data", *data, *switches, "--steps", "10",
             *(str(x) for name in flags for x in (name, pick.choice(flags[name])))]
@@ -181,7 +187,7 @@ def test_stopped_eval_is_repeated_by_the_resumed_run(command, resume, interrupt)
 
 def start(*words, rank=None, port=0):
     """The command as a process; with a rank: one of two, as torchrun starts them."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ}
     if rank is not None:
         env |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -212,8 +218,7 @@ def test_two_ranks_killed_and_stopped_equal_the_uninterrupted_run(command):
     flags = [*TOY, "--data", "a", "--steps", 30, "--save_every", 1, "--eval_every", 15, "--doc_mask"]
     command(*flags, "--out", "one")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", TRAIN_PY]
-    subprocess.run([*launcher, *map(str, flags), "--out", "whole"], check=True, capture_output=True,
-                   env={**os.environ, "OMP_NUM_THREADS": "1"})
+    subprocess.run([*launcher, *map(str, flags), "--out", "whole"], check=True, capture_output=True)
     ranks = start_two(*flags, "--out", "two")
     wait_for_step(ranks[0], "two", 6)
     for process in ranks:
@@ -257,13 +262,60 @@ def test_killed_process_resumes_bit_for_bit_and_its_temporary_file_goes(command,
     assert not os.path.exists(written.name) and not differences("whole", "killed")
 
 
+def test_resume_with_other_threads_or_processor_says_that_it_rounds_differently(command, resume, monkeypatch):
+    command("--steps", 2)
+    words, threads = "equal up to rounding from here", torch.get_num_threads()
+    assert words not in resume("--steps", 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads + 1))
+    told = rf"\nnow on ranks 1, threads {threads + 1}, (.*); before on ranks 1, threads {threads}, \1: "
+    assert re.search(told + words, resume("--steps", 4))
+    assert words not in resume("--steps", 5), "with the same threads as the last checkpoint"
+    monkeypatch.setenv("OMP_NUM_THREADS", str(threads))
+    assert words in resume("--steps", 6)
+    monkeypatch.setattr(train.torch.backends.cpu, "get_cpu_capability", lambda: "AVX1024")
+    assert re.search(f", AVX1024; before on .*: {words}\n", resume("--steps", 7))
+
+
+def test_split_of_each_source_is_printed(command):
+    """Of two files, half of the data is val."""
+    write_shards("halves", [[["x y"] * 20], [["y z"] * 20]])
+    told = command("--steps", 1, "--data", "a:0.5", "halves:0.5")
+    assert "\na: 60 documents to train on, about 0.0 epochs; 30 for val (shard_00002.parquet)\n" in told
+    assert re.search(r"\nhalves: 20 documents to train on, about \S+ epochs; 20 for val \(shard_00001", told)
+
+
+def test_threads_are_those_of_the_user_but_not_of_torchrun(monkeypatch):
+    """It gives each of several ranks one thread; then the ranks share the cores."""
+    seen = []
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(train, "cores", lambda: 8 // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    for threads, ranks in ((None, None), ("3", None), ("1", None), ("1", "1"), ("1", "2"), ("3", "2")):
+        for name, value in (("OMP_NUM_THREADS", threads), ("LOCAL_WORLD_SIZE", ranks)):
+            monkeypatch.delenv(name, raising=False)
+            if value:
+                monkeypatch.setenv(name, value)
+        train.start_ranks(SimpleNamespace(device="cpu", doc_mask=False))
+    assert seen == [8, 3, 1, 1, 4, 3]
+
+
+def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path):
+    (tmp_path / "torch.py").write_text("import time; print('importing', flush=True); time.sleep(60)")
+    process = subprocess.Popen([sys.executable, TRAIN_PY], env={**os.environ, "PYTHONPATH": str(tmp_path)},
+                               text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=50)[0] == "\nstopped; nothing was done\n"
+    assert process.returncode == 130
+
+
 def test_hash_of_rows_depends_on_their_order_and_not_on_batches():
     """What train.py prints, so that runs can be compared."""
 
     rows = torch.arange(12).view(3, 4)
-    n, whole = train.count_and_hash(rows, rows + 1, 0, 0)
-    _, first = train.count_and_hash(rows[:1], rows[:1] + 1, 0, 0)
-    assert n == 12 and train.count_and_hash(rows[1:], rows[1:] + 1, 1, first)[1] == whole
+    n, whole, n_signals = train.count_and_hash(rows, rows + 1, 0, 2).tolist()
+    parts = [train.count_and_hash(rows[g:h], rows[g:h] + 1, g, 0)[1].item() for g, h in ((0, 1), (1, 3))]
+    assert n == 12 and n_signals == 2 and (sum(parts) - whole) % 2**64 == 0
     assert train.count_and_hash(rows.flip(0), rows.flip(0) + 1, 0, 0)[1] != whole
 
 
@@ -272,15 +324,15 @@ def test_hash_of_rows_depends_on_their_order_and_not_on_batches():
 
 def test_given_flags_that_change_the_run_are_refused_all_at_once(command, resume):
     command("--steps", 2)
-    told = resume("--depth", 2, "--shuffle", "--packing", "flat", "--lr", 0.5, status=1)
-    assert "--depth 2 --packing flat --shuffle does not fit runs/" in told
-    assert "which has: --depth 1 --packing exactfit no --shuffle; leave out these flags" in told
+    told = resume("--depth", 2, "--no_shuffle", "--packing", "flat", "--lr", 0.5, status=1)
+    assert "--depth 2 --packing flat --no_shuffle does not fit runs/" in told
+    assert "which has: --depth 1 --packing exactfit without --no_shuffle; leave out these flags" in told
     assert told.count("\n") == 1 and len(glob.glob("runs/*/step*")) == 1
     for name in train.FIXED_FLAGS:    # each alone
         value = {"optimizer": "adamw", "packing": "flat", "tokenizer": "tok", "init": "a.pt"}.get(name, "7")
         if name == "tokenizer":
             RustBPETokenizer.train_from_iterator(["something else"], 265).save("tok")
-        words = [f"--{name}"] if name in ("shuffle", "doc_mask") else [f"--{name}", value]
+        words = [f"--{name}"] if name in ("no_shuffle", "doc_mask") else [f"--{name}", value]
         assert f"{' '.join(words)} does not fit" in resume(*words, status=1)
 
 
@@ -300,7 +352,7 @@ def test_flags_that_may_change_are_applied_and_printed(command, resume):
 
 
 def test_requeued_command_with_all_its_flags_resumes(command):
-    words = ["--out", "job", "--resume", "auto", "--data", "a", "--shuffle", "--steps"]
+    words = ["--out", "job", "--resume", "auto", "--data", "a", "--no_shuffle", "--steps"]
     assert "no checkpoint in job yet: a new run" in command(*words, 3)
     assert "changed: --steps 5 from --steps 3\n" in command(*words, 5)
     assert "holds checkpoints; resume with --resume auto" in command("--out", "job", status=1)
@@ -326,7 +378,9 @@ def test_resumed_run_needs_neither_the_tokenizers_folder_nor_the_datas_place(com
 def test_init_brings_weights_depth_and_tokenizer(command):
     command("--depth", 2, "--seq_len", 16, "--out", "first")
     file, new = "first/step_0000008.pt", TOY[4:]    # no --depth
-    command("--init", file, "--steps", 2, "--out", "second", toy=[*new[:2], *new[4:]])
+    told = command("--init", file, "--steps", 2, "--out", "second", toy=[*new[:2], *new[4:]])
+    assert f"from {file}: weights, tokenizer, --depth 2 --vocab_size 300; not its " in told
+    assert {"--seq_len 16", "--steps 8"} <= {*re.findall(r"--\w+ \w+", re.search("not its (.*)", told)[1])}
     assert losses_of("second")[0] < 0.9 * losses_of("first")[0] and len(losses_of("second")) == 2
     told = command("--init", file, "--depth", 1, "--vocab_size", 999, status=1, toy=[])
     assert f"--depth 1 --vocab_size 999 does not fit {file}, which has: --depth 2 --vocab_size 300" in told
@@ -439,6 +493,10 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--data", "tokens", "--tokenizer", "other"], "tokens needs the tokenizer that made it, "),
     (["--tokenizer", "nowhere"], "nowhere"),
     (["--resume", "nowhere.pt"], "nowhere.pt is no checkpoint's file (FileNotFound"),
+    (["--eval", "nowhere.pt"], "nowhere.pt'); expected a step_*.pt of a run"),
+    (["--init", "nowhere.pt", "--out", "x"], "nowhere.pt'); there is runs/one/step_0000002.pt"),
+    (["--eval", "old.pt"], "(ValueError: this train.py reads checkpoints of version "),
+    (["--eval", "pickled.pt"], "(UnpicklingError: Weights only load failed. "),
     (["--resume", "text.pt"], "text.pt is damaged, or no step_*.pt of this train.py (BadZipFile"),
     (["--init", "tensor.pt"], "tensor.pt is damaged, or no step_*.pt of this train.py (AttributeError"),
     (["--eval", "handmade.pt"], "handmade.pt is damaged, or no step_*.pt of this train.py (ValueError"),
@@ -468,6 +526,7 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
     content = {name: kind() for name, kind in train.CONTENT.items()} | {"version": train.VERSION}
     for name, saved in (("tensor.pt", torch.zeros(3)), ("handmade.pt", {"version": train.VERSION, "step": 1}),
                         ("emptied.pt", content | {"flags": {"data": ["a"]}}),
+                        ("old.pt", content | {"version": 2}), ("pickled.pt", Killed),
                         ("deep.pt", content | {"flags": {"depth": 2}})):
         torch.save(saved, name)
     os.mkdir("holds")
@@ -487,6 +546,7 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
     done = r"\d|.*: \d train shards.*|resumed from .*|training a tokenizer .*|warning: the vocabulary .*"
     [line] = [line for line in printed.splitlines() if not re.fullmatch(done, line)]
     assert line.startswith("error: ") and told in line and not os.path.exists("mistyped")
+    assert "x1b" not in line
 
 
 def test_out_of_memory_names_the_flag(command, monkeypatch):
@@ -525,7 +585,8 @@ def test_resumed_run_that_is_over_is_an_error_that_names_its_step(command, resum
 def test_not_finite_loss_names_the_command_that_lists_its_documents(command, resume):
     boom = ["--optimizer", "adamw", "--lr", "1e39", "--steps", 9, "--out", "boom"]
     told = command(*boom, status=1)
-    assert re.search(r"error: step 1: loss nan, gradient norm nan. The documents in its rows: "
+    assert re.search(r"error: step 1: loss nan, gradient norm nan; this rank's hardest documents: "
+                     r"(a/\S+, row group \d+, row \d+ \(nan nats a token\)(; )?){3}. All of them: "
                      r"python -m dev.bench audit --resume FILE \(the same run .*\) --steps 1:2\n", told)
     assert not train.list_checkpoints("boom")
     command("--steps", 3, "--out", "good")
@@ -535,8 +596,10 @@ def test_not_finite_loss_names_the_command_that_lists_its_documents(command, res
 
 
 def test_not_finite_norm_stops_the_run_although_the_loss_is_finite(command, monkeypatch):
-    monkeypatch.setattr(train, "train_step", lambda *args: (1.0, math.nan))
-    assert "error: step 0: loss 1.0, gradient norm nan" in command("--steps", 2, status=1)
+    monkeypatch.setattr(train, "train_step", lambda *args: (torch.tensor([1.0, math.nan]), args[4]))
+    told = command("--steps", 2, "--out", "run", status=1)
+    assert re.search(r"error: step 0: loss 0\.\d+, gradient norm nan", told)
+    assert not train.list_checkpoints("run") and not losses_of("run")
 
 
 def test_changed_val_files_of_a_resumed_run_are_one_line(command, resume, base):
@@ -551,14 +614,14 @@ def test_changed_val_files_of_a_resumed_run_are_one_line(command, resume, base):
 
 def test_lanes_that_do_not_fit_are_named_before_the_batch(command, monkeypatch):
     monkeypatch.setattr(train, "start_ranks", lambda flags: (torch.device("cpu"), 0, 3))
-    monkeypatch.setattr(train.dataloader, "ranks_of_this_process", lambda: (0, 3))
+    monkeypatch.setattr(train.dataloader, "ranks_of_this_process", lambda group=None: (0, 3))
     assert "8 lanes cannot be shared evenly by 3 ranks" in command("--num_lanes", 8, status=1)
     assert "4 rows for 3 ranks; try --batch_size 6" in command(status=1)
 
 
 def test_null_documents_are_counted(command):
     write_shards("nulls", [[["some text ", "more", None] * 9], [["some text " * 9]]])
-    told = command("--data", "nulls", "--steps", 2)
+    told = command("--data", "nulls", "--steps", 20)    # counted as a chunk ends
     assert re.search(r"\nnull documents skipped by rank 0 since its start, all epochs: [1-9]", told)
     assert "null" not in command("--steps", 2)
 
@@ -593,7 +656,7 @@ def test_run_that_cut_many_documents_says_so(command):
     write_shards("alike", [[["ab"[i % 2] * 60 for i in range(40)]], [["some text " * 9]]])
     tokenizer = RustBPETokenizer.train_from_iterator(["x"], 265)
     tokenizer.save("bytes")
-    flags = ["--data", "alike", "--tokenizer", "bytes", "--steps", 6, "--seq_len", 100, "--num_lanes", 1]
+    flags = ["--data", "alike", "--tokenizer", "bytes", "--steps", 12, "--seq_len", 100, "--num_lanes", 1]
     flags = [*TOY[:2], "--depth", 1, "--eval_rows", 1, *flags]
     assert re.search(r"\d\d% of the documents fit a row, yet were cut", command(*flags, toy=[]))
     assert "yet were cut" not in command(*flags, "--packing", "bestfit", toy=[])
@@ -702,11 +765,24 @@ def test_muon_is_torchs_own_in_float32():
 def test_rates_rise_stay_and_fall():
     """Over 3 % of the steps, then until 35 %, then to 5 %."""
     optimizers = train.make_optimizers(train.GPT(1, 64), "adamw", 0.1, 2048)
-    shares = [train.set_rates(optimizers, step, 1000) for step in range(1000)]
-    assert optimizers[0].param_groups[-1]["lr"] == pytest.approx(0.1 * shares[-1])
+    shares = [train.set_rates(optimizers, step, 1000) / 0.1 for step in range(1000)]
+    assert optimizers[0].param_groups[0]["lr"] == pytest.approx(optimizers[0].peak_rates[0] * shares[-1])
     assert [shares[step] for step in (0, 14, 29, 30, 384, 675, 999)] == pytest.approx(
         [1 / 30, 0.5, 1, 1, 0.05 + 0.95 * 616 / 650, 0.525, 0.05146], abs=1e-4)
-    assert train.parse_flags(["--optimizer", "adamw", "--device", "cpu"]).lr == 0.0025
+
+
+def test_rate_and_decay_of_matrices_follow_the_tokens_and_steps_of_the_run():
+    def muon(tokens, steps, lr=None):
+        optimizers = train.make_optimizers(train.GPT(1, 64), "muon", lr, tokens)
+        train.set_rates(optimizers, steps // 10, steps)
+        group = optimizers[1].param_groups[0]
+        return group["lr"], group["decay"] / (0.5 + 0.5 * math.cos(math.pi / 10))
+    assert [muon(tokens, 500) for tokens in (1024, 2048, 2**19)] == [
+        (pytest.approx(rate, abs=5e-5), pytest.approx(decay)) for rate, decay in
+        ((0.0090, 1), (0.0124, 1), (0.01995, 1))]
+    assert muon(2**19, 2520, 0.02) == (0.02, pytest.approx(12 / (0.02 * 2520)))
+    adamw, = train.make_optimizers(train.GPT(1, 64), "adamw", None, 2048)
+    assert adamw.peak_rates[-1] == 0.0025
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -772,9 +848,10 @@ def test_val_windows_ask_for_each_token_once_and_never_for_what_was_given(tmp_pa
     letters = "abcdefghijklmnopqrstuvwxyz" * 3
     texts = [letters[n:2 * n] for n in (0, 1, 7, 8, 9, 13, 14, 15, 26)]
     folder, T = write_shards(tmp_path / "windows", [[["x"]], [texts]]), 8
-    source = train.Source(folder, train.list_shards(folder, "val"), num_lanes=1)
+    source = train.Source(folder, train.list_shards(folder, "val"), 1, None, 1)
     tokenizer = RustBPETokenizer.train_from_iterator(["x"], 265)    # its tokens are bytes
-    windows = train.val_windows(tokenizer, source, SimpleNamespace(seq_len=T, eval_rows=1000))
+    flags = SimpleNamespace(seq_len=T, eval_rows=1000, micro_batch_size=1)
+    windows = train.val_windows(tokenizer, source, flags)
     asked = windows.targets >= 0
     later = ~asked[:, 0]
     assert len(asked) == 8 + 1 + 1 + 1 + 2 + 3, "a window each, and later ones of 9, 13, 14, 15, 26 letters"
@@ -784,8 +861,10 @@ def test_val_windows_ask_for_each_token_once_and_never_for_what_was_given(tmp_pa
     assert tokenizer.decode(windows.targets[asked].tolist()) == "".join(texts)
     packed = sum(len(zlib.compress(text.encode(), 9)) for text in texts if text)
     assert windows.zlib_bpb == pytest.approx(8 * packed / len("".join(texts)))
-    few = train.val_windows(tokenizer, source, SimpleNamespace(seq_len=T, eval_rows=5))
-    assert torch.equal(few.inputs, windows.inputs[:5])
+    flags = SimpleNamespace(seq_len=T, eval_rows=5, micro_batch_size=4)
+    few = train.val_windows(tokenizer, source, flags)
+    assert torch.equal(few.inputs[:5], windows.inputs[:5]) and few.inputs.shape == few.targets.shape == (8, T)
+    assert (few.targets[5:] == -100).all(), "the last batch is whole, without more targets"
 
 
 def test_checkpoint_is_that_of_its_step_while_the_training_continues(tmp_path, monkeypatch):
@@ -828,6 +907,27 @@ def test_data_is_the_folder_of_that_very_name():
             sources(*specs)
 
 
+def test_step_is_reported_after_the_next_is_queued_and_before_anything_is_saved(command, monkeypatch):
+    happened = []
+    def note(owner, name, what):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: happened.append(what) or original(*args))
+    for owner, name, what in ((train, "train_step", "run"), (train.Log, "step", "report"),
+                              (train.Checkpoints, "save", "save"), (train, "evaluate", "evaluate")):
+        note(owner, name, what)
+    command("--steps", 5, "--save_every", 3, "--eval_every", 10)
+    assert happened == ["run", "run", "report", "run", "report", "report", "save",
+                        "run", "run", "report", "report", "save", "evaluate"]
+
+
+def test_run_of_many_epochs_says_so_before_it_starts(command):
+    write_shards("tiny", [[["one two three " * 9] * 3], [["one two three " * 9]]])
+    told = command("--data", "tiny", "--steps", 9)
+    epochs = float(re.search(r"tiny: 3 documents to train on, about ([\d.]+) epochs;", told)[1])
+    n_tokens = 1 + len(train.find_tokenizer(None, ["tiny"], 300)[0].encode("one two three " * 9))
+    assert epochs == pytest.approx(9 * 4 * 32 / (3 * n_tokens), abs=0.1)
+
+
 # ---------------------------------------------------------------------------------------------------------
 # Devices
 
@@ -836,8 +936,11 @@ def test_more_ranks_than_gpus_is_one_line(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     for rank in (0, 1):
         monkeypatch.setenv("LOCAL_RANK", str(rank))
-        flags = train.parse_flags(["--device", "cuda"])
-        assert (flags.dtype, flags.depth, flags.seq_len, flags.lr) == ("bfloat16", 12, 2048, 0.02)
+        flags = train.parse_flags(["--device", "cuda", "--data", "a"])
+        assert (flags.dtype, flags.depth, flags.seq_len, flags.steps) == ("bfloat16", 12, 2048, 2520)
+        assert flags.given == ["device", "data"]
+        flags = train.parse_flags(["--seed", "2"])    # the built-in corpus is small
+        assert (flags.device, flags.dtype, flags.depth, flags.steps) == ("cuda", "bfloat16", 2, 1200)
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match="torch sees 2 here, too few for local rank 2; leave --device"):
         train.parse_flags(["--device", "cuda"])
@@ -872,6 +975,33 @@ def test_compiled_blocks_share_their_code(monkeypatch):
         with torch.no_grad():
             model(inputs, inputs)
         assert counters["frames"]["total"] == counters["frames"]["ok"] > 1, counters["frames"]
+
+
+def test_compiled_run_with_evals_compiles_few_variants(command, monkeypatch):
+    """Blocks with and without value embeddings, two sources, a last micro-batch of its own size, evals."""
+    from torch._dynamo.utils import counters
+    backend, module = {"backend": "aot_eager"}, torch.nn.Module
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, **backend))
+    monkeypatch.setattr(module, "compile", functools.partialmethod(module.compile, **backend))
+    torch._dynamo.reset()
+    counters.clear()
+    words = ["--depth", 7, "--data", "a:0.5", "b:0.5", "--steps", 4, "--eval_every", 2,
+             "--micro_batch_size", 3]
+    with torch._dynamo.config.patch(recompile_limit=6, fail_on_recompile_limit_hit=True):
+        command(*words, "--compile", "on", "--out", "compiled")
+    assert counters["frames"]["total"] == counters["frames"]["ok"] > 2, counters["frames"]
+    command(*words, "--compile", "off", "--out", "eager")
+    assert losses_of("compiled") == pytest.approx(losses_of("eager"), abs=1e-4)
+
+
+def test_only_the_first_rank_of_a_node_compares_checksums(command, monkeypatch):
+    command("--steps", 1, "--out", "run")
+    compared, testzip = [], zipfile.ZipFile.testzip
+    monkeypatch.setattr(zipfile.ZipFile, "testzip", lambda file: compared.append(file) or testzip(file))
+    for local_rank in ("0", "1", "7"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        assert train.load_checkpoint("run/step_0000001.pt")["step"] == 1
+    assert len(compared) == 1
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
