@@ -782,6 +782,18 @@ class PlainTokenizer:
 def test_tokenizer_with_lists_gives_the_same_rows(corpus):
     assert run(corpus, steps=9, tokenizer=PlainTokenizer())[0] == run(corpus, steps=9)[0]
 
+def test_tokenizer_may_give_tokens_without_a_loss(corpus):
+    class Masking(ByteTokenizer):
+        dtype = np.dtype(np.int32)
+
+        def encode_documents(self, texts):
+            ids, bounds = super().encode_documents(texts)
+            return np.where(ids == ord("."), ~ids.astype(np.int32), ids), bounds
+
+    plain, masked = next(make(corpus)), next(make(corpus, tokenizer=Masking()))
+    assert (masked[0] == plain[0]).all() and (masked[1] == -100).any()
+    assert (masked[1] == torch.where(plain[1] == ord("."), -100, plain[1])).all()
+
 def test_token_shards_are_checked_like_a_tokenizer(corpus, tmp_path):
     """Made by another tokenizer, an odd number of bytes, no BOS."""
     tokens = tokenized(corpus, tmp_path / "tokens")

@@ -408,12 +408,13 @@ class AnyTokenizer:
         return np.concatenate([np.zeros(0, self.dtype), *arrays]), np.cumsum([0, *lengths])
 
     def _as_dtype(self, ids):
-        """ValueError if ids would wrap or be rounded."""
+        """ValueError if ids would wrap or be rounded. Of a signed dtype, ~t is token t without a loss."""
         ids = np.asarray(ids)
         largest = min(np.iinfo(self.dtype).max, self.size - 1)
-        if len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > largest):
-            raise ValueError(f"its ids are {ids.dtype}, {ids.min()} to {ids.max()}; expected integers from 0 "
-                             f"to {largest}, by its `dtype` (default uint32) and get_vocab_size()")
+        least = ~largest if self.dtype.kind == "i" else 0
+        if len(ids) and (ids.dtype.kind not in "iu" or ids.min() < least or ids.max() > largest):
+            raise ValueError(f"its ids are {ids.dtype}, {ids.min()} to {ids.max()}; expected integers from "
+                             f"{least} to {largest}, by its `dtype` (default uint32) and get_vocab_size()")
         return ids.astype(self.dtype, copy=False)
 
     def _find_fault(self):
