@@ -164,7 +164,7 @@ def wholefit(starts, lengths, R):
         free, row = rows.pop(i) if i < len(rows) else (R, [])
         row.append(tuple(piece))
         insort(rows, (free + minus, row))
-    for row in sorted((row for _, row in rows), key=max):    # the pieces of a document follow each other
+    for row in sorted((row for _, row in rows), key=max):    # so, pieces of a document come in their order
         for d, _, stop in row:
             starts[d] = stop
         yield sorted(row)
@@ -322,7 +322,9 @@ class Encoder:
             if len(part.indices) > 1:
                 for i in range(len(part.indices)):    # one by one: the culprit raises its own error
                     self.encode(part._replace(indices=part.indices[i:i + 1]), array, epoch, check_every=1)
-            where = f"{path}, row group {part.row_group}, row {part.indices[0]}"
+            n = len(part.indices)    # more than 1: each of them alone is fine
+            where = f"{path}, row group {part.row_group}, "
+            where += f"row {part.indices[0]}" if n == 1 else f"{n} documents together"
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
 
     def _ids(self, documents, part, epoch, check_every):
@@ -352,8 +354,9 @@ def check_documents(ids, bounds, array, bos):
     if bounds.dtype.kind not in "iu" or len(bounds) != len(array) + 1 or bounds[0] or bounds[-1] != len(ids):
         raise ValueError(f"expected {len(array) + 1} integer bounds from 0 to {len(ids)}, got {bounds}")
     valid = array.is_valid().to_numpy(zero_copy_only=False)
-    lengths, first = np.diff(bounds), ids[bounds[:-1][valid]].astype(np.int64)
-    if (lengths[valid] < 1).any() or lengths[~valid].any() or not np.isin(first, (bos, ~bos)).all():
+    lengths, begins = np.diff(bounds), bounds[:-1][valid]
+    if ((lengths[valid] < 1).any() or lengths[~valid].any()
+            or not np.isin(ids[begins].astype(np.int64), (bos, ~bos)).all()):
         raise ValueError(f"a document does not begin with BOS ({bos}), or a null one has tokens")
 
 class Packer:
@@ -385,8 +388,8 @@ class Packer:
             taken = (*taken, (self.T, 0))
         for T, n in taken:
             rows = self.pack(starts, lengths, T + 1)
-            collections.deque(itertools.islice(rows, n), maxlen=0)    # delivered before
-        rows = list(rows)
+            collections.deque(itertools.islice(rows, n), maxlen=0)    # skips what was delivered before
+        rows = list(rows)    # the others of the last T, which is ours
         stops = {d: stop for row in rows for d, _, stop in row}
         whole = {d for row in rows for d, start, stop in row if stop - start == lengths[d]}
         cut = {d for d in stops.keys() - whole if lengths[d] <= self.T + 1}    # although they fit in a row
@@ -444,7 +447,7 @@ def choose_source(weights, g, step):
     try:
         values = [max(float(weight), 0.0) for weight in given]
         scaled = [int(value / (max(values) or 1.0) * 2**62) for value in values]    # not of NaN or infinity
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"the weights of row {g} are {given}; expected finite numbers") from error
     cumulative = list(itertools.accumulate(scaled if any(scaled) else [1] * len(scaled)))
     return bisect_right([number * 2**64 // cumulative[-1] for number in cumulative], g * step % 2**64)
@@ -474,11 +477,10 @@ class Stream:
             self.taken = ()    # only the first chunk is partly delivered
 
     def peek(self):
-        """(chunk, index of the next row in it); None at the end."""
+        """(chunk, index of the next row in it); None at the end. Changes no state: see _is_in_run."""
         while not self.state.ended:
             self.submit(1)
             if not self.chunks:
-                self.state = self.state._replace(ended=True)
                 return None
             chunk = self.chunks[0].result()
             self.submit(self.ahead)
@@ -499,6 +501,8 @@ class Stream:
             *earlier, (T, n) = chunk.taken
             self.i, self.state = i + 1, StreamState(chunk.place, (*earlier, (T, n + i + 1)))
             self.counts.update(rows=1, tokens=int(chunk.n_tokens[i]))
+        else:
+            self.state = self.state._replace(ended=True)
         return found
 
 # ---------------------------------------------------------------------------------------------------------
