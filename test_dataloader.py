@@ -1131,7 +1131,7 @@ def test_lanes_and_chunks_of_the_state_win_over_the_defaults(corpus):
     want, _ = run(small, steps=9, num_lanes=3, chunk_bytes=20)
     _, state = run(small, steps=4, num_lanes=3, chunk_bytes=20)
     loader = make(small, num_lanes=None, chunk_bytes=None, T=16)
-    assert loader.chunk_bytes == 1024 * 17
+    assert loader.chunk_bytes == 1 << 21
     loader.load_state_dict(state)
     assert (loader.num_lanes, loader.chunk_bytes) == (3, 20) and rows_of(next(loader)) == want[8:10]
     other = make(small, num_lanes=None, chunk_bytes=20, rank=0, world_size=2)
