@@ -26,6 +26,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -201,6 +202,12 @@ TEXT_BYTES = "nanoloader.text_bytes"    # in our footers: of the documents; in t
 
 class ShardError(OSError):
     """A shard that cannot be read as it was written; the message names it, and what to type next."""
+
+class Location(NamedTuple):
+    """A document on disk."""
+    path: str
+    row_group: int
+    row: int
 
 @dataclass(eq=False)
 class Shard:
@@ -442,6 +449,9 @@ def list_local(folder):
 def join_name(folder, name):    # s3://bucket/dir?region=x, f -> s3://bucket/dir/f?region=x
     head, mark, query = folder.partition("?") if "://" in folder else (folder, "", "")
     return f"{head.rstrip('/')}/{name}{mark}{query}"
+
+def source_name(path):    # a, a/ and ./a are one folder
+    return str(path).rstrip("/") if "://" in str(path) else os.path.normpath(path)
 
 @functools.lru_cache(maxsize=16)
 def filesystem_of(folder):

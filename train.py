@@ -157,7 +157,7 @@ def sources_of(flags):
         is_port = re.match(r"https?://[^:/]+:\d+$", spec)
         if isinstance(weight, str) or is_port or os.path.isdir(spec):    # a folder may be named web:2
             path, weight = spec, 1.0 if len(specs) == 1 else 0.0
-        if not path or not 0 < weight < math.inf or (path := dataloader.source_name(path)) in sources:
+        if not path or not 0 < weight < math.inf or (path := dataset.source_name(path)) in sources:
             raise ValueError(f"--data {spec}: expected PATH, or several of PATH:WEIGHT, each path once and "
                              "each weight above 0, as in --data web:0.7 code:0.3")
         sources[path] = weight
@@ -344,10 +344,6 @@ def train(flags, at_exit):
 
     is_saved = checkpoints.wait()
     stats = sum(map(collections.Counter, loader.stats()["sources"].values()), collections.Counter())
-    if flags.packing == "exactfit" and 0 < 0.05 * stats["documents"] < stats["cut_documents"]:
-        share = stats["cut_documents"] / stats["documents"]
-        print0(f"{share:.0%} of the documents fit a row, yet were cut, since no others fill the rows; try "
-               "another --seq_len, longer pieces of text, or --packing bestfit")
     if stats["empty_documents"]:
         print0(f"null documents skipped by rank 0 since its start, all epochs: {stats['empty_documents']:,}")
     print0(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")

@@ -65,22 +65,22 @@ def deal_first_lane(loader):
     return source.deal(0, Place())
 
 def encode_chunk(loader, parts):
-    """The ids of each of its documents."""
+    """The ids of each of its documents, but empty ones."""
     return [ids for part in parts
-            for ids in loader.encoder.encode(part, read_row_group(part.shard, part.row_group))]
+            for ids in loader.encoder.encode(part, read_row_group(part.shard, part.row_group)) if len(ids)]
 
 def count_rows(pack, lengths, R):
     """A Counter of a chunk's rows, padding, dropped tokens, documents, and those cut although they fit."""
     stops, whole, counts = [0] * len(lengths), set(), collections.Counter()
-    for row in pack([0] * len(lengths), lengths, R):
+    for row in pack(lengths, R):
         counts.update(rows=1, padding=R)
         for d, start, stop in row:
             repeats_bos = start > 0 and pack is not flat
             counts["padding"] -= stop - start + repeats_bos
-            stops[d] = stop
+            stops[d] = max(stop, stops[d])
             if stop - start == lengths[d]:
                 whole.add(d)
-    cut = [d for d, n in enumerate(lengths) if 0 < n <= R and d not in whole]
+    cut = [d for d, n in enumerate(lengths) if n <= R and d not in whole]
     counts.update(dropped=sum(lengths) - sum(stops), documents=len(lengths), cut=len(cut))
     return counts
 

@@ -208,7 +208,7 @@ def replay(saved, loader, places):
 def lane_of(source, place, epoch):
     group = source.first_group[[shard.path for shard in source.shards].index(place.path)] + place.row_group
     return next(turn % source.num_lanes for turn in np.flatnonzero(source.order(epoch)[0] == group).tolist()
-                if place.row in source.find(epoch, turn)[0].indices)
+                if place.row in source.part(epoch, turn).indices)
 
 def seen_in_lane(saved, loader, lane):
     first, run = loader.position.g, argparse.Namespace(**saved["flags"])

@@ -40,17 +40,28 @@ def chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes):
             filled = n_bytes if n == 1 else chunk_bytes
     return chunks
 
-def rows_of_stream(lane, epochs, n_tokens, T, packing, *deal):
+def pack(packing, pieces, R, seed, *key):
+    """The rows of pieces (document, start, stop), each packed as if it were a document."""
+    tokens = [[*([None] if start and packing != "flat" else []), *range(start, stop)]
+              for _, start, stop in pieces]    # None: BOS is repeated
+    rows = []
+    for row in PACKINGS[packing]([len(some) for some in tokens], R):
+        found = [(pieces[k][0], [i for i in tokens[k][a:b] if i is not None]) for k, a, b in row]
+        rows.append(sorted((d, some[0], some[-1] + 1) for d, some in found if some))
+    rows.sort()
+    return [rows[k] for k in permutation(len(rows), seed, *key)]
+
+def rows_of_stream(lane, epochs, n_tokens, T, packing, shards, num_lanes, seed, chunk_bytes):
     for epoch in range(1, epochs + 1) if epochs else itertools.count(1):
-        for documents in chunks_of(lane, epoch, *deal).values():
-            lengths = [n_tokens(document, epoch) for document in documents]
-            starts, R, row = [0] * len(lengths), 0, True
-            while row:
-                if T() + 1 != R:    # a new T: what is left of the chunk is packed anew
+        for place, documents in chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes).items():
+            R, lengths = 0, [n_tokens(at, epoch) for at in documents]
+            rows = [[(d, 0, n) for d, n in enumerate(lengths) if n]]
+            while any(rows):
+                if T() + 1 != R:    # a new T: each row that is left is packed by itself
                     R = T() + 1
-                    rows = PACKINGS[packing](starts, lengths, R)
-                if row := next(rows, None):
-                    yield [(documents[d], epoch, start, stop) for d, start, stop in row]
+                    rows = [new for row in rows for new in pack(packing, row, R, seed, epoch, 2, *place)]
+                else:
+                    yield [(documents[d], epoch, start, stop) for d, start, stop in rows.pop(0)]
 
 @functools.cache
 def step_of(num_lanes):

@@ -651,17 +651,6 @@ def test_no_thread_of_the_group_is_left_at_exit(base):
     assert not ended.returncode, ended.stderr
 
 
-def test_run_that_cut_many_documents_says_so(command):
-    """Of nearly one length, none fills what another leaves of a row; by exactfit alone."""
-    write_shards("alike", [[["ab"[i % 2] * 60 for i in range(40)]], [["some text " * 9]]])
-    tokenizer = RustBPETokenizer.train_from_iterator(["x"], 265)
-    tokenizer.save("bytes")
-    flags = ["--data", "alike", "--tokenizer", "bytes", "--steps", 12, "--seq_len", 100, "--num_lanes", 1]
-    flags = [*TOY[:2], "--depth", 1, "--eval_rows", 1, *flags]
-    assert re.search(r"\d\d% of the documents fit a row, yet were cut", command(*flags, toy=[]))
-    assert "yet were cut" not in command(*flags, "--packing", "bestfit", toy=[])
-
-
 # ---------------------------------------------------------------------------------------------------------
 # Model and optimizers
 
