@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -49,23 +50,21 @@ PATTERNS = {
     "gpt4": (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"
              r"|\s++$|\s*[\r\n]|\s+(?!\S)|\s"),
     "nanochat": (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-                 r"|\s*[\r\n]|\s+(?!\S)|\s+"),
-}
+                 r"|\s*[\r\n]|\s+(?!\S)|\s+")}
 
 # ---------------------------------------------------------------------------------------------------------
 # Engines: tiktoken, the reference, and gigatoken
 
 def encode_text(enc: tiktoken.Encoding, text: str) -> np.ndarray:
-    """tiktoken's ids of any text; a lone surrogate counts as U+FFFD, as in its encode_ordinary."""
+    """tiktoken's ids of any text without lone surrogates."""
     try:
         return enc.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:
-        return encode_text(enc, replace_surrogates(text))
     except ValueError:    # a million spaces overflow its regex engine's stack, but not this one's
         words = regex.finditer(enc._pat_str, text)
         return np.array([id for word in words for id in enc._encode_single_piece(word[0])], np.uint32)
 
 def replace_surrogates(text: str) -> str:
+    """A lone surrogate counts as U+FFFD, as in tiktoken's encode_ordinary."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 # gigatoken's names of the split patterns of tiktoken's gpt2, cl100k_base and o200k_base, by their sha256
@@ -80,6 +79,11 @@ NEWER_CHARACTERS = (
     "\U0002cea2-\U0002cead\U000323b0-\U00033479]")
 NEWER_BYTES = b"\xca\xe0\xe1\xea\xf0"
 
+def has_newer_characters(texts: list[bytes]) -> bool:
+    suspects = [text for text in texts if not text.isascii() and any(b in text for b in NEWER_BYTES)]
+    found = pc.match_substring_regex(pa.array(suspects, pa.large_string()), NEWER_CHARACTERS)
+    return bool(pc.any(found).as_py())
+
 # Separates documents; gigatoken encodes it as BOS. One call per chunk: 0.7 of the time of its batches.
 SEPARATOR = "\x02\x1cdocument\x1c\x03"
 
@@ -91,29 +95,25 @@ class Engine:
     tiktoken, or with a scheme gigatoken: the same ids about ten times as fast. A tiktoken serves one thread:
     others take 1.3 times the CPU (its regex caches lock; 2 cores, 2026-11). A gigatoken runs one at a time.
     """
-
     def __init__(self, enc: tiktoken.Encoding, bos: int, scheme: str | None):
         self.enc = build_encoding(enc._pat_str, enc._mergeable_ranks, enc._special_tokens)
         self.bos, self.scheme, self.model, self.n_bytes = bos, scheme, None, 0
 
     def encode(self, texts: list[bytes]) -> tuple[np.ndarray, np.ndarray]:
         """(ids, bounds) as encode_documents returns them."""
-        suspects = [text for text in texts if not text.isascii() and any(b in text for b in NEWER_BYTES)]
-        newer = pc.match_substring_regex(pa.array(suspects, pa.large_string()), NEWER_CHARACTERS)
-        if self.scheme and texts and not pc.any(newer).as_py():
+        if self.scheme and texts and not has_newer_characters(texts):
             ids = self._call_gigatoken(SEPARATOR.encode().join([b"", *texts]))
             begins = np.flatnonzero(ids == self.bos)
             if len(begins) == len(texts):    # else one contains SEPARATOR
                 return ids, np.append(begins, len(ids))
-        if self.scheme and len(texts) > 1:    # only those that need it go to tiktoken
-            arrays = [self.encode([text])[0] for text in texts]
-        else:
-            arrays = [np.append(np.uint32(self.bos), encode_text(self.enc, text.decode())) for text in texts]
+        if len(texts) == 1:
+            ids = np.append(np.uint32(self.bos), encode_text(self.enc, texts[0].decode()))
+            return ids, np.array([0, len(ids)])
+        arrays = [self.encode([text])[0] for text in texts]    # one by one: few of them need tiktoken
         return np.concatenate([np.zeros(0, np.uint32), *arrays]), np.cumsum([0, *map(len, arrays)])
 
     def _call_gigatoken(self, data):
         import gigatoken
-
         if self.model is None or self.n_bytes > FORGET_AFTER:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, "ranks.tiktoken")
@@ -140,11 +140,11 @@ def hard_texts(enc: tiktoken.Encoding) -> list[str]:
 def choose_engine(enc: tiktoken.Encoding, bos: int) -> tuple[str | None, str]:
     """The scheme, or None for tiktoken; the engine's name, and why it was chosen."""
     wanted = os.environ.get("NANOLOADER_ENGINE", "gigatoken")
-    if wanted not in ("gigatoken", "tiktoken"):
-        raise ValueError(f"NANOLOADER_ENGINE={wanted}: expected tiktoken or gigatoken")
     scheme = SCHEMES.get(hashlib.sha256(enc._pat_str.encode()).hexdigest()[:16])
     if wanted == "tiktoken":
         reason = "as NANOLOADER_ENGINE says"
+    elif wanted != "gigatoken":
+        raise ValueError(f"NANOLOADER_ENGINE={wanted}: expected tiktoken or gigatoken")
     elif not scheme:
         reason = "gigatoken does not know this split pattern"
     elif importlib.util.find_spec("gigatoken") is None:
@@ -159,7 +159,7 @@ def compare_engines(enc, bos, scheme):
     """None, or gigatoken's error, or a few hard texts among which it encodes one differently."""
     texts, engine, exact = hard_texts(enc), Engine(enc, bos, scheme), Engine(enc, bos, None)
     try:
-        for i in range(0, len(texts), 50):    # few at once: NEWER_CHARACTERS send all of them to tiktoken
+        for i in range(0, len(texts), 50):    # few at once: those with a newer character go one by one
             documents = [text.encode() for text in texts[i:i + 50]]
             if not all(map(np.array_equal, engine.encode(documents), exact.encode(documents))):
                 return f"it encodes one of {texts[i:i + 50]!r:.200}... differently"
@@ -169,10 +169,10 @@ def compare_engines(enc, bos, scheme):
         return f"{type(error).__name__}: {error}"
 
 # ---------------------------------------------------------------------------------------------------------
-# Saved as two text files: the ranks in tiktoken's own format, the rest as JSON
+# The tokenizer, saved as two text files: the ranks in tiktoken's own format, the rest as JSON
 
 LARGEST_VOCABULARY = 1 << 24
-RANKS_FILE, JSON_FILE, FORMAT = "tokenizer.tiktoken", "nanoloader.json", "nanoloader tokenizer 1"
+RANKS_FILE, JSON_FILE = "tokenizer.tiktoken", "nanoloader.json"
 
 def build_encoding(pattern: str, ranks: dict[bytes, int], special: dict[str, int]) -> tiktoken.Encoding:
     """An Encoding, after checks of what tiktoken would panic at, or accept and encode wrongly."""
@@ -188,9 +188,6 @@ def format_ranks(ranks: dict[bytes, int]) -> bytes:
     in_order = sorted(ranks.items(), key=lambda item: item[1])
     return b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in in_order)
 
-# ---------------------------------------------------------------------------------------------------------
-# The tokenizer
-
 class RustBPETokenizer:
     """
     nanochat's tokenizer: the same names, arguments and results, without its pickle.
@@ -198,7 +195,6 @@ class RustBPETokenizer:
     RustBPETokenizer(enc, bos_token) takes any tiktoken Encoding and the name of its BOS. Every text can be
     encoded. The ids are tiktoken's; the name of a special token in a text is plain text.
     """
-
     def __init__(self, enc: tiktoken.Encoding, bos_token: str):
         if bos_token not in enc._special_tokens:
             raise ValueError(f"BOS is {bos_token!r}; the special tokens are {sorted(enc._special_tokens)}")
@@ -214,9 +210,8 @@ class RustBPETokenizer:
         Learn `vocab_size` tokens: 256 bytes, merges and the special tokens, in the order of their ids. Text
         with too few pairs to merge gives a smaller vocabulary, and a warning with its size.
         """
-        smallest = 256 + len(SPECIAL_TOKENS)
-        if not smallest <= vocab_size <= LARGEST_VOCABULARY:
-            raise ValueError(f"{vocab_size:,} tokens: expected {smallest} to {LARGEST_VOCABULARY:,}")
+        if vocab_size < (smallest := 256 + len(SPECIAL_TOKENS)):
+            raise ValueError(f"{vocab_size:,} tokens: expected {smallest} or more")
         trained, longest = rustbpe.Tokenizer(), 1 << 17    # its regex engine has tiktoken's limit
         texts = (replace_surrogates(text) for text in text_iterator if text)
         pieces = (text[i:i + longest] for text in texts for i in range(0, len(text), longest))
@@ -224,19 +219,15 @@ class RustBPETokenizer:
         ranks = {bytes(token): rank for token, rank in trained.get_mergeable_ranks()}
         special = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         if (size := len(ranks) + len(special)) < vocab_size:
-            print(f"warning: the vocabulary has {size} tokens, not {vocab_size}: this text has no more pairs "
-                  "to merge", file=sys.stderr)
+            print(f"warning: {size} tokens, not {vocab_size}: the text has no more pairs", file=sys.stderr)
         return cls(build_encoding(pattern, ranks, special), SPECIAL_TOKENS[0])
 
     @classmethod
     def from_directory(cls, tokenizer_dir: str) -> "RustBPETokenizer":
         """What `save` wrote. A file that is missing, truncated or changed is an error."""
-        json_path, ranks_path = Path(tokenizer_dir, JSON_FILE), Path(tokenizer_dir, RANKS_FILE)
         try:
-            saved = {**json.loads(json_path.read_bytes()), "ranks": ranks_path.read_bytes().decode()}
-            if saved["format"] != FORMAT:
-                raise ValueError(f"the format is {saved['format']!r}, expected {FORMAT!r}")
-            return cls.from_dict(saved)
+            ranks = Path(tokenizer_dir, RANKS_FILE).read_bytes().decode()
+            return cls.from_dict({**json.loads(Path(tokenizer_dir, JSON_FILE).read_bytes()), "ranks": ranks})
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ValueError(f"{tokenizer_dir} holds no tokenizer of ours, or a damaged one "
                              f"({type(error).__name__}: {error}); copy it again, train one: "
@@ -272,7 +263,7 @@ class RustBPETokenizer:
 
     def save(self, tokenizer_dir: str) -> None:
         os.makedirs(tokenizer_dir, exist_ok=True)
-        saved = {"format": FORMAT, **self.as_dict()}
+        saved = self.as_dict()
         write_atomic(os.path.join(tokenizer_dir, RANKS_FILE), saved.pop("ranks").encode())
         write_atomic(os.path.join(tokenizer_dir, JSON_FILE), (json.dumps(saved, indent=1) + "\n").encode())
 
@@ -303,19 +294,17 @@ class RustBPETokenizer:
 
     def encode(self, text, prepend=None, append=None, num_threads: int = 8):
         """
-        A str -> the list of its ids; a list of str -> a list of lists, by tiktoken's own threads.
+        A str -> the list of its ids; texts -> a list of such lists, by `num_threads` threads.
         prepend, append: None or a special token, by name or id, to put before or after each text.
         """
+        def encode_one(text):
+            return [*before, *encode_text(self.enc, replace_surrogates(text)).tolist(), *after]
+
         before, after = self._as_ids(prepend), self._as_ids(append)
         if isinstance(text, str):
-            return [*before, *encode_text(self.enc, text).tolist(), *after]
-        if not isinstance(text, list):
-            raise ValueError(f"cannot encode a {type(text).__name__}: expected a str or a list of str")
-        try:
-            lists = self.enc.encode_batch(text, num_threads=num_threads, disallowed_special=())
-        except ValueError:    # see encode_text; encode_ordinary_batch, which nanochat calls, would panic
-            lists = [encode_text(self.enc, one).tolist() for one in text]
-        return [[*before, *ids, *after] for ids in lists]
+            return encode_one(text)
+        with ThreadPoolExecutor(num_threads) as pool:
+            return list(pool.map(encode_one, text))
 
     __call__ = encode
 
@@ -350,9 +339,8 @@ class RustBPETokenizer:
             engine = Engine(self.enc, self.bos_token_id, scheme)
         ids, bounds = engine.encode([text for text in documents if text is not None])
         idle.append(engine)    # not reached by an engine that has failed
-        lengths = np.zeros(len(documents), np.int64)
-        lengths[[text is not None for text in documents]] = np.diff(bounds)
-        ids, bounds = ids.astype(self.dtype), np.cumsum([0, *lengths])
+        bounds = bounds[np.cumsum([0, *(text is not None for text in documents)])]    # None has no tokens
+        ids = ids.astype(self.dtype)
         for i in check:
             want = [] if documents[i] is None else encode_text(self.enc, documents[i].decode())
             if not np.array_equal(ids[bounds[i]:bounds[i + 1]][1:], want):
@@ -368,14 +356,16 @@ class RustBPETokenizer:
 # ---------------------------------------------------------------------------------------------------------
 # Any tokenizer: ours, one with the same encode_documents(texts), or one with nanochat's encode(list)
 
+PROBE = 10 * ("It's 3 o'clock: THE QUICK brown Fox jumps over-the-lazy dog\n  if x[0]:\r\n\treturn -x[0]\n"
+              "\xc9l\xe8ve \u043c\u0438\u0440 \u6f22\u5b57 \U0001f600")
+
 class AnyTokenizer:
     """
     What the loader calls: encode(Arrow array of texts) -> (ids, bounds), as encode_documents returns them.
 
-    bos, dtype: of its ids. fingerprint: its own, or else a hash of its ids for three texts.
+    bos, dtype: of its ids. fingerprint: its own, or else a hash of its ids for PROBE.
     is_multithreaded: whether it starts threads itself; then one thread of a loader at a time calls it.
     """
-
     def __init__(self, tokenizer):
         self.tokenizer, self.dtype = tokenizer, np.dtype(getattr(tokenizer, "dtype", np.uint32))
         self.is_ours = isinstance(tokenizer, RustBPETokenizer)
@@ -390,7 +380,8 @@ class AnyTokenizer:
             raise ValueError(f"{type(tokenizer).__name__} cannot be used: {reason}; it needs "
                              "get_bos_token_id() and encode(texts, prepend, num_threads), as README shows")
         self.bos = int(self.bos)
-        self.fingerprint = tokenizer.fingerprint() if hasattr(tokenizer, "fingerprint") else self._probe()
+        if hasattr(tokenizer, "fingerprint"):
+            self.fingerprint = tokenizer.fingerprint()
 
     def encode(self, array: pa.Array, check: Iterable[int] = (), threads: int = 8):
         """check: see encode_documents. threads: for a tokenizer that starts its own."""
@@ -403,9 +394,8 @@ class AnyTokenizer:
         strings = [text for text in texts if text is not None]
         lists = self.tokenizer.encode(strings, prepend=self.bos, num_threads=threads)
         arrays = [self._as_dtype(ids) for ids in lists]
-        lengths = np.zeros(len(texts), np.int64)
-        lengths[[text is not None for text in texts]] = [len(ids) for ids in arrays]
-        return np.concatenate([np.zeros(0, self.dtype), *arrays]), np.cumsum([0, *lengths])
+        bounds = np.cumsum([0, *map(len, arrays)])[np.cumsum([0, *(text is not None for text in texts)])]
+        return np.concatenate([np.zeros(0, self.dtype), *arrays]), bounds
 
     def _as_dtype(self, ids):
         """ValueError if ids would wrap or be rounded. Of a signed dtype, ~t is token t without a loss."""
@@ -418,11 +408,10 @@ class AnyTokenizer:
         return ids.astype(self.dtype, copy=False)
 
     def _find_fault(self):
-        """None, or why it cannot be used; found on texts of 1, 1,000 and 100,000 characters in one call."""
+        """None, or why it cannot be used; in one call on texts of 1, 1,000 and 100,000 characters."""
         if self.bos is None:
             return "get_bos_token_id() returned None: does the tokenizer know this BOS?"
-        unit = " ".join(map(str, range(100, 350))) + " "
-        ids, bounds = self.encode(pa.array(["a", None, unit, 100 * unit]))
+        ids, bounds = self.encode(pa.array(["a", None, PROBE, 100 * PROBE]))
         if bounds.dtype.kind not in "iu" or len(bounds) != 5 or bounds[0] or bounds[-1] != len(ids):
             return f"for 4 texts it returned bounds {bounds}; expected 5 integers from 0 to {len(ids)}"
         small, null, middle, large = np.diff(bounds).tolist()
@@ -431,13 +420,8 @@ class AnyTokenizer:
         if small > 16 or large < 90 * middle:
             return (f"texts of 1, 1,000 and 100,000 characters have {small}, {middle} and {large} tokens: "
                     "turn padding and truncation off (Hugging Face: no_padding(), no_truncation())")
-
-    def _probe(self) -> str:
-        texts = ["It's 3 o'clock: THE QUICK brown Fox jumps over-the-lazy dog\n", "  if x[0]:\r\n\treturn\n",
-                 "\xc9l\xe8ve \u043c\u0438\u0440 \u6f22\u5b57 \U0001f600"]
-        ids, bounds = self.encode(pa.array(texts))
-        results = [self.size, self.bos, ids.tolist(), bounds.tolist()]
-        return hashlib.sha256(json.dumps(results).encode()).hexdigest()
+        seen = [self.size, int(self.bos), ids[:bounds[3]].tolist(), bounds.tolist()]
+        self.fingerprint = hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 def as_encoder(tokenizer) -> AnyTokenizer:
     """Adapt any tokenizer to the loader; ValueError, with a pointer to a wrapper, if it is unusable."""
@@ -488,12 +472,6 @@ def encode_conversations(tokenizer, lines: Sequence[str | None], check_every: in
     (ids, bounds) of messages as JSON, as encode_documents returns them, but ids are int32, and ~t is a token
     t without a loss. One call encodes all texts. A tokenizer that is not ours renders them itself.
     """
-    def pieces_of(messages):
-        if is_ours:
-            return [(mark(tokenizer.bos_token), False), *render(messages, TEMPLATES[known[0]], mark)]
-        ids, mask = tokenizer.render_conversation({"messages": messages}, 1 << 31)
-        return [(np.where(mask, ids, ~np.array(ids)).astype(np.int32), True)]
-
     its_own = getattr(type(tokenizer), "render_conversation", None)
     is_ours = its_own is RustBPETokenizer.render_conversation
     known = [name for name in TEMPLATES if is_ours and name in tokenizer.get_special_tokens()]
@@ -504,7 +482,12 @@ def encode_conversations(tokenizer, lines: Sequence[str | None], check_every: in
     pieces, ends = [], [0]
     for i, line in enumerate(lines):
         try:
-            pieces += pieces_of(json.loads(line)) if line is not None else []
+            if line is not None and is_ours:
+                pieces.append((mark(tokenizer.bos_token), False))
+                pieces += render(json.loads(line), TEMPLATES[known[0]], mark)
+            elif line is not None:
+                ids, mask = tokenizer.render_conversation({"messages": json.loads(line)}, 1 << 31)
+                pieces.append((np.where(mask, ids, ~np.array(ids)).astype(np.int32), True))
         except Exception as error:
             raise ValueError(f"conversation {i} of {len(lines)}: {error!r}") from error
         ends.append(len(pieces))
@@ -520,22 +503,12 @@ def encode_conversations(tokenizer, lines: Sequence[str | None], check_every: in
 # ---------------------------------------------------------------------------------------------------------
 # What the other files call
 
-def get_tokenizer(tokenizer_dir: str | None = None) -> RustBPETokenizer:
-    """The saved tokenizer; None: the only one in the base directory, an error where there are several."""
-    if not tokenizer_dir:
-        base = get_base_dir()
-        found = sorted(filter(is_saved, map(str, Path(base).glob("tokenizer*"))))
-        if len(found) != 1:
-            raise ValueError(f"{len(found)} tokenizers in {base}; pass the folder of one to get_tokenizer: "
-                             + (" or ".join(found) or "python tokenizer.py makes one"))
-        tokenizer_dir = found[0]
-    return RustBPETokenizer.from_directory(tokenizer_dir)
+get_tokenizer = RustBPETokenizer.from_directory    # nanochat's name
 
 def is_saved(tokenizer_dir: str) -> bool:
     return os.path.exists(os.path.join(tokenizer_dir, JSON_FILE))
 
-def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str],
-                   vocab_size: int) -> tuple[RustBPETokenizer, str]:
+def find_tokenizer(tokenizer_dir: str | None, sources: Sequence[str], vocab_size: int):
     """
     (tokenizer, its folder), by the rule of all tools: the one given; else the one trained on this data with
     this vocabulary size; else that one is trained now, on the first 100 M characters.
@@ -587,13 +560,11 @@ def some_text(sources: Sequence[str], limit: int, split: str = "train") -> Itera
             left -= len(text)
             yield text
 
-def get_token_bytes(tokenizer: RustBPETokenizer | None = None, device="cpu"):
+def get_token_bytes(tokenizer: RustBPETokenizer, device="cpu"):
     """The bytes of text of each token, int32 (vocab,), 0 for special tokens: for bits per byte."""
     import torch
-
-    enc = (tokenizer or get_tokenizer()).enc
-    n_bytes = np.zeros(enc.n_vocab, np.int32)
-    for token, id in enc._mergeable_ranks.items():
+    n_bytes = np.zeros(tokenizer.get_vocab_size(), np.int32)
+    for token, id in tokenizer.enc._mergeable_ranks.items():
         n_bytes[id] = len(token)    # not decoded: half a character would be U+FFFD, which has three
     return torch.from_numpy(n_bytes).to(device)
 
@@ -610,22 +581,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max_chars", type=int, default=2 * 10**9, help="characters to train on, at most")
     flags = parser.parse_args(argv)
     with dataset.errors_in_one_line():
-        train_and_save(flags.data or [find_data()], flags)
-
-def train_and_save(data, flags):
-    default = trained_dir(data, flags.vocab_size)    # also refuses token shards
-    out = flags.out or default
-    if is_saved(out) or os.path.realpath(out) in map(os.path.realpath, data):
-        raise ValueError(f"{out} holds shards, or a tokenizer that checkpoints and token shards may need; "
-                         "pass another folder with --out, or move this one away")
-    texts = tqdm(some_text(data, flags.max_chars), "read", unit=" documents", delay=1)
-    tokenizer = RustBPETokenizer.train_from_iterator(texts, flags.vocab_size, PATTERNS[flags.pattern])
-    tokenizer.save(out)
-    val = list(some_text(data, 10**7, "val"))
-    n_tokens = len(tokenizer.encode_documents(val)[0]) - len(val)    # without BOS
-    ratio = sum(len(text.encode()) for text in val) / max(1, n_tokens)
-    print(f"trained {tokenizer.get_vocab_size():,} tokens, {ratio:.2f} bytes per token on val documents\n"
-          f"engine: {tokenizer.engine}\nsaved to {out}")
+        data = flags.data or [find_data()]
+        default = trained_dir(data, flags.vocab_size)    # also refuses token shards
+        out = flags.out or default
+        if is_saved(out):
+            raise ValueError(f"{out} holds a tokenizer that checkpoints and token shards may need; "
+                             "pass another folder with --out, or move this one away")
+        texts = tqdm(some_text(data, flags.max_chars), "read", unit=" documents", delay=1)
+        tokenizer = RustBPETokenizer.train_from_iterator(texts, flags.vocab_size, PATTERNS[flags.pattern])
+        tokenizer.save(out)
+        val = list(some_text(data, 10**7, "val"))
+        n_tokens = len(tokenizer.encode_documents(val)[0]) - len(val)    # without BOS
+        ratio = sum(len(text.encode()) for text in val) / max(1, n_tokens)
+        print(f"trained {tokenizer.get_vocab_size():,} tokens, {ratio:.2f} bytes per token on val documents\n"
+              f"engine: {tokenizer.engine}\nsaved to {out}")
 
 if __name__ == "__main__":
     main()

@@ -134,7 +134,7 @@ def test_wrapped_tokenizer_gives_the_rows_of_its_library(corpus):
 
 
 def test_readme_is_short_and_what_it_links_to_is_there():
-    assert README.count("\n") <= 312 and not re.search(r"TODO|@[A-Z]+@", README)
+    assert README.count("\n") <= 285 and not re.search(r"TODO|@[A-Z]+@", README)
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (HERE / target).exists(), target
 

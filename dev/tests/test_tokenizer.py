@@ -73,7 +73,7 @@ def test_training_gives_rustbpes_merges_and_nanochats_special_tokens(options):
 def test_training_survives_hostile_documents(capsys):
     texts = [None, "", " " * 1_500_000 + "a", "\ud800", "ab" * 200_000]
     size = RustBPETokenizer.train_from_iterator(iter(texts), 5000).get_vocab_size()
-    assert 265 < size < 400 and f"has {size} tokens, not 5000" in capsys.readouterr().err
+    assert 265 < size < 400 and f"warning: {size} tokens, not 5000" in capsys.readouterr().err
 
 
 def test_encode_is_nanochats():
@@ -83,8 +83,6 @@ def test_encode_is_nanochats():
     assert tok.encode(texts, num_threads=3) == lists == [tok(text) for text in texts]
     lists = [[1015, *ids, 7] for ids in lists]
     assert tok.encode(texts, "<|bos|>", 7) == lists == [tok(text, prepend=1015, append=7) for text in texts]
-    with pytest.raises(ValueError, match=r"tuple: expected a str or a list of str"):
-        tok.encode(tuple(texts))
 
 
 def test_documents_of_every_kind_in_one_chunk():
@@ -263,9 +261,9 @@ def test_ids_that_would_wrap_are_errors(ids, seen):
     (stub(lambda text: [*text]), "not every text begins with BOS"),
     (stub(lambda text: [256, 256, *text]), "has no other"),
     (stub(encode=lambda texts, **_: [[256, 1], [256, 1]]), "cannot be used"),
-    (stub(lambda text: [256, *text[:8191]]), "2, 1001 and 8192 tokens: turn padding and truncation off"),
+    (stub(lambda text: [256, *text[:8191]]), "2, 1121 and 8192 tokens: turn padding and truncation off"),
     (stub(lambda text: [256, *text[-50:]]), "have 2, 51 and 51 tokens"),
-    (stub(lambda text: [256, *text.ljust(512)]), "have 513, 1001 and 100001 tokens"),
+    (stub(lambda text: [256, *text.ljust(512)]), "have 513, 1121 and 112001 tokens"),
     *((stub(encode_documents=lambda texts, bounds=bounds: ([256, 1] * 3, bounds)), r) for r, *bounds in (
         ("expected 5 integers", 0.0, 2, 2, 4, 6), ("expected 5 integers", 0, 2, 4, 6),
         ("integers from 0 to 6", 0, 2, 2, 4, 7), ("None has tokens", 0, 2, 4, 4, 6)))])
@@ -324,7 +322,7 @@ def test_save_load_copies_from_pretrained_and_token_bytes(tmp_path, monkeypatch)
     (RANKS, b"", None, "No such file"), (JSON, b"", None, "No such file"), (RANKS, b" 500\n", b"", "Value"),
     (RANKS, b" 500\n", b" 2500\n", "was changed"), (RANKS, b" 500\n", b" 501\n", "not different integers"),
     (RANKS, b"AA== 0\n", b"", "not a token"), (JSON, b"\n}", b"", "JSON"), (JSON, b"{", b"\xff", "Error"),
-    (JSON, b"format", b"for", "KeyError"), (JSON, b"tokenizer 1", b"tokenizer 2", "the format is"),
+    (JSON, b"pattern", b"pat", "KeyError"),
     (JSON, b"{\n", b"[" * 200_000, "RecursionError"), (JSON, b"{1,3}", b"{1,4}", "was changed"),
     (JSON, b": 1016", b": 8589934592", "integers from 0"), (JSON, b": 1016", b': "x"', "integers from 0"),
     (JSON, b": 1015", b": 65", "not different"), (JSON, b'ken": "<|bos|>"', b'ken": "a"', "BOS is 'a'; the")])
@@ -340,20 +338,16 @@ def test_damaged_files_are_one_line(tmp_path, name, old, new, reason):
 
 def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "base"))
-    with pytest.raises(ValueError, match=r"^0 tokenizers in .*: python tokenizer.py makes one"):
-        module.get_tokenizer()
     one, same, other = (write_shards(tmp_path / folder / "my data", [[SOURCES[a:a + 9]], [["val"]]])
                         for folder, a in (("one", 0), ("same", 0), ("other", 9)))
     tok, folder = module.find_tokenizer(None, [one], 300)
-    assert module.get_tokenizer().fingerprint() == tok.fingerprint() and tok.get_vocab_size() == 300
+    assert module.get_tokenizer(folder).fingerprint() == tok.fingerprint() and tok.get_vocab_size() == 300
     line = "training a tokenizer of 300 tokens, once: .*/base/tokenizer-my_data-[0-9a-f]{8}-300\n"
     assert re.fullmatch(line, capsys.readouterr().out)
     assert module.find_tokenizer(None, [same], 300)[1] == folder and capsys.readouterr().out == ""
     folders = {module.find_tokenizer(None, sources, size)[1] for sources, size in (
         ([one], 301), ([other], 300), ([one, other], 300), ([other, one], 300))}
     assert len({folder, *folders}) == 4 and any("my_data+my_data" in path for path in folders)
-    with pytest.raises(ValueError, match=r"4 tokenizers in .*; pass the folder of one to get_token.* or /"):
-        module.get_tokenizer()
     assert module.find_tokenizer(folder, [other], 999)[1] == folder == module.trained_dir([one + "/"], 300)
 
 
@@ -377,12 +371,10 @@ def test_the_command_saves_where_the_tools_look_and_overwrites_nothing(tmp_path,
     assert f"trained 400 tokens, {ratio:.2f} bytes per token" in printed and tok.enc._pat_str == NANOCHAT
     assert f"engine: {tok.engine}\nsaved to {folder}\n" in printed and capsys.readouterr().out == ""
     tokens, new = tokenized(data, str(tmp_path / "tokens")), str(tmp_path / "new")
-    for flags, line in (([data, "--vocab_size", "400"], "holds shards, or a tokenizer that checkpoints"),
-                        ([data, "--out", folder], "holds shards, or a tokenizer that checkpoints"),
-                        ([data, "--out", data], "holds shards, or a tokenizer that checkpoints"),
+    for flags, line in (([data, "--vocab_size", "400"], "holds a tokenizer that checkpoints"),
+                        ([data, "--out", folder], "holds a tokenizer that checkpoints"),
                         ([tokens, "--out", new], f"{tokens} holds tokens, and a tokenizer is"),
-                        ([data, "--vocab_size", "9", "--out", new], "9 tokens: expected 265 to")):
+                        ([data, "--vocab_size", "9", "--out", new], "9 tokens: expected 265 or more")):
         with pytest.raises(SystemExit, match=f"^error: .*{line}"):
             module.main(["--data", *flags])
-    assert module.get_tokenizer().fingerprint() == tok.fingerprint() and not os.path.exists(new)
-    assert module.get_token_bytes(device="cpu").tolist() == module.get_token_bytes(tok).tolist()
+    assert module.get_tokenizer(folder).fingerprint() == tok.fingerprint() and not os.path.exists(new)
