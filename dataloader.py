@@ -6,13 +6,14 @@ Pack documents from parquet shards into (B, T) batches for pretraining, with thr
     loader.pieces()                       # the documents of this batch, and where they are on disk
     state = loader.state_dict()           # loading it resumes with exactly the next batch
 
-    Source.deal -> (Place, [Part]) -> Packer: read, encode, pack -> Chunk -> Stream.row -> (inputs, targets)
+    Source.deal -> (Place, [Part]) -> Packer.chunk: read, encode, pack -> Chunk -> Stream.row -> _next_rows
 
 A *chunk* is the documents of about 256 rows: part of a row group, or several small ones. It is packed by
 itself and its rows are shuffled, so they depend on nothing else, and a state is little more than a chunk's
 place and the number of rows delivered from it. Row groups are dealt to lanes; row g of the run comes from
 lane g % num_lanes, for any number of ranks. The trade-off: a chunk's last row is short (0.2 % padding).
-8 threads read row groups; one thread per core makes whole chunks, ahead of use; next() copies their rows.
+8 threads read row groups; one thread per core makes whole chunks, ahead of use; next() copies their rows. To
+follow one batch, read the functions above in their order, and take a packing on trust: lengths in, rows out.
 """
 
 import collections
