@@ -82,9 +82,9 @@ def alone(base):
 
 @pytest.fixture(scope="module")
 def ranks(base):
-    """The run by two ranks, kill -9 of both after step 8, resumed by four."""
+    """The run by four ranks, kill -9 of all after step 8, resumed by two."""
     run = f"{base}/ranks"
-    killed = start_ranks(2, flags_of(base, "ranks"))
+    killed = start_ranks(4, flags_of(base, "ranks"))
     until = time.monotonic() + 200
     while last_step(run) < 8 and time.monotonic() < until:
         time.sleep(0.05)
@@ -92,7 +92,7 @@ def ranks(base):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert 8 <= last_step(run) < 23, "it ended before it was killed"
-    assert [process.wait(200) for process in start_ranks(4, ["--out", run, "--resume", "auto"])] == [0] * 4
+    assert [process.wait(200) for process in start_ranks(2, ["--out", run, "--resume", "auto"])] == [0] * 2
     return run
 
 
