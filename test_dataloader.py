@@ -284,7 +284,8 @@ def draw_options(draw, corpora):
     finite, epochs = ends or draw.random() < 0.3, draw.choice((1, 2, 3) if ends else (None,))
     folders = draw.sample(corpora[-4:], 3) if ends else draw.sample(corpora, draw.choice((1, 1, 2, 3)))
     folders = [name + draw.choice(("", "", "_masked")) for name in folders]
-    return {"data_dir": {name: draw.choice((1, 3, 0.7, 0.25, rising, falling, wave)) for name in folders},
+    weights = (1, 3, 0.7, 0.25, *((2, 0.5) if ends else (rising, falling)), wave)
+    return {"data_dir": {name: draw.choice(weights) for name in folders},
             "epochs": {name: epochs or (draw.randint(1, 3) if finite or draw.random() < 0.2 else None)
                        for name in folders},
             "packing": draw.choice([*PACKINGS]), "chunk_bytes": draw.choice((1, 60, 300, 1000, 10**6)),
