@@ -1,7 +1,8 @@
 """
 Pack documents from parquet shards into (B, T) batches for pretraining, with threads in one process.
 
-    loader = PackedLoader(get_tokenizer(), B=32, T=2048, split="train", data_dir="my_shards")
+    tokenizer = get_tokenizer("my_tokenizer")
+    loader = PackedLoader(tokenizer, B=32, T=2048, split="train", data_dir="my_shards")
     inputs, targets = next(loader)        # int64 (B, T) each
     loader.pieces()                       # the documents of this batch, and where they are on disk
     state = loader.state_dict()           # loading it resumes with exactly the next batch
