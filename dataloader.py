@@ -46,6 +46,7 @@ from tokenizer import as_encoder, encode_conversations, maker_of
 # Packing: pure functions of lengths, which yield rows [(document, start, stop), ...]
 # lengths: tokens of each document, with BOS, all 1 or more. R: tokens in a row, T + 1
 # A piece with start > 0 gets BOS in front, which takes one token of the row (in flat it does not).
+# The order of rows, and of pieces in a row, does not matter: see Packer.pack.
 
 def flat(lengths, R):
     """All documents in sequence, cut every R - 1 tokens: a row begins with the last token of the previous."""
@@ -61,7 +62,7 @@ def bestfit(lengths, R):
     while left:
         row, free = [], R
         while free and left:
-            i = bisect_right(left, (free, 0)) or bisect_right(left, (left[0][0], 0))
+            i = bisect_right(left, (free, 0)) or bisect_right(left, (left[0][0], 0))    # 0: none fits
             n, minus_d = left.pop(i - 1)
             row.append((-minus_d, 0, min(n, free)))
             free -= min(n, free)
@@ -77,19 +78,19 @@ def fill_gap(gap, sizes, by_length):
     for n in reversed(sizes[:bisect_right(sizes, gap // 2)]):
         if gap - n in by_length and (2 * n < gap or len(by_length[n]) > 1):
             return [gap - n, n]
-    reachable, steps = 1 << gap, []    # steps: (length, number of documents, `reachable` before)
+    reachable, steps = 1 << gap, []    # steps: (length, `reachable` before a document of it)
     for length in reversed(sizes[:bisect_right(sizes, gap)]):
-        available, n = min(len(by_length[length]), gap // length), 1    # n: 1, 2, 4, ... of them at once
-        while available and not reachable & 1 and len(steps) * gap < 1 << 25:    # `steps`: at most 4 MB
-            n = min(n, available)
-            steps.append((length, n, reachable))
-            reachable |= reachable >> n * length
-            available, n = available - n, 2 * n
+        for _ in range(min(len(by_length[length]), gap // length)):
+            more = reachable | reachable >> length
+            if more == reachable or reachable & 1 or len(steps) * gap > 1 << 25:    # `steps`: at most 4 MB
+                break
+            steps.append((length, reachable))
+            reachable = more
     chosen, unfilled = [], (reachable & -reachable).bit_length() - 1    # the lowest bit
-    for length, n, before in reversed(steps):    # back to `gap`, by the steps that were needed
+    for length, before in reversed(steps):    # back to `gap`, by the documents that were needed
         if not before >> unfilled & 1:
-            chosen += [length] * n
-            unfilled += n * length
+            chosen.append(length)
+            unfilled += length
     return chosen
 
 def exactfit(lengths, R):
@@ -154,7 +155,7 @@ PACKINGS = {"flat": flat, "bestfit": bestfit, "exactfit": exactfit, "wholefit": 
 class Place(NamedTuple):
     """A chunk of a lane of a source."""
     epoch: int = 1
-    turn: int = 0     # index of its row group in the epoch's order; of the first one, if it joins several
+    turn: int = 0     # where it begins in the epoch's order of row groups
     chunk: int = 0    # index of the chunk in this row group
 
 class Part(NamedTuple):
@@ -215,7 +216,7 @@ class Source:
             part = self.part(epoch, turn)
             n = len(part.indices)
             part_bytes = part.shard.text_bytes * n // part.shard.n_documents    # about
-            n_chunks = min(round(part_bytes / self.chunk_bytes), n)
+            n_chunks = min(round(part_bytes / self.chunk_bytes), n)    # 0 or 1: joined
             if joined and (n_chunks > 1 or n_bytes >= self.chunk_bytes):
                 yield place, joined
                 joined, n_bytes = [], 0
@@ -253,7 +254,7 @@ class Chunk(NamedTuple):
     """The rows of a chunk that were not delivered when it was made."""
     place: Place
     parts: list[Part]
-    taken: tuple            # ((T, number of rows), ...): delivered before, in this order; the last T is ours
+    taken: tuple            # rows delivered before: ((T, number of rows), ...); the last T is that of `rows`
     ids: np.ndarray         # (rows, T + 1); short rows end with BOS
     n_tokens: np.ndarray    # (rows,), without these
     rows: list              # of the packing: [(document, start, stop), ...]
@@ -276,7 +277,8 @@ class Encoder:
     """
     Documents to ids. transform(ids, location, epoch) takes a document's ids (int64, BOS first) and returns
     those to deliver, or None to filter it out. It runs in threads, in any order, and again after a resume, so
-    it must depend only on its arguments. An id ~t (below 0) is token t without a loss: its target is -100.
+    it must depend only on its arguments (a state has only its name). An id ~t, below 0, is token t without a
+    loss: its target is -100.
     """
     def __init__(self, tokenizer, threads=1, transform=None):
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
@@ -371,10 +373,7 @@ class Packer:
         return Chunk(place, parts, taken, *self.join(rows, documents), rows, self.repeats_bos, counts)
 
     def pack(self, pieces, R, place):
-        """
-        Pack pieces [(document, start, stop), ...] as if they were documents. -> rows, in random order: the
-        first ones hold beginnings of documents (the demo: 1.07 bits per byte, not 1.10; flat 1.08, not 1.22).
-        """
+        """Pack pieces [(document, start, stop), ...] as if they were documents. -> rows, in random order"""
         repeated = [int(start > 0 and self.repeats_bos) for _, start, _ in pieces]    # BOS
         lengths = [stop - start + bos for (_, start, stop), bos in zip(pieces, repeated, strict=True)]
         rows = []
@@ -385,7 +384,8 @@ class Packer:
                 if b > bos:
                     row.append((d, start + max(0, a - bos), start + b - bos))
             rows.append(sorted(row))
-        rows.sort()    # by their first documents
+        rows.sort()
+        # Most packings begin with beginnings of documents: 1.10 bits per byte in the demo, not 1.07.
         epoch, *key = place
         return [rows[i] for i in shuffled(len(rows), self.seed, epoch, 2, *key)]
 
@@ -400,13 +400,10 @@ class Packer:
                     pieces.append(documents[d][:1])
                 pieces.append(documents[d][start:stop])
             n_tokens.append(sum(map(len, pieces[first:])))
+            assert n_tokens[-1] <= self.T + 1, f"{self.packing.__name__} made a row of {n_tokens[-1]} tokens"
             pieces.append(padding[n_tokens[-1]:])
         # np.concatenate would release the GIL at every piece, and wait to get it back.
         return np.frombuffer(b"".join(pieces), dtype).reshape(len(rows), self.T + 1), np.array(n_tokens)
-
-    def close(self):
-        for executor in (self.executor, self.readers):    # running chunks finish; nothing waits for them
-            executor.shutdown(wait=False, cancel_futures=True)
 
 # ---------------------------------------------------------------------------------------------------------
 # Lanes: the source of each row, and the rows of each stream
@@ -454,10 +451,11 @@ class Stream:
     """One lane of one source: its rows, from chunks that are made ahead."""
     def __init__(self, source, lane, state, packer, epochs, ahead):
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
-        self.state, self.taken, self.tasks = state, state.taken, source.deal(lane, state.place, epochs)
-        self.epoch, self.counts = state.place.epoch, collections.Counter()    # epoch: of the last row
+        self.state, self.tasks = state, source.deal(lane, state.place, epochs)
+        self.taken = state.taken             # of the chunk that is submitted next
         self.chunks = collections.deque()    # Futures; rows of the first are being delivered
         self.i, self.reads = 0, None         # rows delivered of it; row groups, kept: the next may need them
+        self.epoch, self.counts = state.place.epoch, collections.Counter()    # epoch: of the last row
         if not state.ended:
             self.submit(1)    # the first chunks of all lanes are made before their second ones
 
@@ -466,10 +464,10 @@ class Stream:
         for place, parts in itertools.islice(self.tasks, max(0, n - len(self.chunks))):
             future, self.reads = self.packer.submit(place, parts, self.taken)
             self.chunks.append(future)
-            self.taken = ()    # only the first chunk is partly delivered
+            self.taken = ()    # only the first one is partly delivered
 
     def peek(self):
-        """(chunk, index of the next row in it); None at the end. Changes no state: see _is_in_run."""
+        """(chunk, index of the next row in it); None at the end. Drops empty chunks, but moves no `state`."""
         while not self.state.ended:
             self.submit(1)
             if not self.chunks:
@@ -524,7 +522,7 @@ class PackedLoader(IterableDataset):
     def __init__(self, tokenizer, B: int, T: int, split: str, *, packing="exactfit", data_dir=None, rank=None,
                  world_size=None, group=None, num_lanes=None, shuffle_seed=0, epochs=None, uneven="pad",
                  device="cpu", threads=None, transform=None, chunk_bytes=None):
-        vars(self).update({key: value for key, value in locals().items() if key != "self"})    # all arguments
+        vars(self).update({name: value for name, value in locals().items() if name != "self"})    # all
         self.given = {"rank": rank, "num_lanes": num_lanes, "chunk_bytes": chunk_bytes}
         if rank is None and world_size is None:
             self.rank, self.world_size = ranks_of_this_process(group)
@@ -544,7 +542,7 @@ class PackedLoader(IterableDataset):
         self.sources = {source.name: source for source in sources}
         self.position, self._delivered, self.waited = self._beginning(), [], 0.0
         self._streams, self._packer, self._gloo, self._finished, self._closed = None, None, None, False, False
-        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._pid, self._lock, self._agreed = os.getpid(), threading.Lock(), (None, None)
 
     def _beginning(self):
         lanes = lanes_of_rank(0, self.rank, self.world_size, self.num_lanes)
@@ -559,18 +557,18 @@ class PackedLoader(IterableDataset):
         ends_together = all(self.epochs.values()) and self.world_size > 1    # endless runs never wait
         if ends_together and not self._gloo and dist.is_available() and dist.is_initialized():
             self._gloo = gloo_beside(self.group or dist.group.WORLD)
-        (g, lanes), self._streams = self.position, {}
+        g, lanes = self.position
         ahead = 1 + max(1, 2 * self.threads // (len(lanes) * len(self.sources)))    # chunks of each stream
-        for lane in lanes_of_rank(g, self.rank, self.world_size, self.num_lanes):
-            self._streams[lane] = {
-                name: Stream(self.sources[name], lane, state, packer, self.epochs[name], ahead)
-                for name, state in lanes[lane].items()}
+        self._streams = {
+            lane: {name: Stream(self.sources[name], lane, state, packer, self.epochs[name], ahead)
+                   for name, state in lanes[lane].items()}
+            for lane in lanes_of_rank(g, self.rank, self.world_size, self.num_lanes)}
 
     def _stop(self):
         """Drop what was prepared; the next batch is made anew, from `position`."""
         packer, self._packer, self._streams = self._packer, None, None
-        if packer:
-            packer.close()
+        for executor in (packer.executor, packer.readers) if packer else ():    # nothing waits for them
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         if self._finished:    # start the run again, like any iterable
@@ -581,35 +579,38 @@ class PackedLoader(IterableDataset):
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
         if os.getpid() != self._pid or get_worker_info() is not None:
             raise RuntimeError("a PackedLoader works only in the process that made it; pass num_workers=0")
-        after = None
+        if self._finished and not self._closed:
+            raise StopIteration
+        before = after = None    # (position, rows) of this call
         try:
             with self._lock:
-                if self._finished and not self._closed:
-                    raise StopIteration
                 if self._streams is None:
                     self._start()
                 before = self.position, self._delivered
-                rows, after = self._next_rows()
-                if not self._is_in_run(rows):
-                    self._finished = True
-                    raise StopIteration
-                batch = self._batch(rows)
-                self.position, self._delivered = after, rows
-            return batch
-        except StopIteration:
-            raise
+                after = self._next_rows()
+                is_in_run = self._is_in_run(after[1])
+                if is_in_run:
+                    batch = self._batch(after[1])
+                    self.position, self._delivered = after
+            if is_in_run:
+                return batch
         except BaseException as error:    # also Ctrl-C: the next call begins again from `position`
             with self._lock:
-                if self.position is after:    # Ctrl-C came before `return`: the caller has no batch
+                if after and self.position is after[0]:    # Ctrl-C came before `return`
                     self.position, self._delivered = before
                 self._stop()
             if self._closed and isinstance(error, Exception):
                 raise RuntimeError("this PackedLoader is closed; load its state into a new one") from None
+            if isinstance(error, StopIteration):    # would end the caller's loop
+                raise RuntimeError("a weight, transform or packing raised StopIteration") from error
             raise
+        self._finished = True
+        raise StopIteration
 
     def _next_rows(self):
-        """([(chunk, index of the row) or None if its lane has ended] of the batch, the Position after it)"""
-        began, rows, lanes, step = time.perf_counter(), [], dict(self.position.lanes), step_of(self.num_lanes)
+        """The Position after a batch, and its rows: [(chunk, index of the row), or None at a lane's end]."""
+        began, step = time.perf_counter(), step_of(self.num_lanes)
+        rows, lanes = [], dict(self.position.lanes)
         for b in range(self.B):
             g = self.position.g + self.rank + b * self.world_size
             streams, found = self._streams[g % self.num_lanes], None
@@ -622,16 +623,19 @@ class PackedLoader(IterableDataset):
             rows.append(found)
             lanes[g % self.num_lanes] = {name: stream.state for name, stream in streams.items()}
         self.waited += time.perf_counter() - began
-        return rows, Position(self.position.g + self.B * self.world_size, lanes)
+        return Position(self.position.g + self.B * self.world_size, lanes), rows
 
     def _is_in_run(self, rows):
         """Whether the batch belongs to the run. The ranks of a finite run agree, and so end together."""
         streams = itertools.chain(*(lane.values() for lane in self._streams.values()))    # of all lanes
-        more, lacking = any(rows) or any(stream.peek() for stream in streams), not all(rows)
+        more = any(rows) or any(stream.peek() for stream in streams)
+        lacking = not all(rows)    # a lane has ended
         if gloo := self._gloo:    # close() may remove it
-            flags = torch.tensor([more, lacking], dtype=torch.int64)
-            gloo.allreduce([flags], dist.ReduceOp.MAX).wait()
-            more, lacking = flags.tolist()
+            if self._agreed[0] is not self.position:    # not again if this rank alone repeats a call
+                flags = torch.tensor([more, lacking], dtype=torch.int64)
+                gloo.allreduce([flags], dist.ReduceOp.MAX).wait()
+                self._agreed = self.position, flags.tolist()
+            more, lacking = self._agreed[1]
         return more and not (lacking and self.uneven == "stop")
 
     def _batch(self, rows):
@@ -639,7 +643,7 @@ class PackedLoader(IterableDataset):
         empty = np.full(self.T + 1, self.tokenizer.bos)
         ids = np.stack([found[0].ids[found[1]] if found else empty for found in rows])
         inputs, targets = (part.astype(np.int64) for part in (ids[:, :-1], ids[:, 1:]))
-        if ids.dtype.kind == "i":    # an id ~t is token t without a loss
+        if ids.dtype.kind != "u":    # an id ~t is token t without a loss
             inputs = np.where(inputs < 0, ~inputs, inputs)
             targets[targets < 0] = -100
         for b, found in enumerate(rows):
@@ -737,10 +741,10 @@ def config_of(loader):
 
 def with_digest(state):
     """The state as plain JSON, with a SHA-256 per lane: torch's DCP gives a rank only its own lanes."""
-    state = json.loads(json.dumps({**state, "digest": {}}))
-    parts = {lane: json.dumps({**state, "lanes": {lane: streams}}, sort_keys=True)
-             for lane, streams in state["lanes"].items()}
-    digest = {lane: hashlib.sha256(part.encode()).hexdigest()[:16] for lane, part in parts.items()}
+    state, digest = json.loads(json.dumps({**state, "digest": {}})), {}
+    for lane, streams in state["lanes"].items():
+        part = json.dumps({**state, "lanes": {lane: streams}}, sort_keys=True)
+        digest[lane] = hashlib.sha256(part.encode()).hexdigest()[:16]
     return {**state, "digest": digest}
 
 def read_state(loader, state):
@@ -759,11 +763,11 @@ def read_state(loader, state):
     check_lanes(mine, state["lanes"])
     lanes = {lane: dict.fromkeys(loader.sources, StreamState()) for lane in mine}
     for name, old in saved_names(state["sources"], loader.sources).items():
-        more_epochs = state["sources"][old]["epochs"] != loader.epochs[name]
+        epochs_changed = state["sources"][old]["epochs"] != loader.epochs[name]
         for lane, streams in lanes.items():
             at = state["lanes"][str(lane)][old]
             place, taken = Place(*at["place"]), tuple(map(tuple, at["taken"]))
-            streams[name] = StreamState(place, taken, at["ended"] and not more_epochs)
+            streams[name] = StreamState(place, taken, at["ended"] and not epochs_changed)
     sources = {name: Source(name, source.shards, num_lanes, source.seed, chunk_bytes)
                for name, source in loader.sources.items()}
     return Position(g, lanes), {"num_lanes": num_lanes, "chunk_bytes": chunk_bytes, "sources": sources}

@@ -1169,6 +1169,12 @@ for name, group in runs[:3 if rank > 1 else 5]:
         rows.append(rows_of(batch))
         if len(rows) == 3:
             seen[name + " state"] = gather_states(loader)
+            if (name, rank) == ("again", 1):    # an error after the ranks have agreed, and a new attempt
+                batch_of, loader._batch = loader._batch, None
+                try:
+                    next(loader)
+                except TypeError:
+                    loader._batch = batch_of
     loader.close()
 loader = make(epochs=1)
 next(loader)
@@ -1186,7 +1192,8 @@ with open(out + before["RANK"], "w") as file:
 def test_four_ranks_under_torchrun(corpus, tmp_path):
     """
     All four; two of data times two of tensors; two beside processes without a loader: they end together,
-    gather a state on the first rank of their group, and do not hang where one stops too soon.
+    gather a state on the first rank of their group, do not hang where one stops too soon, and stay together
+    where one repeats a call.
     """
     program = tmp_path / "program.py"
     program.write_text(RANK_PROGRAM)
@@ -1222,6 +1229,17 @@ def test_ranks_come_from_the_launcher_or_an_error_names_the_variable(corpus, mon
     monkeypatch.setenv("WORLD_SIZE", "4")
     loader = make(corpus, num_lanes=4)
     assert (loader.rank, loader.world_size) == (2, 4)
+
+def stop_iteration(*_):
+    return next(iter(()))
+
+def test_users_stop_iteration_does_not_end_the_run_silently(corpus, monkeypatch):
+    monkeypatch.setitem(PACKINGS, "stops", stop_iteration)
+    for loader in (make({corpus: stop_iteration}), make(corpus, packing="stops"),
+                   make(corpus, transform=stop_iteration)):
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                next(loader)
 
 # ---------------------------------------------------------------------------------------------------------
 # Promise 2: a yielded batch is never written again. Iterators, threads, Ctrl-C, ends
