@@ -80,14 +80,13 @@ FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what i
     ("vocab_size", 2048, 32768, "tokens of the tokenizer that is trained if there is none"),
 ]
 CHOICES = [
-    ("optimizer", ["muon", "adamw"], "muon: for the blocks' matrices; AdamW for the rest"),
     ("packing", ["exactfit", "wholefit", "bestfit", "flat"], "documents to rows; wholefit cuts no chats"),
     ("compile", ["auto", "on", "off"], "auto: on CUDA, if there are gcc or clang and Python.h"),
     ("dtype", ["float32", "bfloat16"], "of activations (cpu float32, cuda bfloat16); weights are float32"),
 ]
 MODEL_FLAGS = ["depth", "vocab_size", "tokenizer"]    # a run with --init FILE has these from FILE
 # A resumed run keeps these:
-FIXED_FLAGS = [*MODEL_FLAGS, "optimizer", "packing", "no_shuffle", "seed", "doc_mask", "num_lanes", "init"]
+FIXED_FLAGS = [*MODEL_FLAGS, "packing", "no_shuffle", "seed", "doc_mask", "num_lanes", "init"]
 NOT_SAVED = ["given", "device", "out", "resume", "sample", "chat", "eval"]
 USABLE_WITH = {"sample": ["out", "resume", "device", "dtype"], "chat": ["out", "resume", "device", "dtype"],
                "eval": ["data", "eval_rows", "seq_len", "micro_batch_size", "device", "dtype"]}
@@ -103,8 +102,8 @@ def parse_flags(argv=None):
         p.add_argument(f"--{name}", type=type(cpu), metavar="N", help=f"{text} (cpu {cpu}, cuda {cuda})")
     for name, choices, text in CHOICES:
         p.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
-    p.add_argument("--lr", type=float, help="peak rate of the matrices (adamw 0.0025, muon: make_optimizers; "
-                   "with --init a tenth, and other rates follow)")
+    p.add_argument("--lr", type=float, help="peak rate of the blocks' matrices (default: "
+                   "by make_optimizers; with --init a tenth, and other rates follow)")
     p.add_argument("--data", nargs="+", action="extend", default=[], metavar="PATH[:WEIGHT]", help="folder "
                    "or URI, WEIGHT: share of rows (default: dataset.py's download, else a built-in corpus "
                    "and a small model on any device)")
@@ -252,8 +251,7 @@ def train(flags, at_exit):
 
     # Optimizers
     compile_parts(model, flags.compile)
-    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * flags.seq_len,
-                                 bool(flags.init))
+    optimizers = make_optimizers(model, flags.lr, flags.batch_size * flags.seq_len, bool(flags.init))
     with misfits_named(origin):
         for optimizer, state in zip(optimizers, saved["optimizers"] if resumes else (), strict=resumes):
             optimizer.load_state_dict(state)
@@ -634,9 +632,9 @@ class Muon:
         for _, mine, momenta in self.stacks:
             momenta.copy_(torch.stack([saved[name] for name in mine]))
 
-def make_optimizers(model, kind, lr, tokens_per_step, fine_tunes=False):
+def make_optimizers(model, lr, tokens_per_step, fine_tunes=False):
     """
-    Muon by module: ndim == 2 would catch embeddings and head as well. Rates are for steps of 2 ** 19 tokens
+    Muon for the matrices of the blocks, AdamW for the rest. Rates are for steps of 2 ** 19 tokens
     (embeddings: nanochat's scripts/base_train.py); smaller steps take less. Bits per byte after 500 steps of
     8 rows (--lr 0.012 --eval_rows 1024, 3 seeds): 1.082; `previous` at 0.01: 1.091; seed 1 with the head at
     0.0025 or without decay: 1.093. Depth 4: 1.015; head's rate falling as 1 / sqrt(width): 1.021.
@@ -644,18 +642,15 @@ def make_optimizers(model, kind, lr, tokens_per_step, fine_tunes=False):
     width = model.embedding.embedding_dim / 768
     embeddings = [model.embedding.weight, model.bigrams.weight, *model.value_embeddings.parameters()]
     # 0.0090 for steps of 4 rows of 256 tokens, 0.0124 for 8, 0.02 for 2 ** 19 tokens
-    usual = 0.0025 if kind == "adamw" else 0.02 / (1 + 1250 / tokens_per_step)
+    usual = 0.02 / (1 + 1250 / tokens_per_step)
     lr = lr or usual * (0.1 if fine_tunes else 1.0)
     share = lr / usual if fine_tunes else 1.0
     batch = share * min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     groups = [{"params": embeddings, "lr": 0.3 * batch / width ** 0.5},
               {"params": list(model.head.parameters()), "lr": 0.0045 * batch / width},
               {"params": [model.previous, model.bigram_share], "lr": 0.1 * share}]
-    matrices = list(model.blocks.named_parameters())
-    if kind == "adamw":
-        groups.append({"params": [p for _, p in matrices], "lr": lr})
     adamw = torch.optim.AdamW(groups, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.0, fused=True)
-    optimizers = [adamw, Muon(matrices, lr)] if kind == "muon" else [adamw]
+    optimizers = [adamw, Muon(list(model.blocks.named_parameters()), lr)]
     for optimizer in optimizers:    # not in their states: --lr may change at a resume
         optimizer.peak_rates = [group["lr"] for group in optimizer.param_groups]
     return optimizers

@@ -27,7 +27,6 @@ python dev/gpu_attention.py
 run speed --steps "$steps" "$@"
 run no_compile --steps "$((steps / 3))" "$@" --compile off
 run doc_mask --steps "$steps" "$@" --doc_mask
-run adamw --steps "$steps" "$@" --optimizer adamw
 run whole --steps "$steps" --save_every "$((steps / 2))" "$@"
 echo "== resumed at step $((steps / 2))" && $launch train.py --out "$out/resumed" \
     --resume "$(ls "$out"/whole/step_*.pt | head -1)" > "$out/resumed.txt" 2>&1
