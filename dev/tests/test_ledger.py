@@ -67,13 +67,13 @@ class Killed(BaseException):
 def alone(base):
     """A run of one process that is killed at step 15, in an epoch, and resumed."""
     with pytest.MonkeyPatch.context() as patch:
-        step = train.Log.step
+        print_step = train.print_step
 
-        def killed(log, number, *args):
-            step(log, number, *args)
-            if number == 15:
+        def killed(flags, record, times):
+            print_step(flags, record, times)
+            if record["step"] == 15:
                 raise Killed
-        patch.setattr(train.Log, "step", killed)
+        patch.setattr(train, "print_step", killed)
         with pytest.raises(Killed):
             train.main(flags_of(base, "alone"))
     train.main(["--out", f"{base}/alone", "--resume", "auto"])
