@@ -132,16 +132,14 @@ def losses(run, n=10):
     ledger = read_ledger(run)
     if not len(ledger["g"]):
         raise ValueError(f"{run} has no ledger; train.py writes one with --ledger")
-    saved, found, ends = newest_of(run), losses_of(ledger), np.quantile(ledger["step"], (0.1, 0.9))
+    saved, found = newest_of(run), losses_of(ledger)
     tokenizer = tokenizer_of(saved)
     with loader_of(saved, False) as loader:
         for name, source in loader.sources.items():
             mine = np.isin(ledger["path"], [shard.path for shard in source.shards])
-            tenths = mine & (ledger["step"] <= ends[0]), mine & (ledger["step"] >= ends[1])
-            first, last = (ledger["nats"][some].sum() / max(1, ledger["bytes"][some].sum()) / LN2
-                           for some in tenths)
-            yield (f"{name}: {mine.sum():,} pieces, {ledger['tokens'][mine].sum():,} tokens; bits per byte "
-                   f"{first:.3f} in the first tenth of the steps, {last:.3f} in the last")
+            bits = ledger["nats"][mine].sum() / max(1, ledger["bytes"][mine].sum()) / LN2
+            yield (f"{name}: {mine.sum():,} pieces, {ledger['tokens'][mine].sum():,} tokens, {bits:.3f} bits "
+                   "per byte")
         for title, some in (("easiest", found[:n]), ("hardest", found[-n:])):
             yield f"{title}: above others, bits per byte, bytes, pieces"
             for above, bits, n_bytes, pieces, place in some:

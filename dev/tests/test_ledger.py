@@ -183,7 +183,7 @@ def test_losses_compare_a_document_with_the_steps_around_its_own():
 def test_losses_print_both_ends_with_their_texts(alone, base, capsys):
     bench.main(["losses", alone, "-n", "1"])
     lines = capsys.readouterr().out.splitlines()
-    assert re.search(r"/[ab]: [\d,]+ pieces, [\d,]+ tokens; bits per byte \d\.\d+ in the first", lines[0])
+    assert re.search(r"/[ab]: [\d,]+ pieces, [\d,]+ tokens, \d\.\d+ bits per byte", lines[0])
     assert len(lines) == 6 and lines[2].startswith("easiest") and lines[4].startswith("hardest")
     assert re.search(rf"{base}/[ab]/shard_0000\d.parquet, row group \d, row \d+: \d+ \w", lines[5])
     with pytest.raises(SystemExit, match=r"no ledger; train.py writes one with --ledger"):
