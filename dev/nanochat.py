@@ -59,9 +59,6 @@ def encode_ahead(groups, to_read, tokenizer, threads, batch_size):
                for i in range(0, len(rows), batch_size))
     return (encoded for _, encoded in in_order(executor, encode, batches, 2 * threads))
 
-# ---------------------------------------------------------------------------------------------------------
-# Packing
-
 def bestfit(buffer, refill, R, buffer_size):
     """
     Rows of R = T + 1 tokens, as bytes: the longest document that fits; if none does, the shortest, cut. Among
@@ -80,9 +77,6 @@ def bestfit(buffer, refill, R, buffer_size):
             row.append(buffer.pop(document)[:free])
             free -= len(row[-1])
         yield b"".join(row)
-
-# ---------------------------------------------------------------------------------------------------------
-# Batches
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,

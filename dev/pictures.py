@@ -76,9 +76,8 @@ def loss_picture(folders):
             lower.plot(*np.transpose(points), style, color=f"C{i % 10}", label=label)
     upper.set(ylabel="training loss, nats per token")
     lower.set(ylabel="val, bits per byte", xlabel="step")
-    for panel in (upper, lower):
-        if panel.lines:
-            panel.legend()
+    upper.legend()
+    lower.legend()
     return figure
 
 def documents_picture(run, n=20):

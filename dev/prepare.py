@@ -618,8 +618,7 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     """
     Write token shards: same names, row groups and rows as the text shards. Returns the number of tokens.
 
-    Resumes: complete shards of the same text and tokenizer are kept. keep: columns that stay beside the
-    tokens.
+    Resumes: complete shards of the same text and tokenizer are kept. keep: columns beside the tokens.
     """
     if "://" in out or os.path.realpath(out) == os.path.realpath(data_dir):
         raise ValueError(f"cannot write to {out}; name another local folder with --out")
@@ -634,10 +633,9 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     if missing := {*keep} - {*columns}:
         raise ValueError(f"--keep {min(missing)}: {shards[0].path} has only {', '.join(columns)}")
     print_dropped({*columns} - {shards[0].kind, *keep})
-    tokens = 0
-    for shard in tqdm(shards, "tokenize", unit=" shards", delay=1):
-        tokens += tokenize_shard(shard, os.path.abspath(out), tokenizer, where, threads or cores(),
-                                 compression, keep)
+    options = os.path.abspath(out), tokenizer, where, threads or cores(), compression, keep
+    shown = tqdm(shards, "tokenize", unit=" shards", delay=1)
+    tokens = sum(tokenize_shard(shard, *options) for shard in shown)
     dataset.write_index(out)
     return tokens
 
@@ -736,8 +734,7 @@ def verify(folder: str) -> bool:
             print(f"{dataset.printable(name):<22} {line}", flush=True)
     print(f"{folder}: {counted(len(files), 'shard')}, {counted(problems, 'problem')}")
     if problems:
-        print("next: remove damaged shards, then type again what made them: python dataset.py -n N and "
-              "tokenize write what is missing, convert needs a new folder")
+        print("next: remove damaged shards, then type again what made them (convert needs a new folder)")
     return not problems
 
 def check_shard(file, folder, indexed):
@@ -961,8 +958,7 @@ def add_folder(parser):
 
 def folder_of(flags):
     if len(flags.data) > 1:
-        raise ValueError(f"expected one folder, not {' '.join(flags.data)}; type the command for each of "
-                         "them (only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
+        raise ValueError(f"expected one folder, not {' '.join(flags.data)}; type the command for each")
     return find_data(*flags.data)
 
 def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
