@@ -26,14 +26,11 @@ import math
 import os
 import platform
 import re
-import shutil
 import signal
-import sys
-import sysconfig
-import threading
 import time
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import NamedTuple
 
@@ -79,15 +76,9 @@ FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what i
     ("log_every", 50, 1, "steps between printed lines"),
     ("vocab_size", 2048, 32768, "tokens of the tokenizer that is trained if there is none"),
 ]
-CHOICES = [
-    ("optimizer", ["muon", "adamw"], "muon: for the blocks' matrices; AdamW for the rest"),
-    ("packing", ["exactfit", "wholefit", "bestfit", "flat"], "documents to rows; wholefit cuts no chats"),
-    ("compile", ["auto", "on", "off"], "auto: on CUDA, if there are gcc or clang and Python.h"),
-    ("dtype", ["float32", "bfloat16"], "of activations (cpu float32, cuda bfloat16); weights are float32"),
-]
 MODEL_FLAGS = ["depth", "vocab_size", "tokenizer"]    # a run with --init FILE has these from FILE
 # A resumed run keeps these:
-FIXED_FLAGS = [*MODEL_FLAGS, "optimizer", "packing", "no_shuffle", "seed", "doc_mask", "num_lanes", "init"]
+FIXED_FLAGS = [*MODEL_FLAGS, "packing", "no_shuffle", "seed", "doc_mask", "num_lanes", "init"]
 NOT_SAVED = ["given", "device", "out", "resume", "sample", "chat", "eval"]
 USABLE_WITH = {"sample": ["out", "resume", "device", "dtype"], "chat": ["out", "resume", "device", "dtype"],
                "eval": ["data", "eval_rows", "seq_len", "micro_batch_size", "device", "dtype"]}
@@ -101,17 +92,17 @@ def parse_flags(argv=None):
     p.add_argument("--device", choices=devices, default=devices[0], help="default: the first that torch sees")
     for name, cpu, cuda, text in FLAGS:
         p.add_argument(f"--{name}", type=type(cpu), metavar="N", help=f"{text} (cpu {cpu}, cuda {cuda})")
-    for name, choices, text in CHOICES:
-        p.add_argument(f"--{name}", choices=choices, default=choices[0], help=text)
-    p.add_argument("--lr", type=float, help="peak rate of the matrices (adamw 0.0025, muon: make_optimizers; "
-                   "with --init a tenth, and other rates follow)")
+    p.add_argument("--packing", choices=[*dataloader.PACKINGS], default="exactfit", help="rule for rows")
+    p.add_argument("--compile", choices=["auto", "on", "off"], default="auto",
+                   help="auto: on CUDA, which takes gcc or clang, and Python.h (python3-dev)")
+    p.add_argument("--dtype", choices=["float32", "bfloat16"], help="of activations (cuda bfloat16)")
+    p.add_argument("--lr", type=float, help="peak rate of the blocks' matrices; with --init all rates follow")
     p.add_argument("--data", nargs="+", action="extend", default=[], metavar="PATH[:WEIGHT]", help="folder "
-                   "or URI, WEIGHT: share of rows (default: dataset.py's download, else a built-in corpus "
-                   "and a small model on any device)")
+                   "or URI, WEIGHT: share of rows (default: dataset.py's download, or a built-in corpus)")
     p.add_argument("--tokenizer", metavar="DIR", help="default: trained on the data, now if missing")
     p.add_argument("--no_shuffle", action="store_true", help="documents in file order; else by --seed")
     p.add_argument("--num_lanes", type=int, metavar="N", help="world sizes that divide it give the same run "
-                   "(default: the smallest multiple of 8 that the world size divides; fewer for tiny data)")
+                   "(default: the smallest multiple of 8 that the world size divides)")
     p.add_argument("--doc_mask", action="store_true", help="attention stays inside documents")
     p.add_argument("--seed", type=int, default=1, help="for the initial weights and the order of documents")
     p.add_argument("--ledger", action="store_true", help="write the loss of each document into --out")
@@ -142,10 +133,6 @@ def check_flags(flags):
     for name in ["lr", "num_lanes", *(name for name, default, *_ in FLAGS if default)]:
         if name in flags.given and not 0 < getattr(flags, name) < math.inf:
             raise ValueError(f"--{name} {getattr(flags, name)}: expected a number above 0")
-    local_rank, n_devices = env_int("LOCAL_RANK", least=0) or 0, torch.accelerator.device_count()
-    if flags.device != "cpu" and local_rank >= n_devices:
-        raise ValueError(f"--device {flags.device}: torch sees {n_devices} here, too few for local rank "
-                         f"{local_rank}; leave --device out, or lower torchrun's --nproc_per_node")
 
 def sources_of(flags):
     """{path: weight}. --data a -> {"a": 1.0};  --data a:0.7 s3://b/c:0.3 -> {"a": 0.7, "s3://b/c": 0.3}"""
@@ -164,174 +151,128 @@ def sources_of(flags):
     return sources
 
 # ---------------------------------------------------------------------------------------------------------
-# The run, from top to bottom
+# From the flags to a model and what it is for: a sample, an eval or a run
 
-def train(flags, at_exit):
-    """at_exit: an ExitStack, which ends what the run has started. -> exit status"""
-    # Ranks: each makes an equal part of a step's rows
-    device, rank, world = start_ranks(flags)
-    if dist.is_initialized():    # its threads may abort the exit (pytorch #190489); DDP's cycle keeps it
-        at_exit.callback(lambda: (gc.collect(), dist.destroy_process_group()))
-    signals = []
-
-    def stop():    # asked by all ranks together
-        return bool(sum_over_ranks(torch.tensor(len(signals))))
-
-    # The run: a new one, or one that a checkpoint continues
-    out, checkpoint, is_locked = choose_run(flags, rank, at_exit)
-    resumes = bool(checkpoint) and not flags.eval and flags.sample is None
+def run(flags, at_exit):
+    """at_exit: an ExitStack, which ends what is started here."""
+    device = start_ranks(flags, at_exit)
+    out, checkpoint = choose_run(flags)
     origin = checkpoint or flags.init
     saved = load_checkpoint(origin) if origin else None
-    first, rows_hash, constant_since = 0, 0, 0    # constant_since: the first step with rows of these flags
     if saved:
-        changed = settle(flags, saved, origin, None if checkpoint else MODEL_FLAGS)
-    if resumes:
-        first, rows_hash, constant_since = saved["step"], saved["rows_hash"], saved["constant_since"]
-        if {"batch_size", "seq_len", "data"} & set(changed):
-            constant_since = first
-        changes = as_typed(vars(flags), changed) + " from " + as_typed(saved["flags"], changed)
-        print0(f"resumed from {checkpoint}: step {first}; changed: {changes if changed else 'nothing'}")
-        if first > flags.steps:
-            raise ValueError(f"--steps {flags.steps}: {checkpoint} is at step {first} of the run already")
-    elif flags.init:
-        theirs = {name: value for name, value in saved["flags"].items() if getattr(flags, name) != value}
-        taken = as_typed(vars(flags), ["depth", "vocab_size"])
-        print0(f"from {origin}: weights, tokenizer, {taken}; not its "
-               + as_typed(theirs, [name for name in theirs if name != "init"]))
+        settle(flags, saved, origin, is_new=not checkpoint)
     sources = sources_of(flags)
     torch.manual_seed(flags.seed)
     if saved:
-        with misfits_named(origin):
-            tokenizer, where = RustBPETokenizer.from_dict(saved["tokenizer"]), origin
-            model = make_model(flags, tokenizer)
-            model.load_state_dict(saved["model"])
+        tokenizer, where = RustBPETokenizer.from_dict(saved["tokenizer"]), origin
     else:
         tokenizer, where = find_tokenizer(flags.tokenizer, list(sources), flags.vocab_size)
-        model = make_model(flags, tokenizer)
+    model = make_model(flags, tokenizer)
+    if saved:
+        model.load_state_dict(saved["model"])
     model.to(device)
     if flags.sample is not None:
-        prompt, end = [tokenizer.get_bos_token_id(), *tokenizer.encode(flags.sample)], None
-        if flags.chat is not None:    # the first token with a loss ends the empty answer
-            ids, mask = tokenizer.render_conversation({"messages": [
-                {"role": "user", "content": flags.chat}, {"role": "assistant", "content": ""}]})
-            prompt, end = ids[:mask.index(1)], ids[mask.index(1)]
-        return print0(generate(model, tokenizer, flags.seq_len, prompt, 200, end))
-    val_sources = {path: Source(path, list_shards(path, "val"), 1, None, 1) for path in sources}
-    val = {path: val_windows(tokenizer, source, flags) for path, source in val_sources.items()}
+        print0(answer(flags, model, tokenizer))
+        return
+    val = {path: val_windows(tokenizer, Source(path, list_shards(path, "val"), 1, None, 1), flags)
+           for path in sources}
     if flags.eval:
-        return not evaluate(saved["step"], model, tokenizer, val, flags.micro_batch_size, stop)
+        evaluate(saved["step"], model, tokenizer, val, flags.micro_batch_size)
+        return
+    print0(f"model: {sum(p.numel() for p in model.parameters()):,} parameters, depth {flags.depth}; "
+           f"tokenizer: {tokenizer.get_vocab_size():,} tokens, {where}")
+    train(flags, sources, out, saved if checkpoint else None, tokenizer, model, val, at_exit)
+
+# ---------------------------------------------------------------------------------------------------------
+# A run, from top to bottom
+
+def train(flags, sources, out, saved, tokenizer, model, val, at_exit):
+    """saved: the checkpoint that the run continues, or None; val: {path: Windows}"""
+    device, (rank, world) = model.embedding.weight.device, ranks_of_this_process()
+    first, rows_hash = (saved["step"], saved["rows_hash"]) if saved else (0, 0)
 
     # Data: the loader deals rows to ranks
-    flags.data = flags.data or list(sources)
-    documents = {path: sum(shard.n_documents for shard in list_shards(path, "train")) for path in sources}
-    if not flags.num_lanes:
-        flags.num_lanes, n_documents = math.lcm(8, world), min(documents.values())
-        if world <= n_documents < flags.num_lanes:
-            flags.num_lanes = n_documents // world * world
-            print0(f"a source has only {n_documents} documents, so num_lanes is {flags.num_lanes}")
-    loader = PackedLoader(
-        tokenizer, -(-flags.batch_size // world), flags.seq_len, "train", data_dir=sources,
-        packing=flags.packing, num_lanes=flags.num_lanes, device=device if device.type == "cuda" else "cpu",
-        shuffle_seed=None if flags.no_shuffle else flags.seed)
-    at_exit.enter_context(loader)
-    dataloader.check_start(loader)    # the first batch would, when the run's folder is there
-    if flags.batch_size % world:
-        raise ValueError(f"{flags.batch_size} rows for {world} ranks; try --batch_size {loader.B * world}")
-    val_files = {path: source.fingerprint for path, source in val_sources.items()}
-    if resumes:
-        loader.load_state_dict(json.loads(saved["loader"]))
-        for path in val_files.keys() & saved["val_files"].keys():
-            if val_files[path] != saved["val_files"][path]:
-                print0(f"warning: the val files of {path} have changed: older bits per byte do not compare")
+    val_files = {path: windows.source.fingerprint for path, windows in val.items()}
+    loader = at_exit.enter_context(make_loader(flags, sources, tokenizer, device, saved, val_files))
     settings = {name: value for name, value in vars(flags).items() if name not in NOT_SAVED}
-    equal = [settings, first, rows_hash, tokenizer.fingerprint(), val_files, loader.state_dict()["sources"]]
-    digest = torch.tensor(int(hashlib.sha256(json.dumps(equal).encode()).hexdigest()[:12], 16))
-    if sum_over_ranks(digest.clone()) != world * digest:
-        raise ValueError(f"ranks differ in flags, data, tokenizer or checkpoint (seen on rank {rank}); start "
-                         "all ranks with the same")
+    check_ranks([settings, first, rows_hash, tokenizer.fingerprint(), val_files,
+                 loader.state_dict()["sources"]])
 
     # Optimizers
     compile_parts(model, flags.compile)
-    optimizers = make_optimizers(model, flags.optimizer, flags.lr, flags.batch_size * flags.seq_len,
-                                 bool(flags.init))
-    with misfits_named(origin):
-        for optimizer, state in zip(optimizers, saved["optimizers"] if resumes else (), strict=resumes):
-            optimizer.load_state_dict(state)
+    optimizers = make_optimizers(model, flags.lr, flags.batch_size * flags.seq_len, bool(flags.init))
+    for optimizer, state in zip(optimizers, saved["optimizers"] if saved else (), strict=bool(saved)):
+        optimizer.load_state_dict(state)
     net = DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.is_initialized() else model
     if net is not model and flags.dtype == "bfloat16":    # half the bytes; with gloo, too, by another name
         net.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
 
     # The run's folder, which begins with its first line
-    n_parameters = sum(p.numel() for p in model.parameters())
-    for path, source in val_sources.items():
-        names, share = ", ".join(shard.name for shard in source.shards), sources[path] / sum(sources.values())
-        tokens = flags.steps * flags.batch_size * flags.seq_len * share
-        epochs = tokens / max(1, documents[path] * val[path].tokens_per_document)    # 4: arXiv 2305.16264
-        print0(f"{path}: {documents[path]:,} documents to train on, about {epochs:.1f} epochs; "
-               f"{source.group_sizes.sum():,} for val ({names:.80})")
-    print0(f"model: {n_parameters:,} parameters, depth {flags.depth}; tokenizer: "
-           f"{tokenizer.get_vocab_size():,} tokens, {where}\n"
-           f"a step: {flags.batch_size} rows of {flags.seq_len} tokens (ranks x rows: {world} x {loader.B}), "
-           f"at most {flags.micro_batch_size} in a forward; data: {' '.join(sources)}; run: {out}")
-    if resumes and saved["machine"] != (machine := machine_of(device, world)):
+    print_plan(flags, sources, out, loader, val)
+    machine = machine_of(device, world)
+    if saved and saved["machine"] != machine:
         print0(f"now on {machine}; before on {saved['machine']}: equal up to rounding from here")
-    if rank == 0 and not is_locked:
+    if rank == 0:
         lock_folder(out, at_exit)
-    log = Log(out, flags, model.flops_per_token(flags.seq_len) / (peak_flops(device) * world), {
-        "flags": settings, "python": sys.version.split()[0], "torch": torch.__version__,
-        "parameters": n_parameters, "world_size": world, "from_step": first})
-    checkpoints = Checkpoints(out, first if os.path.exists(checkpoint_path(out, first)) else None, at_exit)
-
+        drop_repeated(out, first)
+    write_log(out, {"flags": settings, "torch": torch.__version__, "machine": machine, "from_step": first})
+    losses, times = collections.deque(maxlen=50), []    # of the last steps; seconds of all
+    writer = at_exit.enter_context(ThreadPoolExecutor(1))
+    saving = writer.submit(int)    # the Future of the last save
     token_bytes, ledger = get_token_bytes(tokenizer).numpy(), []
-    for path in glob.glob(os.path.join(glob.escape(out), "ledger", "step_*")) if rank == 0 else ():
-        if os.path.basename(path) >= f"step_{first:07d}":    # of steps that this run repeats
-            os.remove(path)
 
     def save(step):    # all ranks together: each knows its own lanes and momenta
+        nonlocal saving
         if ledger:
             write_ledger(out, ledger)    # first: a resumed run removes whole files
-        if step != checkpoints.newest:
-            checkpoints.save(step, {
-                "version": VERSION, "step": step, "flags": settings, "model": model.state_dict(),
-                "optimizers": [o.state_dict() for o in optimizers], "tokenizer": tokenizer.as_dict(),
-                "loader": json.dumps(gather_states(loader)), "rows_hash": rows_hash, "val_files": val_files,
-                "constant_since": constant_since, "machine": machine_of(device, world)})
+        content = {
+            "version": VERSION, "step": step, "flags": settings, "model": model.state_dict(),
+            "optimizers": [o.state_dict() for o in optimizers], "tokenizer": tokenizer.as_dict(),
+            "loader": json.dumps(gather_states(loader)), "rows_hash": rows_hash, "val_files": val_files,
+            "constant_since": saved["constant_since"] if saved else 0, "machine": machine}
+        if rank == 0:
+            saving.result()    # one copy in memory at a time
+            copy = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
+            saving = writer.submit(write_checkpoint, out, step, copy)
 
-    def report(step, rows, lr, counts, sums, losses, waited, seconds):    # -> was a rank asked to stop?
+    def report(step, rows, lr, counts, sums, nats, waited, seconds):    # -> was a rank asked to stop?
         nonlocal rows_hash
         began = time.perf_counter()
-        (n_tokens, added, n_signals), (nats, norm) = counts.tolist(), sums.tolist()    # waits for the GPU
-        loss, rows_hash = nats / max(1, n_tokens), (rows_hash + added) % 2**64
-        seen = ledger_rows(step, *rows, losses.cpu().numpy(), token_bytes)
+        (n_tokens, added, n_signals), (total, norm) = counts.tolist(), sums.tolist()    # waits for the GPU
+        loss, rows_hash = total / max(1, n_tokens), (rows_hash + added) % 2**64
+        seen = ledger_rows(step, *rows, nats.cpu().numpy(), token_bytes)
         ledger.extend(seen if flags.ledger else ())
-        if len(log.losses) == 50 and loss > np.mean(log.losses) + 6 * np.std(log.losses):
-            print(f"step {step}: the loss jumped to {loss:.2f}; {hardest(seen)}", flush=True)
-        if not math.isfinite(loss + norm):
-            checkpoints.wait()
-            file = max(list_checkpoints(out), default="FILE (the same run writes one: --steps 1 --out OTHER)")
-            raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}; {hardest(seen)}. All of them: "
-                             f"python -m dev.bench audit --resume {file} --steps {step}:{step + 1}")
-        log.step(step, loss, lr, norm, seconds + time.perf_counter() - began, waited, f"{rows_hash:016x}")
+        check_loss(step, loss, norm, losses, seen, out)
+        losses.append(loss)
+        times.append(seconds + time.perf_counter() - began)
+        speed = flags.batch_size * flags.seq_len / times[-1]
+        record = {"step": step, "loss": loss, "lr": lr, "norm": norm, "tokens_per_s": speed,
+                  "mfu": speed * model.flops_per_token(flags.seq_len) / (world * peak_flops(device)),
+                  "ms": 1e3 * times[-1], "wait_ms": 1e3 * waited, "rows_hash": f"{rows_hash:016x}",
+                  "memory_gb": peak_memory(flags.device) / 1e9}
+        write_log(out, record)
+        print_step(flags, record, times)
         return n_signals > 0
 
-    # Loop. SIGTERM and Ctrl-C (which torchrun repeats) finish the step, then save. The numbers of a step are
-    # read while the GPU is busy with the next one
+    # Loop. SIGTERM and Ctrl-C (which torchrun repeats) finish the step or eval, then save. The numbers of a
+    # step are read while the GPU is busy with the next one
+    signals, unread, stopping = [], [], False
     for number in (signal.SIGTERM, signal.SIGINT):
         at_exit.callback(signal.signal, number, signal.signal(number, lambda *seen: signals.append(seen[0])))
-    unread, stopping = [], False
+
+    print0("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB     left")
     for step in range(first, flags.steps + 1):
         done = step >= flags.steps
         saves, evals = (step and (done or step % n == 0) for n in (flags.save_every, flags.eval_every))
         while unread and (saves or evals or stopping or len(unread) > 1):
             stopping |= report(*unread.pop(0))
-        if saves:
+        if (saves or stopping) and not os.path.exists(checkpoint_path(out, step)):
             save(step)
-        # After the save: a run that is stopped in its eval repeats the eval when it is resumed.
-        if evals and not stopping:
-            stopping = not evaluate(step, model, tokenizer, val, flags.micro_batch_size, stop, log.write)
-            log.write({"step": step, **loader.stats()})
+        if evals and not stopping:    # after the save: a run that is killed in its eval repeats it
+            for record in evaluate(step, model, tokenizer, val, flags.micro_batch_size):
+                write_log(out, record)
+            write_log(out, {"step": step, **loader.stats()})
         if stopping or done:
-            save(step)
             break
         began = time.perf_counter()
         first_row, (inputs, targets) = loader.position.g, next(loader)
@@ -339,18 +280,67 @@ def train(flags, at_exit):
         waited = time.perf_counter() - began
         counts = count_and_hash(inputs, targets, first_row, len(signals))
         lr = set_rates(optimizers, step, flags.steps)
-        sums, losses = train_step(net, model, optimizers, inputs, targets, counts[0], flags.micro_batch_size)
-        unread.append((step, rows, lr, counts, sums, losses, waited, time.perf_counter() - began))
+        sums, nats = train_step(net, model, optimizers, inputs, targets, counts[0], flags.micro_batch_size)
+        unread.append((step, rows, lr, counts, sums, nats, waited, time.perf_counter() - began))
 
-    is_saved = checkpoints.wait()
-    stats = sum(map(collections.Counter, loader.stats()["sources"].values()), collections.Counter())
-    if stats["empty_documents"]:
-        print0(f"null documents skipped by rank 0 since its start, all epochs: {stats['empty_documents']:,}")
+    saving.result()
+    if empty := sum(counts["empty_documents"] for counts in loader.stats()["sources"].values()):
+        print0(f"null documents skipped by rank 0 since its start, all epochs: {empty:,}")
     print0(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
     how = "done" if done else f"stopped ({signal.Signals(signals[0]).name if signals else 'by another rank'})"
-    where = f"checkpoint: {checkpoint_path(out, step)}" if is_saved else "this step is NOT saved"
-    print0(f"{how} at step {step} of {flags.steps}; {step - first} steps took {log.seconds:.0f} s; {where}")
-    return 0 if is_saved else 1
+    print0(f"{how} at step {step} of {flags.steps}; {step - first} steps took {sum(times):.0f} s; "
+           f"checkpoint: {checkpoint_path(out, step)}")
+
+def make_loader(flags, sources, tokenizer, device, saved, val_files):
+    """The loader of this rank; with `saved`, a checkpoint, at its place."""
+    _, world = ranks_of_this_process()
+    loader = PackedLoader(
+        tokenizer, -(-flags.batch_size // world), flags.seq_len, "train", data_dir=sources,
+        packing=flags.packing, num_lanes=flags.num_lanes, device=device if device.type == "cuda" else "cpu",
+        shuffle_seed=None if flags.no_shuffle else flags.seed)
+    dataloader.check_start(loader)    # the first batch would, when the run's folder is there
+    if flags.batch_size % world:
+        raise ValueError(f"{flags.batch_size} rows for {world} ranks; try --batch_size {loader.B * world}")
+    if saved:
+        loader.load_state_dict(json.loads(saved["loader"]))
+        for path in val_files.keys() & saved["val_files"].keys():
+            if val_files[path] != saved["val_files"][path]:
+                print0(f"warning: the val files of {path} have changed: older bits per byte do not compare")
+    flags.data, flags.num_lanes = flags.data or list(sources), loader.num_lanes    # for the checkpoint
+    return loader
+
+def check_ranks(values):
+    rank, world = ranks_of_this_process()
+    digest = torch.tensor(int(hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12], 16))
+    if sum_over_ranks(digest.clone()) != world * digest:
+        raise ValueError(f"ranks differ in flags, data, tokenizer or checkpoint (seen on rank {rank}); start "
+                         "all ranks with the same")
+
+def print_plan(flags, sources, out, loader, val):
+    for path, (source, *_, tokens_per_document) in val.items():
+        n_documents, names = loader.sources[path].group_sizes.sum(), [shard.name for shard in source.shards]
+        tokens = flags.steps * flags.batch_size * flags.seq_len * sources[path] / sum(sources.values())
+        epochs = tokens / max(1, n_documents * tokens_per_document)    # beyond 4: arXiv 2305.16264
+        print0(f"{path}: {n_documents:,} documents to train on, about {epochs:.1f} epochs; "
+               f"{source.group_sizes.sum():,} for val ({', '.join(names):.80})")
+    print0(f"a step: {flags.batch_size} rows of {flags.seq_len} tokens (ranks x rows: "
+           f"{flags.batch_size // loader.B} x {loader.B}), at most {flags.micro_batch_size} in a forward; "
+           f"run: {out}")
+
+def check_loss(step, loss, norm, before, rows, out):
+    """If a loss is far above those `before`, or not finite, name the hardest documents of the step."""
+    jumps = len(before) == 50 and loss > np.mean(before) + 6 * np.std(before)
+    if math.isfinite(loss + norm) and not jumps:
+        return
+    means = sorted(((row[-1] / row[-3], *row[2:5]) for row in rows if row[-3]),
+                   key=lambda mean: -np.nan_to_num(mean[0], nan=np.inf))
+    words = ("{1}, row group {2}, row {3} ({0:.2f} nats a token)".format(*mean) for mean in means[:3])
+    hardest = f"this rank's hardest documents: {'; '.join(words)}"
+    if not math.isfinite(loss + norm):
+        file = max(list_checkpoints(out), default="FILE (the same run writes one: --steps 1 --out OTHER)")
+        raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}; {hardest}. All of them: "
+                         f"python -m dev.bench audit --resume {file} --steps {step}:{step + 1}")
+    print(f"step {step}: the loss jumped to {loss:.2f}; {hardest}", flush=True)
 
 def train_step(net, model, optimizers, inputs, targets, n_tokens, micro):
     """-> (nats of all ranks' tokens, norm of the gradient before it was clipped) as a tensor; nats (B, T)"""
@@ -386,16 +376,9 @@ def ledger_rows(step, first_row, pieces, targets, nats, token_bytes):
 
 def write_ledger(folder, rows):    # each rank its own files
     name = f"step_{rows[0][0]:07d}_rank_{ranks_of_this_process()[0]:04d}.parquet"
-    with contextlib.suppress(OSError):    # a full disk stops no training; the next file has these rows, too
-        with atomic_file(os.path.join(folder, "ledger", name)) as part:
-            pq.write_table(pa.table([*map(pa.array, zip(*rows, strict=True))], LEDGER), part)
-        rows.clear()
-
-def hardest(rows):
-    means = [(row[-1] / row[-3], *row[2:5]) for row in rows if row[-3]]
-    means.sort(key=lambda mean: -np.nan_to_num(mean[0], nan=np.inf))
-    words = ("{1}, row group {2}, row {3} ({0:.2f} nats a token)".format(*mean) for mean in means[:3])
-    return f"this rank's hardest documents: {'; '.join(words)}"
+    with atomic_file(os.path.join(folder, "ledger", name)) as part:
+        pq.write_table(pa.table([*map(pa.array, zip(*rows, strict=True))], LEDGER), part)
+    rows.clear()
 
 def count_and_hash(inputs, targets, first_row, n_signals):
     """
@@ -412,8 +395,8 @@ def count_and_hash(inputs, targets, first_row, n_signals):
 # ---------------------------------------------------------------------------------------------------------
 # Ranks and device. One process alone takes the same path
 
-def start_ranks(flags):
-    """-> device, rank, world size. torchrun's ranks form a group on CPUs, too; else they would be N runs."""
+def start_ranks(flags, at_exit):
+    """-> device. torchrun's ranks form a group on CPUs, too; else they would be N runs."""
     backend = "gloo"    # for tensors in CPU memory (flags, states): without a wait for the GPU
     if flags.device == "cpu":
         threads = env_int("OMP_NUM_THREADS", least=1)
@@ -425,8 +408,10 @@ def start_ranks(flags):
         backend = f"cpu:gloo,{flags.device}:{dist.get_default_backend_for_device(flags.device)}"
     if env_int("RANK", least=0) is not None:
         dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        # Its threads may abort the exit (pytorch #190489); DDP's cycle keeps it
+        at_exit.callback(lambda: (gc.collect(), dist.destroy_process_group()))
     torch.set_float32_matmul_precision("high" if flags.device == "cuda" else "highest")
-    return torch.device(flags.device), *ranks_of_this_process()
+    return torch.device(flags.device)
 
 def print0(text):
     if ranks_of_this_process()[0] == 0:
@@ -567,11 +552,7 @@ class GPT(nn.Module):
 def compile_parts(model, choice):
     """Block by block; all blocks share the code of the first."""
     cuda = model.embedding.weight.is_cuda
-    headers = sysconfig.get_path("include", "posix_prefix") + "/Python.h"    # Triton compiles C with them
-    possible = any(map(shutil.which, ("gcc", "clang"))) and os.path.exists(headers)
-    if choice == "auto" and cuda and not possible:
-        print0(f"warning: not compiled, so slower: it takes gcc or clang, and {headers} (python3-dev)")
-    if choice == "on" or (choice == "auto" and cuda and possible):
+    if choice == "on" or (choice == "auto" and cuda):
         torch._dynamo.config.optimize_ddp = False    # blocks are compiled one by one: nothing to split
         model.flex = cuda    # SDPA has no fast kernel for a mask
         for block in model.blocks:
@@ -634,9 +615,9 @@ class Muon:
         for _, mine, momenta in self.stacks:
             momenta.copy_(torch.stack([saved[name] for name in mine]))
 
-def make_optimizers(model, kind, lr, tokens_per_step, fine_tunes=False):
+def make_optimizers(model, lr, tokens_per_step, fine_tunes=False):
     """
-    Muon by module: ndim == 2 would catch embeddings and head as well. Rates are for steps of 2 ** 19 tokens
+    Muon for the matrices of the blocks, AdamW for the rest. Rates are for steps of 2 ** 19 tokens
     (embeddings: nanochat's scripts/base_train.py); smaller steps take less. Bits per byte after 500 steps of
     8 rows (--lr 0.012 --eval_rows 1024, 3 seeds): 1.082; `previous` at 0.01: 1.091; seed 1 with the head at
     0.0025 or without decay: 1.093. Depth 4: 1.015; head's rate falling as 1 / sqrt(width): 1.021.
@@ -644,18 +625,15 @@ def make_optimizers(model, kind, lr, tokens_per_step, fine_tunes=False):
     width = model.embedding.embedding_dim / 768
     embeddings = [model.embedding.weight, model.bigrams.weight, *model.value_embeddings.parameters()]
     # 0.0090 for steps of 4 rows of 256 tokens, 0.0124 for 8, 0.02 for 2 ** 19 tokens
-    usual = 0.0025 if kind == "adamw" else 0.02 / (1 + 1250 / tokens_per_step)
+    usual = 0.02 / (1 + 1250 / tokens_per_step)
     lr = lr or usual * (0.1 if fine_tunes else 1.0)
     share = lr / usual if fine_tunes else 1.0
     batch = share * min(1.0, tokens_per_step / 2 ** 19) ** 0.2
     groups = [{"params": embeddings, "lr": 0.3 * batch / width ** 0.5},
               {"params": list(model.head.parameters()), "lr": 0.0045 * batch / width},
               {"params": [model.previous, model.bigram_share], "lr": 0.1 * share}]
-    matrices = list(model.blocks.named_parameters())
-    if kind == "adamw":
-        groups.append({"params": [p for _, p in matrices], "lr": lr})
     adamw = torch.optim.AdamW(groups, betas=(0.8, 0.98), eps=1e-10, weight_decay=0.0, fused=True)
-    optimizers = [adamw, Muon(matrices, lr)] if kind == "muon" else [adamw]
+    optimizers = [adamw, Muon(list(model.blocks.named_parameters()), lr)]
     for optimizer in optimizers:    # not in their states: --lr may change at a resume
         optimizer.peak_rates = [group["lr"] for group in optimizer.param_groups]
     return optimizers
@@ -678,6 +656,7 @@ def set_rates(optimizers, step, steps):
 
 class Windows(NamedTuple):
     """Rows of val documents, each from one document alone, so that no packing has an advantage."""
+    source: Source
     inputs: torch.Tensor     # int64 (n, T)
     targets: torch.Tensor    # int64 (n, T), -100 for context and for what follows the document
     zlib_bpb: float | None   # of these documents, each compressed alone at level 9; None for chats
@@ -697,8 +676,7 @@ def val_windows(tokenizer, source, flags):
         for stop in range(T + 1, len(ids), T - T // 4):
             windows.append((ids[stop - T // 4 - 1:][:T + 1], T // 4 + 1))
     if not (windows := windows[:flags.eval_rows]):
-        raise ValueError(f"the val split of {source.name} has no text: {source.shards[-1].name} holds only "
-                         "nulls and empty documents")
+        raise ValueError(f"the val split of {source.name} has no text, only nulls and empty documents")
     rows = -(-len(windows) // flags.micro_batch_size) * flags.micro_batch_size    # a smaller last batch would
     inputs = torch.full((rows, T), tokenizer.get_bos_token_id())    # be compiled for itself
     targets = torch.full((rows, T), -100)
@@ -707,7 +685,7 @@ def val_windows(tokenizer, source, flags):
         inputs[i, :len(ids) - 1] = torch.where(ids < 0, ~ids, ids)[:-1]    # ~t is token t without a loss
         targets[i, given - 1:len(ids) - 1] = ids.where(ids >= 0, -100)[given:]
     zlib_bpb = 8 * n_compressed / n_bytes if n_bytes else None
-    return Windows(inputs, targets, zlib_bpb, sum(lengths) / len(lengths))
+    return Windows(source, inputs, targets, zlib_bpb, sum(lengths) / len(lengths))
 
 def documents_of(tokenizer, source):
     """Yield the ids of each document, in file order."""
@@ -721,57 +699,59 @@ def documents_of(tokenizer, source):
                 indices = np.arange(first, min(first + 1000, n))
                 yield from encoder.encode(Part(shard, row_group, indices), array)
 
-def evaluate(step, model, tokenizer, val, micro, stop, write=lambda record: None):
-    """Print and write bits per byte of each source and over all; print a sample. -> False if asked to stop"""
-    token_bytes, totals = get_token_bytes(tokenizer), {}
-    for path, windows in val.items():
-        totals[path] = count_nats(model, windows, micro, token_bytes, stop)
-        if totals[path] is None:
-            return False
+def evaluate(step, model, tokenizer, val, micro):
+    """Print bits per byte of each source and over all, and a sample. -> their records for the log"""
+    token_bytes, records = get_token_bytes(tokenizer), []
+    totals = {path: count_nats(model, windows, micro, token_bytes) for path, windows in val.items()}
     if len(val) > 1:
         totals["all"] = sum(totals.values())
     for path, total in totals.items():
         nats, n_bytes = total.tolist()
         bpb, zlib_bpb = nats / max(1, n_bytes) / math.log(2), val[path].zlib_bpb if path in val else None
-        write({"step": step, "val_bpb": bpb, "val_bytes": int(n_bytes), "zlib_bpb": zlib_bpb, "source": path})
+        records.append({"step": step, "val_bpb": bpb, "val_bytes": int(n_bytes), "zlib_bpb": zlib_bpb,
+                        "source": path})
         of = {"all": " over all sources"}.get(path, f" of {path}") if len(val) > 1 else ""
         beside = f" (zlib -9: {zlib_bpb:.4f})" if zlib_bpb else ""
         print0(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}")
-    inputs, targets, *_ = next(iter(val.values()))    # the prompt: a question, or a text's first five words
-    n = (targets[0] >= 0).int().argmax()    # targets without a loss
-    words = tokenizer.decode([i for i in inputs[0, 1:64].tolist() if i != tokenizer.get_bos_token_id()])
-    words = tokenizer.encode(re.match(r"\s*(\S{1,40}\s+){0,4}\S{0,40}", words)[0])
-    prompt = inputs[0, :n + 1].tolist() if n else [inputs[0, 0].item(), *words]
+    _, inputs, targets, *_ = next(iter(val.values()))
+    n = (targets[0] >= 0).int().argmax() or 8    # targets without a loss: a question; of a text, 8 tokens
+    prompt = inputs[0, :n + 1].tolist()
     with torch.compiler.set_stance("force_eager"):    # a shape that occurs only here: do not compile it
         text = generate(model, tokenizer, inputs.size(1), prompt, 64)
     print0("sample: " + text.replace("\n", "\n        "))
-    return True
+    return records
 
 @torch.no_grad()
-def count_nats(model, windows, micro, token_bytes, stop):
-    """-> float64 (2,): nats of targets that represent bytes, and these bytes. None if asked to stop"""
+def count_nats(model, windows, micro, token_bytes):
+    """-> float64 (2,): nats of targets that represent bytes, and these bytes"""
     (rank, world), device = ranks_of_this_process(), model.embedding.weight.device
     totals = torch.zeros(2, dtype=torch.float64)
     batches = list(zip(windows.inputs.split(micro), windows.targets.split(micro), strict=True))
     for i in range(0, len(batches), world):    # ranks take turns
-        if stop():
-            return None
         for inputs, targets in batches[i + rank:i + rank + 1]:    # in the last turn, some have none
             n_bytes = token_bytes[targets.clamp(min=0)].where(targets >= 0, 0).flatten()
             nats = model(inputs.to(device), targets.to(device)).cpu().double()
             totals += torch.stack([nats.where(n_bytes > 0, 0).sum(), n_bytes.sum()])
     return sum_over_ranks(totals)
 
+def answer(flags, model, tokenizer):
+    """What follows --sample, or answers --chat."""
+    if flags.chat is None:
+        prompt = [tokenizer.get_bos_token_id(), *tokenizer.encode(flags.sample)]
+        return generate(model, tokenizer, flags.seq_len, prompt, 200)
+    ids, mask = tokenizer.render_conversation({"messages": [
+        {"role": "user", "content": flags.chat}, {"role": "assistant", "content": ""}]})
+    n = mask.index(1)    # the first token with a loss ends the empty answer
+    return generate(model, tokenizer, flags.seq_len, ids[:n], 200, ids[n])
+
 @torch.no_grad()
 def generate(model, tokenizer, T, prompt, n_tokens, end=None, temperature=0.8, top_k=50):
-    """
-    The text of the prompt's ids and what follows; with a token `end`, of what is before that. Draws with its
-    own random state. All forwards are (1, T): no token sees the padding after it.
-    """
+    """The text of the prompt's ids and what follows; with a token `end`, only of what is between."""
     device, bos = model.embedding.weight.device, tokenizer.get_bos_token_id()
     ids, random = list(prompt), torch.Generator().manual_seed(1)
     for _ in range(n_tokens):
         seen = ids[-T:]
+        # Always (1, T): no token sees the padding after it
         logits = model(torch.tensor([seen + [bos] * (T - len(seen))], device=device))[0, len(seen) - 1].cpu()
         best, at = logits[:tokenizer.get_vocab_size()].topk(top_k)
         ids.append(at[torch.multinomial(F.softmax(best / temperature, 0), 1, generator=random)].item())
@@ -783,34 +763,26 @@ def generate(model, tokenizer, T, prompt, n_tokens, end=None, temperature=0.8, t
 # ---------------------------------------------------------------------------------------------------------
 # Runs and checkpoints: a file that is complete or not there
 
-VERSION = 4    # of a checkpoint's content:
-CONTENT = {"version": int, "step": int, "flags": dict, "loader": str, "model": dict, "optimizers": list,
-           "tokenizer": dict, "rows_hash": int, "val_files": dict, "constant_since": int, "machine": str}
+VERSION = 4    # of a checkpoint's content
 
-def choose_run(flags, rank, at_exit):
-    """-> the run's folder; the checkpoint to resume from or to use, or None; whether the folder is locked"""
-    trains = not flags.eval and flags.sample is None
-    named = flags.eval or (flags.resume if flags.resume not in ("auto", "none") else None)
-    known = named
-    if not named and (flags.resume == "auto" or not trains):    # of the newest run
-        known = max(glob.glob("runs/*/step_*.pt"), key=os.path.getmtime, default=None)
-    out = flags.out or (os.path.dirname(known) or "." if known
-                        else datetime.now().strftime("runs/%Y%m%d-%H%M%S-%f"))
-    if is_locked := trains and rank == 0 and os.path.isdir(out):
-        lock_folder(out, at_exit)
-    newest = max(list_checkpoints(out), default=None)
-    begins = trains and (flags.resume == "none" or {"data", "init"} & {*flags.given})
-    if not (named or newest or begins):
-        what = f"the newest is {known}; or train one" if known else "train one"
-        raise ValueError(f"no checkpoint in {flags.out or 'runs'}; {what}: python train.py --data DIR")
-    if trains and newest and flags.resume == "none":
-        raise ValueError(f"{out} holds checkpoints; resume with --resume auto, or choose another --out")
-    is_older = newest and os.path.isfile(named or "") and os.path.basename(newest) > os.path.basename(named)
-    if trains and is_older:
-        raise ValueError(f"{newest} is newer than {named}; resume from that, or choose another --out")
-    if flags.resume == "auto" and not newest:
-        print0(f"no checkpoint in {out} yet: a new run")
-    return out, named or newest, is_locked
+def choose_run(flags):
+    """-> the run's folder; the checkpoint to resume from or to use, or None"""
+    named, trains = flags.eval or flags.resume, not flags.eval and flags.sample is None
+    if named not in ("auto", "none"):
+        return flags.out or os.path.dirname(named) or ".", named
+    new = flags.out or datetime.now().strftime("runs/%Y%m%d-%H%M%S-%f")
+    found = (list_checkpoints(flags.out) if flags.out
+             else sorted(glob.glob("runs/*/step_*.pt"), key=os.path.getmtime))
+    if trains and flags.resume == "none":
+        if flags.out and found:
+            raise ValueError(f"{new} holds checkpoints; resume with --resume auto, or choose another --out")
+        return new, None
+    if found:
+        return os.path.dirname(found[-1]), found[-1]
+    if trains and {"data", "init"} & {*flags.given}:
+        print0(f"no checkpoint in {new} yet: a new run")
+        return new, None
+    raise ValueError(f"no checkpoint in {flags.out or 'runs'}; train one: python train.py --data DIR")
 
 def lock_folder(folder, at_exit):
     """Two runs in one folder would delete each other's checkpoints. Makes the folder; locks it until exit."""
@@ -826,95 +798,74 @@ def lock_folder(folder, at_exit):
     for left_over in glob.glob(os.path.join(glob.escape(folder), "step_*.pt.*.tmp")):    # of a killed run
         os.remove(left_over)
 
+def drop_repeated(folder, first):
+    """Remove lines of the log and files of the ledger from step `first` on, where the run begins."""
+    if (newest := max(list_checkpoints(folder), default="")) > checkpoint_path(folder, first):
+        raise ValueError(f"{newest} is newer than step {first}; resume from that, or choose another --out")
+    path = os.path.join(folder, "log.jsonl")
+    kept = [record for record in read_log(path) if record.get("step", -1) < first]
+    write_atomic(path, "".join(json.dumps(record) + "\n" for record in kept).encode())
+    for path in glob.glob(os.path.join(glob.escape(folder), "ledger", "step_*")):
+        if os.path.basename(path) >= f"step_{first:07d}":
+            os.remove(path)
+
 def list_checkpoints(folder):
     return sorted(glob.glob(os.path.join(glob.escape(folder), f"step_{7 * '[0-9]'}.pt")))
 
 def checkpoint_path(folder, step):
     return os.path.join(folder, f"step_{step:07d}.pt")
 
-def settle(flags, saved, path, names=None):
-    """Take flags that were not typed from the checkpoint (only `names`, if given). -> those that changed"""
-    theirs = {name: value for name, value in saved["flags"].items() if names is None or name in names}
+def settle(flags, saved, path, is_new):
+    """Take flags that were not typed from the checkpoint, with --init only those of the model. Say so."""
+    theirs = {name: value for name, value in saved["flags"].items() if name in MODEL_FLAGS or not is_new}
     changed = [name for name in theirs if name in flags.given and theirs[name] != getattr(flags, name)]
     if refused := [name for name in changed if name in FIXED_FLAGS]:
         raise ValueError(f"{as_typed(vars(flags), refused)} does not fit {path}, which has: "
                          f"{as_typed(theirs, refused)}; leave out these flags, or else --resume or --init")
     vars(flags).update({name: value for name, value in theirs.items() if name not in flags.given})
-    return changed
+    if is_new:
+        print0(f"from {path}: weights, tokenizer, {as_typed(vars(flags), ['depth', 'vocab_size'])}; not its "
+               f"other flags, such as {as_typed(saved['flags'], ['seq_len', 'steps'])}")
+    elif not flags.eval and flags.sample is None:
+        changes = as_typed(vars(flags), changed) + " from " + as_typed(theirs, changed)
+        print0(f"resumed from {path}: step {saved['step']}; changed: {changes if changed else 'nothing'}")
+        if saved["step"] > flags.steps:
+            raise ValueError(f"--steps {flags.steps}: {path} is at step {saved['step']} of the run already")
+        if {"batch_size", "seq_len", "data"} & {*changed}:    # the steps before had rows of other flags
+            saved["constant_since"] = saved["step"]
 
 def as_typed(values, names):
-    """Example: --depth 2 --data a:0.7 b:0.3 --no_shuffle without --doc_mask"""
-    words = []
-    for name in names:
-        value = " ".join(values[name]) if isinstance(values[name], list) else values[name]
-        word = f"--{name}" if value is True else f"--{name} {value}"
-        words.append(f"without --{name}" if value in (None, False) else word)
-    return " ".join(words)
+    """Example: --depth 2 --data ['a:0.7', 'b:0.3'] --no_shuffle False"""
+    return " ".join(f"--{name} {values[name]}" for name in names)
 
-class Checkpoints:
-    """Rank 0's, written by a thread from a copy in memory; the newest two are kept."""
-
-    def __init__(self, folder, newest, at_exit):
-        self.folder, self.newest, self.thread, self.failed = folder, newest, None, False
-        at_exit.callback(self.wait)
-
-    def save(self, step, content):
-        """If it fails, the last good one stays, and the next is tried as usual."""
-        self.wait()
-        self.newest, self.failed = step, False
-        if ranks_of_this_process()[0] == 0:
-            copy = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
-            self.thread = threading.Thread(target=self._write, args=(step, copy))
-            self.thread.start()
-
-    def _write(self, step, content):
-        try:
-            with atomic_file(checkpoint_path(self.folder, step)) as part, open(part, "wb") as file:
-                torch.save(content, file)
-        except (OSError, RuntimeError) as error:    # torch turns a full disk into "unexpected pos"
-            self.failed = True
-            last, why = max(list_checkpoints(self.folder), default="none"), error.__context__ or error
-            print0(f"warning: step {step} is not saved (disk full?): {why}; last: {last}")
-        else:
-            for path in list_checkpoints(self.folder)[:-2]:
-                os.remove(path)
-
-    def wait(self):
-        """-> whether the last save has succeeded"""
-        if self.thread:
-            self.thread.join()
-        return not self.failed
+def write_checkpoint(folder, step, content):
+    """By a thread of rank 0. The newest two are kept; of a full disk, the last good one."""
+    try:
+        with atomic_file(checkpoint_path(folder, step)) as part, open(part, "wb") as file:
+            torch.save(content, file)
+    except (OSError, RuntimeError) as error:    # torch turns a full disk into "unexpected pos"
+        last = max(list_checkpoints(folder), default="none")
+        raise OSError(f"step {step} is not saved: {error.__context__ or error}; last: {last}") from error
+    for path in list_checkpoints(folder)[:-2]:
+        os.remove(path)
 
 def load_checkpoint(path):
     try:
         if not env_int("LOCAL_RANK", least=0) and (damaged := zipfile.ZipFile(path).testzip()):
             raise ValueError(f"{damaged} differs from its checksum")    # torch compares none; once a node
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        wrong = [name for name, kind in CONTENT.items() if not isinstance(content.get(name), kind)]
         if content.get("version") != VERSION:
             raise ValueError(f"this train.py reads checkpoints of version {VERSION}, this one has "
                              f"{content.get('version')}")
-        if wrong:
-            raise ValueError(f"it lacks {', '.join(wrong)}")
     except Exception as error:    # a file that is not torch's raises almost anything
         what = "damaged, or no step_*.pt of this train.py" if os.path.isfile(path) else "no checkpoint's file"
-        there = list_checkpoints(path if os.path.isdir(path) else os.path.dirname(path))
-        verb, others = "remove it to go on from" if path in there else "there is", {*there} - {path}
-        if not others:
-            verb, others = "there is", {*glob.glob("runs/*/step_*.pt")} - {path}
+        there = {*list_checkpoints(path if os.path.isdir(path) else os.path.dirname(path))}
+        others = there - {path} or {*glob.glob("runs/*/step_*.pt")} - {path}
+        verb = "remove it to go on from" if path in there else "there is"
         advice = f"{verb} {max(others)}" if others else "expected a step_*.pt of a run"
         why = re.sub(r"\x1b\[\d*m", "", str(error))    # torch prints in bold
         raise ValueError(f"{path} is {what} ({type(error).__name__}: {why:.200}); {advice}") from None
     return content
-
-@contextlib.contextmanager
-def misfits_named(path):
-    """Content that does not fit this model is an error that names the checkpoint."""
-    try:
-        yield
-    except (RuntimeError, LookupError, TypeError, AttributeError, ValueError) as error:
-        why = str(error).splitlines()[-1].strip()
-        raise ValueError(f"{path} does not fit this model ({type(error).__name__}: {why})") from error
 
 # ---------------------------------------------------------------------------------------------------------
 # What is printed and logged
@@ -951,58 +902,28 @@ def read_log(path):
             with contextlib.suppress(ValueError):
                 yield json.loads(line)
 
-class Log:
-    """Rank 0's: lines on the screen, and JSON lines in the run's folder (dev.pictures loss draws them)."""
-
-    def __init__(self, folder, flags, mfu_of_one_token, header):
-        self.path, self.flags = os.path.join(folder, "log.jsonl"), flags
-        self.mfu_of_one_token, self.times, self.seconds, self.failed = mfu_of_one_token, [], 0.0, False
-        self.losses = collections.deque(maxlen=50)
-        if ranks_of_this_process()[0] == 0:
-            # Remove lines of steps that the resumed run repeats. On a full disk, they stay.
-            kept = [record for record in read_log(self.path) if record.get("step", -1) < header["from_step"]]
-            with contextlib.suppress(OSError):
-                write_atomic(self.path, "".join(json.dumps(record) + "\n" for record in kept).encode())
-        self.write(header)
-        print0("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB     left")
-
-    def write(self, record):
-        if ranks_of_this_process()[0] != 0:
-            return
+def write_log(folder, record):
+    """A JSON line in the run's folder, by rank 0 (dev.pictures loss draws them)."""
+    if ranks_of_this_process()[0] == 0:
         # >>> wandb, TensorBoard and the like go here: every record passes here, on rank 0. <<<
-        try:
-            with open(self.path, "a") as file:
-                file.write(json.dumps(record) + "\n")
-        except OSError as error:    # a full disk stops no training, and is reported once
-            if not self.failed:
-                print0(f"warning: {self.path}: {error}; some lines will be missing")
-            self.failed = True
+        with open(os.path.join(folder, "log.jsonl"), "a") as file:
+            file.write(json.dumps(record) + "\n")
 
-    def step(self, step, loss, lr, norm, seconds, waited, rows_hash):
-        self.seconds += seconds
-        self.times = [*self.times[-49:], seconds]
-        self.losses.append(loss)
-        per_second = self.flags.batch_size * self.flags.seq_len / seconds
-        r = {"step": step, "loss": loss, "lr": lr, "norm": norm, "tokens_per_s": per_second,
-             "mfu": per_second * self.mfu_of_one_token, "ms": 1e3 * seconds, "wait_ms": 1e3 * waited,
-             "memory_gb": peak_memory(self.flags.device) / 1e9, "rows_hash": rows_hash}
-        self.write(r)
-        if step % self.flags.log_every == 0 or step == self.flags.steps - 1:
-            left = int((self.flags.steps - step - 1) * sum(self.times) / len(self.times))
-            mfu = f"{r['mfu']:7.1%}" if r["mfu"] else "      -"
-            print0(f"{step:8d}{loss:10.4f}{lr:10.6f}{norm:8.3f}{per_second:11,.0f}{mfu}{r['ms']:10.1f}"
-                   f"{r['wait_ms']:10.1f}{r['memory_gb']:9.2f}{left // 60:6d}m{left % 60:02d}s")
+def print_step(flags, r, times):    # r: its record; times: seconds of each step
+    if r["step"] % flags.log_every == 0 or r["step"] == flags.steps - 1:
+        left = int((flags.steps - r["step"] - 1) * np.mean(times[-50:]))
+        mfu = f"{r['mfu']:7.1%}" if r["mfu"] else "      -"
+        print0(f"{r['step']:8d}{r['loss']:10.4f}{r['lr']:10.6f}{r['norm']:8.3f}{r['tokens_per_s']:11,.0f}{mfu}"
+               f"{r['ms']:10.1f}{r['wait_ms']:10.1f}{r['memory_gb']:9.2f}{left // 60:6d}m{left % 60:02d}s")
 
 # ---------------------------------------------------------------------------------------------------------
 # python train.py
 
 def main(argv=None):
-    for stream in (sys.stdout, sys.stderr):    # an ASCII terminal, and a sample that is not ASCII
-        stream.reconfigure(errors="backslashreplace")
     with dataset.errors_in_one_line(), contextlib.ExitStack() as at_exit:
         flags = parse_flags(argv)
         try:
-            return train(flags, at_exit)
+            run(flags, at_exit)
         except torch.OutOfMemoryError as error:
             raise ValueError(f"{error} Lower --micro_batch_size (now {flags.micro_batch_size}): the same run "
                              "in less memory. Lower --seq_len or --depth: another run.") from None
@@ -1014,4 +935,4 @@ def main(argv=None):
 if __name__ == "__main__":
     if callable(signal.getsignal(signal.SIGINT)):
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.exit(main())
+    main()

@@ -71,18 +71,16 @@ def encode_chunk(loader, parts):
 
 def count_rows(pack, lengths, R):
     """A Counter of a chunk's rows, padding, dropped tokens, documents, and those cut although they fit."""
-    stops, whole, counts = [0] * len(lengths), set(), collections.Counter()
-    for row in pack(lengths, R):
-        counts.update(rows=1, padding=R)
-        for d, start, stop in row:
-            repeats_bos = start > 0 and pack is not flat
-            counts["padding"] -= stop - start + repeats_bos
-            stops[d] = max(stop, stops[d])
-            if stop - start == lengths[d]:
-                whole.add(d)
-    cut = [d for d, n in enumerate(lengths) if n <= R and d not in whole]
-    counts.update(dropped=sum(lengths) - sum(stops), documents=len(lengths), cut=len(cut))
-    return counts
+    rows = list(pack(lengths, R))
+    pieces = sorted(itertools.chain.from_iterable(rows))
+    stops = {d: stop for d, _, stop in pieces}
+    whole = {d for d, start, stop in pieces if stop - start == lengths[d]}
+    cut = [d for d in stops.keys() - whole if lengths[d] <= R]
+    n_tokens = sum(stop - start for _, start, stop in pieces)
+    if pack is not flat:
+        n_tokens += sum(start > 0 for _, start, _ in pieces)    # BOS again
+    return collections.Counter(rows=len(rows), padding=len(rows) * R - n_tokens, documents=len(lengths),
+                               dropped=sum(lengths) - sum(stops.values()), cut=len(cut))
 
 # ---------------------------------------------------------------------------------------------------------
 # Bench: each line in a fresh process, in turns with its yardstick

@@ -23,11 +23,9 @@ run() {    # NAME FLAG...: a run of train.py whose output goes to a file
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv 2> /dev/null
 python -c "import torch; print('torch', torch.__version__, 'cuda', torch.version.cuda)"
 echo "== tests that need a GPU" && python -m pytest -q -p no:xdist dev/tests/test_train.py -k cuda 2>&1 | tail -3
-python dev/gpu_attention.py
 run speed --steps "$steps" "$@"
 run no_compile --steps "$((steps / 3))" "$@" --compile off
 run doc_mask --steps "$steps" "$@" --doc_mask
-run adamw --steps "$steps" "$@" --optimizer adamw
 run whole --steps "$steps" --save_every "$((steps / 2))" "$@"
 echo "== resumed at step $((steps / 2))" && $launch train.py --out "$out/resumed" \
     --resume "$(ls "$out"/whole/step_*.pt | head -1)" > "$out/resumed.txt" 2>&1

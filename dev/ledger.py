@@ -45,7 +45,6 @@ def shards_of(loader):
     return [shard for source in loader.sources.values() for shard in source.shards]
 
 def text_of(document, shard, tokenizer):
-    """Of an element of Shard.read."""
     if shard.kind != "tokens":
         return document.as_py() or ""
     ids = np.frombuffer(document.as_py() or b"", shard.dtype).astype(int)
@@ -110,19 +109,18 @@ class Loss(NamedTuple):
     above: float    # bits per byte, above those of all documents in the steps around its own
     bits: float     # per byte
     bytes: int
-    pieces: int
     place: Location
 
 def losses_of(ledger):
     """The Loss of each document of at least 200 bytes, from the easiest to the hardest."""
-    step, documents = ledger["step"], collections.defaultdict(lambda: np.zeros(4))
+    step, documents = ledger["step"], collections.defaultdict(lambda: np.zeros(3))
     nats, n_bytes = (np.convolve(np.bincount(step, ledger[name]), NEAR) for name in ("nats", "bytes"))
     expected = (nats / np.maximum(n_bytes, 1))[step + len(NEAR) // 2] * ledger["bytes"]
     columns = [ledger[name].tolist() for name in ("path", "row_group", "row", "nats", "bytes")]
     for *place, nats, n_bytes, others in zip(*columns, expected, strict=True):
-        documents[Location(*place)] += nats, n_bytes, others, 1
-    return sorted(Loss((nats - others) / n / LN2, nats / n / LN2, int(n), int(pieces), place)
-                  for place, (nats, n, others, pieces) in documents.items() if n >= LEAST)
+        documents[Location(*place)] += nats, n_bytes, others
+    return sorted(Loss((nats - others) / n / LN2, nats / n / LN2, int(n), place)
+                  for place, (nats, n, others) in documents.items() if n >= LEAST)
 
 def losses(run, n=10):
     """
@@ -132,20 +130,18 @@ def losses(run, n=10):
     ledger = read_ledger(run)
     if not len(ledger["g"]):
         raise ValueError(f"{run} has no ledger; train.py writes one with --ledger")
-    saved, found, ends = newest_of(run), losses_of(ledger), np.quantile(ledger["step"], (0.1, 0.9))
+    saved, found = newest_of(run), losses_of(ledger)
     tokenizer = tokenizer_of(saved)
     with loader_of(saved, False) as loader:
         for name, source in loader.sources.items():
             mine = np.isin(ledger["path"], [shard.path for shard in source.shards])
-            tenths = mine & (ledger["step"] <= ends[0]), mine & (ledger["step"] >= ends[1])
-            first, last = (ledger["nats"][some].sum() / max(1, ledger["bytes"][some].sum()) / LN2
-                           for some in tenths)
-            yield (f"{name}: {mine.sum():,} pieces, {ledger['tokens'][mine].sum():,} tokens; bits per byte "
-                   f"{first:.3f} in the first tenth of the steps, {last:.3f} in the last")
+            bits = ledger["nats"][mine].sum() / max(1, ledger["bytes"][mine].sum()) / LN2
+            yield (f"{name}: {mine.sum():,} pieces, {ledger['tokens'][mine].sum():,} tokens, {bits:.3f} bits "
+                   "per byte")
         for title, some in (("easiest", found[:n]), ("hardest", found[-n:])):
-            yield f"{title}: above others, bits per byte, bytes, pieces"
-            for above, bits, n_bytes, pieces, place in some:
-                yield (f"{above:>+8.3f}{bits:>8.3f}{n_bytes:>9,}{pieces:>5,}  "
+            yield f"{title}: above others, bits per byte, bytes"
+            for above, bits, n_bytes, place in some:
+                yield (f"{above:>+8.3f}{bits:>8.3f}{n_bytes:>9,}  "
                        f"{in_words(place)}: {printable(beginning_of(place, loader, tokenizer))}")
 
 def in_words(place):

@@ -1,5 +1,5 @@
 """
-nanochat's four generators, with its names, arguments and rows, token for token. Copy this file along to
+nanochat's two generators, with its names, arguments and rows, token for token. Copy this file along to
 train nanochat, see dev/loops.md. Better than nanochat's: threads encode ahead, a resume on the same number of
 ranks is exact, and a rank that would search forever for a document raises an error.
 
@@ -15,7 +15,6 @@ import itertools
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -60,27 +59,11 @@ def encode_ahead(groups, to_read, tokenizer, threads, batch_size):
                for i in range(0, len(rows), batch_size))
     return (encoded for _, encoded in in_order(executor, encode, batches, 2 * threads))
 
-# ---------------------------------------------------------------------------------------------------------
-# Packing: rows of R = T + 1 tokens, as bytes. refill() adds documents to the buffer, and returns them
-
-def flat(buffer, refill, R, _):
-    """All tokens in sequence; the last token of a row opens the next."""
-    while True:
-        row, free = [], R
-        while free:
-            while not buffer:
-                refill()
-            document, ids = next(iter(buffer.items()))
-            row.append(ids[:free])
-            free -= len(row[-1])
-            if free:
-                del buffer[document]
-            else:
-                buffer[document] = ids[len(row[-1]) - 1:]
-        yield b"".join(row)
-
 def bestfit(buffer, refill, R, buffer_size):
-    """The longest document that fits; if none does, the shortest, cut. Among equals, the oldest."""
+    """
+    Rows of R = T + 1 tokens, as bytes: the longest document that fits; if none does, the shortest, cut. Among
+    equals, the oldest. refill() adds documents to the buffer, and returns them.
+    """
     sizes = sorted((len(ids), document) for document, ids in buffer.items())
     while True:
         row, free = [], R
@@ -95,19 +78,16 @@ def bestfit(buffer, refill, R, buffer_size):
             free -= len(row[-1])
         yield b"".join(row)
 
-# ---------------------------------------------------------------------------------------------------------
-# Batches
-
-def batches_with_state(pack, tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4,
-                       tokenizer_batch_size: int = 128, device: str | torch.device = "cuda",
-                       resume_state_dict: dict | list | None = None, buffer_size: int = 1000
-                       ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict]]:
+def tokenizing_distributed_data_loader_with_state_bos_bestfit(
+        tokenizer, B: int, T: int, split: str, tokenizer_threads: int = 4, tokenizer_batch_size: int = 128,
+        device: str | torch.device = "cuda", resume_state_dict: dict | list | None = None,
+        buffer_size: int = 1000) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict]]:
     """A state is plain JSON and resumes with the next batch: pass this rank's, or the list of all ranks'."""
     rank, world_size = ranks_of_this_process()
     tokenizer, shards, device = as_encoder(tokenizer), list_shards(None, split), torch.device(device)
     check_shards(shards, world_size)
     contents = repr([(shard.name, shard.text_bytes, shard.group_sizes, shard.digest) for shard in shards])
-    config = {"world_size": world_size, "rank": rank, "packing": pack.__name__,
+    config = {"world_size": world_size, "rank": rank, "packing": "bestfit",
               "tokenizer": tokenizer.fingerprint, "shards": hashlib.sha256(contents.encode()).hexdigest()}
     buffered, place = read_state(resume_state_dict, config)
 
@@ -124,7 +104,7 @@ def batches_with_state(pack, tokenizer, B: int, T: int, split: str, tokenizer_th
         buffer.update(documents)
         return documents
 
-    packed = pack(buffer, refill, T + 1, buffer_size)
+    packed = bestfit(buffer, refill, T + 1, buffer_size)
     while True:
         rows = np.frombuffer(b"".join(itertools.islice(packed, B)), tokenizer.dtype).reshape(B, T + 1)
         both = [torch.from_numpy(part.astype(np.int64)) for part in (rows[:, :-1], rows[:, 1:])]
@@ -159,11 +139,6 @@ def check_shards(shards, world_size):
             raise ValueError(f"rank {rank} of {world_size} would never get a document: shards of {folder} "
                              f"have at most {n} row groups; use PackedLoader, which splits them")
 
-def batches_without_state(*args, **kwargs) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for inputs, targets, _ in batches_with_state(*args, **kwargs):
+def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs) -> Iterator:
+    for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(*args, **kwargs):
         yield inputs, targets
-
-tokenizing_distributed_data_loader = partial(batches_without_state, flat)
-tokenizing_distributed_data_loader_with_state = partial(batches_with_state, flat)
-tokenizing_distributed_data_loader_bos_bestfit = partial(batches_without_state, bestfit)
-tokenizing_distributed_data_loader_with_state_bos_bestfit = partial(batches_with_state, bestfit)

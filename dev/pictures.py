@@ -7,7 +7,7 @@ Pictures of rows, losses and documents, by matplotlib.
 """
 
 import argparse
-import sys
+import collections
 
 import numpy as np
 
@@ -57,38 +57,27 @@ def colour_of(n):
     return tuple(hsv_to_rgb((0.618034 * n % 1, 0.4 + 0.2 * (n % 3), 0.9)))
 
 def loss_picture(folders):
-    """
-    Training loss above, val below, of a mixture with a line for each source, dashed in other ways. Each run's
-    line is thinner than the one before: equal runs all show.
-    """
-    figure, settled = Figure((9, 7), layout="constrained"), 0
+    """Training loss above, val below; of a mixture, a line for each source, dashed in other ways."""
+    figure = Figure((9, 7), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True)
     for i, folder in enumerate(folders):
-        records = list(read_log(f"{folder}/log.jsonl"))
+        records, vals = list(read_log(f"{folder}/log.jsonl")), collections.defaultdict(list)
         losses = np.array([(r["step"], r["loss"]) for r in records if "loss" in r])
         if not len(losses):
-            print(f"skipped: {folder}/log.jsonl has no losses", file=sys.stderr)
-            continue
+            raise ValueError(f"no losses in {folder}; expected folders of runs of train.py")
         n = -(-len(losses) // 150)
         means = losses[:len(losses) // n * n].reshape(-1, n, 2).mean(axis=1)
-        settled = max(settled, means[len(means) // 10:, 1].max())
-        vals, width, last = {}, 5 - 4 * i / len(folders), ""
+        upper.plot(*means.T, label=folder, color=f"C{i % 10}")
         for record in records:
             if "val_bpb" in record:
-                vals.setdefault(record.get("source"), []).append((record["step"], record["val_bpb"]))
-                last = f", val {record['val_bpb']:.4f}"    # of a mixture: that over all sources
-        upper.plot(*means.T, linewidth=width, label=folder + last, color=f"C{i % 10}")
+                vals[record.get("source")].append((record["step"], record["val_bpb"]))
         for j, (source, points) in enumerate(vals.items()):
-            style = "o" + ("-", "--", ":", "-.")[j % 4]
-            label = f"{folder}: {source}" if len(vals) > 1 else None
-            lower.plot(*np.transpose(points), style, color=f"C{i % 10}", linewidth=width, label=label)
-    if not upper.lines:
-        raise ValueError(f"no losses in {' '.join(folders)}; expected folders of runs of train.py")
-    upper.set(ylabel="training loss, nats per token", ylim=(None, 1.02 * settled))
+            style, label = "o" + ("-", "--", ":", "-.")[j % 4], f"{folder}: {source}, {points[-1][1]:.4f}"
+            lower.plot(*np.transpose(points), style, color=f"C{i % 10}", label=label)
+    upper.set(ylabel="training loss, nats per token")
     lower.set(ylabel="val, bits per byte", xlabel="step")
     upper.legend()
-    if lower.get_legend_handles_labels()[0]:
-        lower.legend()
+    lower.legend()
     return figure
 
 def documents_picture(run, n=20):

@@ -35,7 +35,7 @@ import sys
 import threading
 from codecs import BOM_UTF8
 from collections.abc import Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +79,7 @@ KEY, DOCUMENT = "nanoloader.key", "nanoloader.text"    # columns of a run
 def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequence[str] = (),
             as_text: Sequence[str] = (), skip_bad: bool = False, cut_bytes: int | None = None, seed: int = 0,
             workers: int | None = None, shard_bytes: int = SHARD_BYTES,
-            executor: Executor | None = None, messages_key: str | None = None) -> dict:
+            messages_key: str | None = None) -> dict:
     """
     Write the documents of files with one of KINDS as shards; the last shard, about 1 % of them, is val.
 
@@ -88,8 +88,7 @@ def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequ
     inputs: paths, folders, globs. keep: columns that stay beside the text. as_text: patterns of names; of
     folders only files with such a name are read, as plain text. Each plain text is a document, or with
     cut_bytes several that end at blank lines. `out` appears atomically, once complete. ValueError names file
-    and line of the first bad document; skip_bad reports bad documents and unreadable files instead. The
-    workers of an `executor` must see the same paths; `workers` says how many there are.
+    and line of the first bad document; skip_bad reports bad documents and unreadable files instead.
     """
     if "://" in out:
         raise ValueError(f"cannot write to {out}; name a local folder, then copy it there")
@@ -105,7 +104,7 @@ def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequ
     total = sum(file.size for file in files)
     # While a process starts, another one converts 100 MB.
     workers = workers or max(1, min(cores(), total // BYTES_PER_PROCESS))
-    with building_folder(out) as building, pool_of(executor, min(workers, cores() + len(files))) as pool:
+    with building_folder(out) as building, pool_of(min(workers, cores() + len(files))) as pool:
         scatter = functools.partial(scatter_task, building=building, kind=kind, key=key, keep=keep,
                                     skip_bad=skip_bad, cut_bytes=cut_bytes, seed=seed, max_in_val=total // 20)
         try:
@@ -155,11 +154,8 @@ def building_folder(out):
             shutil.rmtree(parent, ignore_errors=True)
 
 @contextlib.contextmanager
-def pool_of(executor, n):
-    """The given executor, else n processes, or one thread if n is 1."""
-    if executor:
-        yield executor
-        return
+def pool_of(n):
+    """n processes, or one thread if n is 1."""
     context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
     with ctrl_c_ignored():    # also by the workers, while they import
         pool = ThreadPoolExecutor(1) if n == 1 else ProcessPoolExecutor(n, context, end_with_parent)
@@ -180,17 +176,6 @@ def ctrl_c_ignored():
     finally:
         if is_main:
             signal.signal(signal.SIGINT, before)
-
-@contextlib.contextmanager
-def dask_executor(address):
-    """(an executor on a Dask cluster, threads of all its workers), which run our code and see our files."""
-    if not address:
-        yield None, None
-        return
-    from distributed import Client  # pip install distributed
-
-    with Client(address) as client:
-        yield client.get_executor(), sum(client.nthreads().values())
 
 def end_with_parent():
     """In a worker: exit with the parent, and leave Ctrl-C to the parent."""
@@ -629,13 +614,11 @@ def table_records(kind, stream, columns):
 VOCAB_SIZE = 32768    # of a tokenizer that is trained because the data has none
 
 def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads: int | None = None,
-             compression: str = "none", keep: Sequence[str] = (), executor: Executor | None = None,
-             at_once: int = 1) -> int:
+             compression: str = "none", keep: Sequence[str] = ()) -> int:
     """
     Write token shards: same names, row groups and rows as the text shards. Returns the number of tokens.
 
-    Resumes: complete shards of the same text and tokenizer are kept. keep: columns that stay beside the
-    tokens. The workers of an `executor` must see these paths; a task is a shard, with `at_once` in flight.
+    Resumes: complete shards of the same text and tokenizer are kept. keep: columns beside the tokens.
     """
     if "://" in out or os.path.realpath(out) == os.path.realpath(data_dir):
         raise ValueError(f"cannot write to {out}; name another local folder with --out")
@@ -650,10 +633,9 @@ def tokenize(data_dir: str, out: str, tokenizer_dir: str | None = None, threads:
     if missing := {*keep} - {*columns}:
         raise ValueError(f"--keep {min(missing)}: {shards[0].path} has only {', '.join(columns)}")
     print_dropped({*columns} - {shards[0].kind, *keep})
-    one = functools.partial(tokenize_shard, out=os.path.abspath(out), tokenizer=tokenizer,
-                            where=where, threads=threads or cores(), compression=compression, keep=keep)
-    with pool_of(executor, 1) as pool:
-        tokens = sum(run_all(pool, one, shards, at_once, "tokenize"))
+    options = os.path.abspath(out), tokenizer, where, threads or cores(), compression, keep
+    shown = tqdm(shards, "tokenize", unit=" shards", delay=1)
+    tokens = sum(tokenize_shard(shard, *options) for shard in shown)
     dataset.write_index(out)
     return tokens
 
@@ -752,8 +734,7 @@ def verify(folder: str) -> bool:
             print(f"{dataset.printable(name):<22} {line}", flush=True)
     print(f"{folder}: {counted(len(files), 'shard')}, {counted(problems, 'problem')}")
     if problems:
-        print("next: remove damaged shards, then type again what made them: python dataset.py -n N and "
-              "tokenize write what is missing, convert needs a new folder")
+        print("next: remove damaged shards, then type again what made them (convert needs a new folder)")
     return not problems
 
 def check_shard(file, folder, indexed):
@@ -937,13 +918,11 @@ def make_parser():
     add("--cut_bytes", type=at_least_1, help="cut plain text into documents of this size, at blank lines")
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
-    add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
     add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
     add("--out", required=True, help="folder for the token shards")
     add("--tokenizer", help="folder of the tokenizer")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns kept beside tokens")
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
-    add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
     add = command("head", lambda flags: head(folder_of(flags), flags.n, flags.start, flags.split,
                                              flags.tokenizer, flags.raw), "print some documents")
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
@@ -979,8 +958,7 @@ def add_folder(parser):
 
 def folder_of(flags):
     if len(flags.data) > 1:
-        raise ValueError(f"expected one folder, not {' '.join(flags.data)}; type the command for each of "
-                         "them (only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
+        raise ValueError(f"expected one folder, not {' '.join(flags.data)}; type the command for each")
     return find_data(*flags.data)
 
 def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
@@ -988,10 +966,8 @@ def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
 
 def run_convert(flags):
     out = flags.out or dataset.default_data_dir()
-    with dask_executor(flags.dask) as (executor, threads):
-        made = convert(flags.inputs, out, flags.text_key, flags.keep, flags.as_text, flags.skip_bad,
-                       flags.cut_bytes, flags.seed, flags.num_workers or threads, executor=executor,
-                       messages_key=flags.messages_key)
+    made = convert(flags.inputs, out, flags.text_key, flags.keep, flags.as_text, flags.skip_bad,
+                   flags.cut_bytes, flags.seed, flags.num_workers, messages_key=flags.messages_key)
     noun = "document" if made["kind"] == "text" else "conversation"
     empty = f" ({made['empty']:,} of them empty)" if made["empty"] else ""
     print(f"{counted(made['files'], 'file')} -> {counted(made['documents'], noun)}{empty}, "
@@ -1009,9 +985,7 @@ def run_convert(flags):
         print(f"skipped bad documents or files: {made['bad']:,}; the first:", *made["shown"], sep="\n  ")
 
 def run_tokenize(flags):
-    with dask_executor(flags.dask) as (executor, threads):
-        tokens = tokenize(folder_of(flags), flags.out, flags.tokenizer, 1 if executor else None,
-                          flags.compression, flags.keep, executor, threads or 1)
+    tokens = tokenize(folder_of(flags), flags.out, flags.tokenizer, None, flags.compression, flags.keep)
     print(f"{tokens:,} tokens in {flags.out}")
 
 if __name__ == "__main__":

@@ -19,11 +19,8 @@ from dev import nanochat
 from test_dataloader import BOS, ByteTokenizer, rows_of, tokenized, write_shards
 from tokenizer import RustBPETokenizer, as_encoder
 
-GENERATORS = {
-    "flat": (nanochat.tokenizing_distributed_data_loader_with_state,
-             nanochat.tokenizing_distributed_data_loader),
-    "bestfit": (nanochat.tokenizing_distributed_data_loader_with_state_bos_bestfit,
-                nanochat.tokenizing_distributed_data_loader_bos_bestfit)}
+with_state = nanochat.tokenizing_distributed_data_loader_with_state_bos_bestfit
+without_state = nanochat.tokenizing_distributed_data_loader_bos_bestfit
 
 
 class NanochatTokenizer:
@@ -56,17 +53,6 @@ def batches_of_documents(shards, rank, world_size, batch_size):
                     yield [[BOS, *text.encode()] for text in documents], (epoch, pq_idx, rg_idx)
 
 
-def flat_batches(batches, B, T, _):
-    """Each batch's last target opens the next one."""
-    buffer = []
-    while True:
-        while len(buffer) < B * T + 1:
-            documents, printed = next(batches)
-            buffer += itertools.chain.from_iterable(documents)
-        yield [tuple(buffer[b * T:b * T + T + 1]) for b in range(B)], printed
-        buffer = buffer[B * T:]
-
-
 def bestfit_batches(batches, B, T, buffer_size):
     """The longest document that fits, else the shortest, cut; the first in the buffer among equals."""
     buffer, rows, row = [], [], []
@@ -87,10 +73,10 @@ def bestfit_batches(batches, B, T, buffer_size):
             rows = []
 
 
-def reference(packing, shards, B, T, rank, world_size, batch_size=128, buffer_size=1000):
+def reference(shards, B, T, rank, world_size, batch_size=128, buffer_size=1000):
     """Yields (rows, (epoch, pq_idx, rg_idx)) of each batch."""
     batches = batches_of_documents(shards, rank, world_size, batch_size)
-    return (flat_batches if packing == "flat" else bestfit_batches)(batches, B, T, buffer_size)
+    return bestfit_batches(batches, B, T, buffer_size)
 
 
 def draw_shards(seed, nulls=0.0):
@@ -135,19 +121,17 @@ def through_json(state):
 # ---------------------------------------------------------------------------------------------------------
 # Rows
 
-@pytest.mark.parametrize("packing", ["flat", "bestfit"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_batches_are_nanochats_and_resume_is_exact(packing, world_size, as_rank):
+def test_batches_are_nanochats_and_resume_is_exact(world_size, as_rank):
     """Several epochs; stopped twice, after batches that the seed draws. The two generators agree."""
     draw = random.Random(world_size)
     shards, B, T = draw_shards(world_size), 4, draw.choice([16, 40])
     batch_size, buffer_size = draw.choice([5, 7, 128]), draw.choice([3, 20])
-    with_state, without_state = GENERATORS[packing]
-    options = {"buffer_size": buffer_size} if packing == "bestfit" else {}
-    options.update(device="cpu", tokenizer_threads=2, tokenizer_batch_size=batch_size)
+    options = {"buffer_size": buffer_size, "device": "cpu", "tokenizer_threads": 2,
+               "tokenizer_batch_size": batch_size}
     for rank in range(world_size):
         as_rank(shards, rank, world_size)
-        want = take(600, reference(packing, shards, B, T, rank, world_size, batch_size, buffer_size))
+        want = take(600, reference(shards, B, T, rank, world_size, batch_size, buffer_size))
         got, state, stops = [], None, [0, *sorted(draw.sample(range(1, 600), 2)), 600]
         for a, b in itertools.pairwise(stops):
             generator = with_state(NanochatTokenizer(), B, T, "train", resume_state_dict=state, **options)
@@ -161,10 +145,9 @@ def test_batches_are_nanochats_and_resume_is_exact(packing, world_size, as_rank)
         assert list(map(rows_of, take(50, again))) == [rows for rows, _ in want[:50]]
 
 
-@pytest.mark.parametrize("packing", ["flat", "bestfit"])
-def test_states_of_all_ranks_resume_each_rank(packing, as_rank):
+def test_states_of_all_ranks_resume_each_rank(as_rank):
     """In a list, as dev/loops.md saves them; and in lists of it, which a run saves that was just resumed."""
-    shards, with_state, states, want = draw_shards(9), GENERATORS[packing][0], [], []
+    shards, states, want = draw_shards(9), [], []
     for rank in range(3):
         as_rank(shards, rank, 3)
         batches = take(20, with_state(ByteTokenizer(), 2, 32, "train", device="cpu"))
@@ -181,20 +164,19 @@ def test_defaults_are_nanochats(as_rank):
     """128 documents at a time, 1,000 buffered."""
     shards = [[[f"{i}.{k}" + "y" * (k % 90) for k in range(300)] for i in range(4)]] * 2
     as_rank(shards)
-    generator = GENERATORS["bestfit"][0](ByteTokenizer(), 8, 64, "train", device="cpu")
-    assert list(map(seen, take(25, generator))) == take(25, reference("bestfit", shards, 8, 64, 0, 1))
+    generator = with_state(ByteTokenizer(), 8, 64, "train", device="cpu")
+    assert list(map(seen, take(25, generator))) == take(25, reference(shards, 8, 64, 0, 1))
 
 
-@pytest.mark.parametrize("packing", ["flat", "bestfit"])
-def test_null_documents_and_empty_row_groups_are_skipped(packing, as_rank, tmp_path):
+def test_null_documents_and_empty_row_groups_are_skipped(as_rank, tmp_path):
     """nanochat stops at a null; empty documents are rows of BOS. Resumed after every batch."""
     shards = draw_shards(5, nulls=0.4)
     shards[0][1], shards[1][2], shards[2][3] = [], [None] * 9, [""] * 9
     as_rank(shards, 1, 2)
     assert pq.ParquetFile(tmp_path / "base_data/shard_00000.parquet").num_row_groups == len(shards[0])
-    want, state = take(60, reference(packing, shards, 1, 40, 1, 2, 7, 20)), None
+    want, state = take(60, reference(shards, 1, 40, 1, 2, 7, 20)), None
     for expected in want:
-        batch = next(GENERATORS[packing][0](ByteTokenizer(), 1, 40, "train", 2, 7, "cpu", state, 20))
+        batch = next(with_state(ByteTokenizer(), 1, 40, "train", 2, 7, "cpu", state, 20))
         state = batch[2]
         assert seen(batch) == expected
 
@@ -202,12 +184,12 @@ def test_null_documents_and_empty_row_groups_are_skipped(packing, as_rank, tmp_p
 def test_batches_are_new_tensors_which_are_pinned_for_a_gpu(as_rank, monkeypatch):
     """The calls, without a GPU: each tensor is pinned, and copied from there without waiting."""
     as_rank(shards := draw_shards(1))
-    want, pinned = [rows for rows, _ in take(9, reference("flat", shards, 2, 16, 0, 1))], []
+    want, pinned = [rows for rows, _ in take(9, reference(shards, 2, 16, 0, 1))], []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda part: pinned.append(part.data_ptr()) or part)
     monkeypatch.setattr(torch.Tensor, "to", lambda part, device, non_blocking: (
         pinned.remove(part.data_ptr()), device == torch.device("cuda") and non_blocking and part)[1])
     for device in ("cuda", torch.device("cuda")):
-        batches = take(9, GENERATORS["flat"][1](ByteTokenizer(), 2, 16, "train", device=device))
+        batches = take(9, without_state(ByteTokenizer(), 2, 16, "train", device=device))
         assert not pinned and len({part.data_ptr() for batch in batches for part in batch}) == 18
         assert list(map(rows_of, batches)) == want
 
@@ -219,7 +201,7 @@ def test_dropped_generators_leave_no_threads(as_rank):
     """scripts/base_train.py makes a new one for each evaluation, and drops it."""
     as_rank(draw_shards(0))
     before = threading.enumerate()
-    generator = GENERATORS["bestfit"][1](ByteTokenizer(), 2, 16, "val", device="cpu")
+    generator = without_state(ByteTokenizer(), 2, 16, "val", device="cpu")
     next(generator)
     started = set(threading.enumerate()).difference(before)
     assert started
@@ -241,7 +223,7 @@ def test_documents_in_the_buffer_do_not_keep_others(as_rank):
 def test_tokenizers_with_threads_of_their_own_are_called_by_one(as_rank):
     as_rank(draw_shards(0))
     tokenizer = NanochatTokenizer()
-    generator = GENERATORS["flat"][1](tokenizer, 2, 16, "train", tokenizer_threads=3, device="cpu")
+    generator = without_state(tokenizer, 2, 16, "train", tokenizer_threads=3, device="cpu")
     tokenizer.calls.clear()
     take(50, generator)
     assert len({thread for thread, _ in tokenizer.calls} - {threading.current_thread()}) == 1
@@ -254,7 +236,7 @@ def test_first_document_of_a_row_group_is_checked_with_tiktoken(as_rank, monkeyp
     encode, calls = RustBPETokenizer.encode_documents, []
     monkeypatch.setattr(RustBPETokenizer, "encode_documents", lambda self, texts, check=(): (
         calls.append((texts.to_pylist(), list(check))), encode(self, texts, check))[1])
-    next(GENERATORS["flat"][1](ours, 1, 8, "train", tokenizer_batch_size=2, device="cpu"))
+    next(without_state(ours, 1, 8, "train", tokenizer_batch_size=2, device="cpu"))
     assert all(call in calls for call in [(["a", "b"], [0]), (["c"], []), (["d", "e"], [0]), (["f"], [])])
 
 
@@ -267,8 +249,8 @@ def test_errors_in_threads_name_the_documents(as_rank):
             return super().encode_documents(texts)
 
     as_rank([[["good"] * 8], [["good"] * 8, ["good"] * 6 + ["bad", "good"]]])
-    generator = GENERATORS["flat"][1](Failing(), 1, 15, "train", tokenizer_batch_size=4, device="cpu")
-    assert len(take(6, generator)) == 6
+    generator = without_state(Failing(), 1, 15, "train", tokenizer_batch_size=4, device="cpu", buffer_size=1)
+    assert len(take(5, generator)) == 5
     with pytest.raises(RuntimeError, match=r"shard_00001\.parquet, row group 1, rows 4 to 7: KeyError"):
         next(generator)
 
@@ -278,22 +260,21 @@ def test_errors_in_threads_name_the_documents(as_rank):
 
 def test_other_states_are_refused(as_rank, monkeypatch):
     """Each by one line; and nanochat's three numbers."""
-    def refused(message, state=None, packing="flat", tokenizer=None, rank=0, world_size=2, split="train"):
+    def refused(message, state=None, tokenizer=None, rank=0, world_size=2, split="train"):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", str(world_size))
-        generator = GENERATORS[packing][0](tokenizer or ByteTokenizer(), 2, 16, split, device="cpu",
-                                           resume_state_dict=state or saved)
+        generator = with_state(tokenizer or ByteTokenizer(), 2, 16, split, device="cpu",
+                               resume_state_dict=state or saved)
         with pytest.raises(ValueError, match=f"another run's: {message}") as error:
             next(generator)
         assert "\n" not in str(error.value)
 
     as_rank(draw_shards(0), 0, 2)
-    saved = next(GENERATORS["flat"][0](ByteTokenizer(), 2, 16, "train", device="cpu"))[2]
+    saved = next(with_state(ByteTokenizer(), 2, 16, "train", device="cpu"))[2]
     refused("world_size is None in it, but 2 here", {"pq_idx": 0, "rg_idx": 3, "epoch": 1})
     refused("world_size is 2 in it, but 1 here", world_size=1)
     refused("world_size is 2 in it, but 4 here", [saved, saved], rank=3, world_size=4)
     refused("rank is 0 in it, but 1 here", rank=1)
-    refused("packing is 'flat' in it, but 'bestfit' here", packing="bestfit")
     refused("tokenizer is 'bytes' in it, but 'other' here", tokenizer=ByteTokenizer("other"))
     refused("shards is", split="val")
     for change in ({"name": "a"}, {"text_bytes": 1}, {"digest": "b"}, {"group_sizes": [2, 5]}):
@@ -305,18 +286,17 @@ def test_other_states_are_refused(as_rank, monkeypatch):
 def test_too_few_row_groups_or_shards_are_refused(as_rank, monkeypatch, tmp_path):
     """nanochat would loop without end; and it has no built-in corpus."""
     as_rank([[["a"]] * 3, [["b"]] * 4], 0, 5)
-    generator = GENERATORS["flat"][1]
     with pytest.raises(ValueError, match=r"rank 4 of 5 would never get a document: .* at most 4 row groups"):
-        next(generator(ByteTokenizer(), 2, 16, "train", device="cpu"))
+        next(without_state(ByteTokenizer(), 2, 16, "train", device="cpu"))
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "empty"))
     with pytest.raises(FileNotFoundError, match="base_data"):
-        next(generator(ByteTokenizer(), 2, 16, "train", device="cpu"))
+        next(without_state(ByteTokenizer(), 2, 16, "train", device="cpu"))
 
 
 def test_row_groups_without_documents_are_not_counted(as_rank):
     as_rank([[["a"], [], ["b"], []], [["c"]]], 0, 2)
     with pytest.raises(ValueError, match="rank 1 of 2 would never get a document"):
-        next(GENERATORS["flat"][1](ByteTokenizer(), 2, 16, "train", device="cpu"))
+        next(without_state(ByteTokenizer(), 2, 16, "train", device="cpu"))
 
 
 def test_token_shards_are_refused(as_rank, tmp_path):
@@ -324,4 +304,4 @@ def test_token_shards_are_refused(as_rank, tmp_path):
     (tmp_path / "base_data").rename(tmp_path / "text")
     tokenized(str(tmp_path / "text"), str(tmp_path / "base_data"))
     with pytest.raises(ValueError, match="base_data holds tokens, and nanochat's generators read text"):
-        next(GENERATORS["flat"][1](ByteTokenizer(), 2, 16, "train", device="cpu"))
+        next(without_state(ByteTokenizer(), 2, 16, "train", device="cpu"))

@@ -8,7 +8,6 @@ import bz2
 import collections
 import contextlib
 import csv
-import functools
 import glob
 import gzip
 import hashlib
@@ -28,7 +27,6 @@ import tempfile
 import time
 from codecs import BOM_UTF8
 from concurrent.futures import ThreadPoolExecutor, wait
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -152,7 +150,7 @@ def test_order_of_convert_never_changes(tmp_path, monkeypatch):
 def test_processes_start_when_there_is_work_for_them(tmp_path, monkeypatch):
     """A thread of this process converts up to 200 MB of files; each process has 100 MB or more to do."""
     asked, real = [], prepare.pool_of
-    monkeypatch.setattr(prepare, "pool_of", lambda executor, n: asked.append(n) or real(executor, 1))
+    monkeypatch.setattr(prepare, "pool_of", lambda n: asked.append(n) or real(1))
     monkeypatch.setattr(prepare, "cores", lambda: 4)
     make_inputs(tmp_path / "in", make_texts(300))
     size = sum(os.path.getsize(path) for path in glob.glob(f"{tmp_path}/in/**/*.*", recursive=True))
@@ -165,7 +163,7 @@ def test_processes_start_when_there_is_work_for_them(tmp_path, monkeypatch):
 def test_no_more_processes_start_than_can_work(tmp_path, monkeypatch):
     make_inputs(tmp_path / "in", make_texts(50))
     seen, pool_of = [], prepare.pool_of
-    monkeypatch.setattr(prepare, "pool_of", lambda executor, n: seen.append(n) or pool_of(executor, 1))
+    monkeypatch.setattr(prepare, "pool_of", lambda n: seen.append(n) or pool_of(1))
     prepare.convert([f"{tmp_path}/in"], f"{tmp_path}/out", text_key="raw_content", workers=1000)
     assert seen[0] <= prepare.cores() + 20
 
@@ -272,31 +270,6 @@ def group_of(pid):
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         state, _, group = file.read().rpartition(")")[2].split()[:3]
         return int(group) if state != "Z" else None
-
-
-def test_convert_and_tokenize_on_a_cluster(tmp_path, byte_tokenizer):
-    """The same shards as on one machine, although a worker is killed on the way."""
-    distributed = pytest.importorskip("distributed")
-    make_inputs(tmp_path / "in", make_texts(300))
-    convert = functools.partial(prepare.convert, [str(tmp_path / "in")], text_key="raw_content", workers=1)
-    convert(f"{tmp_path}/alone")
-    del byte_tokenizer.decode    # a lambda cannot be pickled
-    n = prepare.tokenize(f"{tmp_path}/alone", f"{tmp_path}/alone_tokens")
-    with (distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
-          cluster.get_client() as client):
-        victim, tasks = next(iter(cluster.workers.values())).pid, itertools.count()
-
-        def submit(function, item):
-            if next(tasks) == 3:
-                os.kill(victim, signal.SIGKILL)
-            return client.get_executor().submit(function, item)
-
-        executor = SimpleNamespace(submit=submit)
-        convert(f"{tmp_path}/out", executor=executor)
-        assert next(tasks) > 4 and group_of(victim) is None
-        assert prepare.tokenize(f"{tmp_path}/out", f"{tmp_path}/tokens", executor=executor, at_once=3) == n
-    assert read_all(tmp_path / "out") == read_all(tmp_path / "alone") != []
-    assert read_all(tmp_path / "tokens") == read_all(tmp_path / "alone_tokens") != []
 
 
 # ---------------------------------------------------------------------------------------------------------
