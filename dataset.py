@@ -209,6 +209,9 @@ class Location(NamedTuple):
     row_group: int
     row: int
 
+    def __str__(self):
+        return f"{self.path}, row group {self.row_group}, row {self.row}"
+
 @dataclass(eq=False)
 class Shard:
     """A parquet file of documents (column `text`, or `messages`: JSON) or of their ids (`tokens`)."""

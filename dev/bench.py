@@ -14,6 +14,7 @@ yardstick. So the shares hold on a busy machine, too; the tokens per second do n
 import argparse
 import collections
 import contextlib
+import functools
 import importlib.util
 import io
 import itertools
@@ -39,8 +40,6 @@ from train import peak_memory
 # ---------------------------------------------------------------------------------------------------------
 # Compare: what each packing drops, pads and cuts
 
-COMPARED = 4096    # rows of tokens
-
 def compare(tokenizer, data_dir, T):
     """Lines of a table."""
     with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1) as loader:
@@ -48,7 +47,7 @@ def compare(tokenizer, data_dir, T):
         for _, parts in deal_first_lane(loader):
             chunks.append(list(map(len, encode_chunk(loader, parts))))
             n_tokens += sum(chunks[-1])
-            if n_tokens >= COMPARED * (T + 1):
+            if n_tokens >= 4096 * (T + 1):
                 break
     yield f"of the first {n_tokens:,} tokens, in {counted(len(chunks), 'chunk')} of one lane"
     yield f"{'packing':<12}{'dropped':>9}{'padding':>9}{'fit but cut':>13}"
@@ -136,7 +135,7 @@ def measure(job):
     memory = (peak_memory("cpu") - before) / (1 << 20)
     yardstick, theirs = encoded(job) if job.kind == "text" else (memmap(job), threading.Event())
     turns = (tokens, mine, theirs), (yardstick, theirs, mine)
-    pairs = [[speed_in_turn(*turn, job.seconds) for turn in turns] for _ in range(3)]
+    pairs = [[speed_of(*turn, job.seconds) for turn in turns] for _ in range(3)]
     speed, best = np.median(pairs, axis=0)
     mine.set(), theirs.set()    # threads that wait would never end
     state = loader.state_dict()
@@ -174,12 +173,9 @@ def gate(tokenizer):
     tokenizer.encode = encode_in_turn
     return may_encode
 
-def speed_in_turn(counts, mine, theirs, seconds):
-    mine.set(), theirs.clear()
-    return speed_of(counts, seconds)
-
-def speed_of(counts, seconds):
+def speed_of(counts, mine, theirs, seconds):
     """Tokens per second, from an iterator of numbers of tokens. What is ready at the start does not count."""
+    mine.set(), theirs.clear()
     for duration in (min(0.3, seconds), seconds):
         began, tokens = time.perf_counter(), 0
         while time.perf_counter() - began < duration:
@@ -221,35 +217,38 @@ def write_ids(tokens, path):
 def main(argv: list[str] | None = None) -> None:
     flags = make_parser().parse_args(argv)
     with errors_in_one_line():
-        for line in lines_of(flags):
+        for line in flags.lines(flags):
             print(line, flush=True)
 
 def make_parser():
     parser = Parser("python -m dev.bench", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("compare", "what each packing drops, pads and cuts"),
-                       ("bench", "tokens per second, from text and from tokens")):
+    for name, run, text in (("compare", compare, "what each packing drops, pads and cuts"),
+                            ("bench", bench, "tokens per second, from text and from tokens")):
         command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(lines=functools.partial(measured, run))
         add_folder(command)
         command.add_argument("--tokenizer", help="its folder (default: the one trained on the data)")
         command.add_argument("--T", type=at_least_1, default=2048, help="tokens in a row (default 2048)")
-        if name == "bench":
-            command.add_argument("--B", type=at_least_1, default=32, help="rows in a batch (default 32)")
+        command.add_argument("--B", type=at_least_1, default=32, help="rows in a batch of bench (default 32)")
     command = commands.add_parser("audit", help="which documents are in the rows of a run's steps",
                                   description=audit.__doc__)
+    command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps, flags.json))
     command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
     command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the one after FILE")
     command.add_argument("--json", action="store_true", help="a row per line, for programs")
-    for name, run, text in (("losses", losses, "which documents the model of a run found hard or easy"),
-                            ("when", when, "the steps of a run that have a document")):
-        command = commands.add_parser(name, help=text, description=run.__doc__)
-        command.add_argument("run", metavar="RUN", help="the folder of a run of train.py")
-        if name == "when":
-            command.add_argument("document", nargs="?", metavar="FILE:ROW")
-            command.add_argument("--text", help="words of the document")
-        else:
-            command.add_argument("-n", type=at_least_1, default=10, help="documents at each end (default 10)")
+    command = commands.add_parser("losses", help="which documents the model of a run found hard or easy",
+                                  description=losses.__doc__)
+    command.set_defaults(lines=lambda flags: losses(flags.run, flags.n))
+    command.add_argument("run", metavar="RUN", help="the folder of a run of train.py")
+    command.add_argument("-n", type=at_least_1, default=10, help="documents at each end (default 10)")
+    command = commands.add_parser("when", help="the steps of a run that have a document",
+                                  description=when.__doc__)
+    command.set_defaults(lines=lambda flags: when(flags.run, flags.document, flags.text))
+    command.add_argument("run", metavar="RUN", help="the folder of a run of train.py")
+    command.add_argument("document", nargs="?", metavar="FILE:ROW")
+    command.add_argument("--text", help="words of the document")
     return parser
 
 def parse_steps(text):
@@ -258,17 +257,11 @@ def parse_steps(text):
         raise argparse.ArgumentTypeError(f"{text}: expected A:B with 0 <= A < B")
     return int(first), int(stop)
 
-def lines_of(flags):
-    if flags.command == "audit":
-        return audit(flags.resume, flags.steps, flags.json)
-    if flags.command == "losses":
-        return losses(flags.run, flags.n)
-    if flags.command == "when":
-        return when(flags.run, flags.document, flags.text)
+def measured(run, flags):
     data_dir = folder_of(flags)
     tokenizer, where = find_tokenizer(flags.tokenizer, [data_dir], 32768)
     print(f"data: {data_dir}; tokenizer: {where}", file=sys.stderr)
-    if flags.command == "compare":
+    if run is compare:
         return compare(tokenizer, data_dir, flags.T)
     return bench(where, data_dir, flags.B, flags.T)
 

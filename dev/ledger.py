@@ -10,7 +10,6 @@ import glob
 import json
 import math
 from bisect import bisect_right
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +26,7 @@ def newest_of(run):
 
 def loader_of(saved, begins, B=None, rank=0, world_size=1):
     """A loader of a checkpoint's run: at the run's beginning, or at the checkpoint."""
-    run, tokenizer = argparse.Namespace(**saved["flags"]), tokenizer_of(saved)
+    run, tokenizer = argparse.Namespace(**saved["flags"]), RustBPETokenizer.from_dict(saved["tokenizer"])
     if begins and (changed := saved["constant_since"]):
         raise ValueError(f"the run changed its flags at step {changed}: a checkpoint of step {saved['step']} "
                          f"cannot name rows before it; pass one of step {changed} or before")
@@ -37,9 +36,6 @@ def loader_of(saved, begins, B=None, rank=0, world_size=1):
     if not begins:
         loader.load_state_dict(json.loads(saved["loader"]))
     return loader
-
-def tokenizer_of(saved):
-    return RustBPETokenizer.from_dict(saved["tokenizer"])
 
 def shards_of(loader):
     return [shard for source in loader.sources.values() for shard in source.shards]
@@ -69,7 +65,7 @@ def audit(path, steps=None, as_json=False):
     from the beginning of the run, which takes as long as packing them again.
     """
     saved = load_checkpoint(path)
-    tokenizer = tokenizer_of(saved)
+    tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
     first, stop = steps or (saved["step"], saved["step"] + 1)
     with loader_of(saved, first < saved["step"]) as loader:
         for step in range(0 if first < saved["step"] else saved["step"], stop):
@@ -95,7 +91,6 @@ def lines_of_row(step, number, found, as_json):
 # ---------------------------------------------------------------------------------------------------------
 # Losses: which documents the model finds hard or easy
 
-LEAST = 200           # bytes: the mean of a shorter document says little
 NEAR = np.ones(51)    # steps
 LN2 = math.log(2)
 
@@ -105,22 +100,19 @@ def read_ledger(run):
     table = pa.concat_tables(map(pq.read_table, files)).sort_by("g") if files else {}
     return {name: table[name].to_numpy() if files else np.zeros(0, int) for name in LEDGER}
 
-class Loss(NamedTuple):
-    above: float    # bits per byte, above those of all documents in the steps around its own
-    bits: float     # per byte
-    bytes: int
-    place: Location
-
 def losses_of(ledger):
-    """The Loss of each document of at least 200 bytes, from the easiest to the hardest."""
+    """
+    Of each document of at least 200 bytes, from the easiest to the hardest: (bits per byte above those of all
+    documents in the steps around its own, bits per byte, bytes, Location).
+    """
     step, documents = ledger["step"], collections.defaultdict(lambda: np.zeros(3))
     nats, n_bytes = (np.convolve(np.bincount(step, ledger[name]), NEAR) for name in ("nats", "bytes"))
     expected = (nats / np.maximum(n_bytes, 1))[step + len(NEAR) // 2] * ledger["bytes"]
     columns = [ledger[name].tolist() for name in ("path", "row_group", "row", "nats", "bytes")]
     for *place, nats, n_bytes, others in zip(*columns, expected, strict=True):
         documents[Location(*place)] += nats, n_bytes, others
-    return sorted(Loss((nats - others) / n / LN2, nats / n / LN2, int(n), place)
-                  for place, (nats, n, others) in documents.items() if n >= LEAST)
+    return sorted(((nats - others) / n / LN2, nats / n / LN2, int(n), place)
+                  for place, (nats, n, others) in documents.items() if n >= 200)    # shorter ones say little
 
 def losses(run, n=10):
     """
@@ -131,7 +123,7 @@ def losses(run, n=10):
     if not len(ledger["g"]):
         raise ValueError(f"{run} has no ledger; train.py writes one with --ledger")
     saved, found = newest_of(run), losses_of(ledger)
-    tokenizer = tokenizer_of(saved)
+    tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
     with loader_of(saved, False) as loader:
         for name, source in loader.sources.items():
             mine = np.isin(ledger["path"], [shard.path for shard in source.shards])
@@ -142,10 +134,7 @@ def losses(run, n=10):
             yield f"{title}: above others, bits per byte, bytes"
             for above, bits, n_bytes, place in some:
                 yield (f"{above:>+8.3f}{bits:>8.3f}{n_bytes:>9,}  "
-                       f"{in_words(place)}: {printable(beginning_of(place, loader, tokenizer))}")
-
-def in_words(place):
-    return f"{place.path}, row group {place.row_group}, row {place.row}"
+                       f"{place}: {printable(beginning_of(place, loader, tokenizer))}")
 
 # ---------------------------------------------------------------------------------------------------------
 # When: the steps that have a document
@@ -156,11 +145,11 @@ def when(run, name=None, text=None):
     from 0 on; --text: all documents with these words. If the ledger lacks steps, lanes are packed again.
     """
     saved, ledger = newest_of(run), read_ledger(run)
-    tokenizer = tokenizer_of(saved)
+    tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
     begins = len(np.unique(ledger["step"][ledger["step"] < saved["step"]])) < saved["step"]
     with loader_of(saved, begins) as loader:
         for place in find_documents(loader, tokenizer, name, text):
-            yield f"{in_words(place)}: {printable(beginning_of(place, loader, tokenizer))}"
+            yield f"{place}: {printable(beginning_of(place, loader, tokenizer))}"
             known = () if begins else seen_in(ledger)
             known = [one for one in known if one[2] == place and one[0] < saved["step"]]
             for step, g, _, epoch, start, stop in [*known, *replay(saved, loader, [place])]:

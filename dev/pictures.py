@@ -83,7 +83,7 @@ def loss_picture(folders):
 def documents_picture(run, n=20):
     """Bits per byte of each source over the steps; how hard its documents were, in red the n at each end."""
     ledger, n_parts = read_ledger(run), 60
-    found, steps = [loss.above for loss in losses_of(ledger)], ledger["step"].max() + 1
+    found, steps = [above for above, *_ in losses_of(ledger)], ledger["step"].max() + 1
     figure = Figure((9, 2.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     folders = np.array([path.rpartition("/")[0] for path in ledger["path"]])

@@ -5,7 +5,7 @@ Run once, before training: make shards from your own text, tokenize them, look a
     python -m dev.prepare convert chats.jsonl --messages_key messages     # conversations -> shuffled shards
     python -m dev.prepare tokenize DIR --out DIR                          # the same shards, with token ids
     python -m dev.prepare head DIR -n 5                                   # print some documents
-    python -m dev.prepare stats DIR                                       # documents, lengths, lanes, cuts
+    python -m dev.prepare stats DIR                                       # documents, lengths, lanes
     python -m dev.prepare verify DIR                                      # read all, compare all checksums
     python -m dev.prepare import_tokenizer tokenizer.json --out DIR       # Hugging Face's -> our two files
 
@@ -35,7 +35,7 @@ import sys
 import threading
 from codecs import BOM_UTF8
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +79,7 @@ KEY, DOCUMENT = "nanoloader.key", "nanoloader.text"    # columns of a run
 def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequence[str] = (),
             as_text: Sequence[str] = (), skip_bad: bool = False, cut_bytes: int | None = None, seed: int = 0,
             workers: int | None = None, shard_bytes: int = SHARD_BYTES,
-            messages_key: str | None = None) -> dict:
+            executor: Executor | None = None, messages_key: str | None = None) -> dict:
     """
     Write the documents of files with one of KINDS as shards; the last shard, about 1 % of them, is val.
 
@@ -88,7 +88,8 @@ def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequ
     inputs: paths, folders, globs. keep: columns that stay beside the text. as_text: patterns of names; of
     folders only files with such a name are read, as plain text. Each plain text is a document, or with
     cut_bytes several that end at blank lines. `out` appears atomically, once complete. ValueError names file
-    and line of the first bad document; skip_bad reports bad documents and unreadable files instead.
+    and line of the first bad document; skip_bad reports bad documents and unreadable files instead. The
+    workers of an `executor` must see the same paths; `workers` says how many there are.
     """
     if "://" in out:
         raise ValueError(f"cannot write to {out}; name a local folder, then copy it there")
@@ -104,7 +105,7 @@ def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequ
     total = sum(file.size for file in files)
     # While a process starts, another one converts 100 MB.
     workers = workers or max(1, min(cores(), total // BYTES_PER_PROCESS))
-    with building_folder(out) as building, pool_of(min(workers, cores() + len(files))) as pool:
+    with building_folder(out) as building, pool_of(executor, min(workers, cores() + len(files))) as pool:
         scatter = functools.partial(scatter_task, building=building, kind=kind, key=key, keep=keep,
                                     skip_bad=skip_bad, cut_bytes=cut_bytes, seed=seed, max_in_val=total // 20)
         try:
@@ -154,8 +155,11 @@ def building_folder(out):
             shutil.rmtree(parent, ignore_errors=True)
 
 @contextlib.contextmanager
-def pool_of(n):
-    """n processes, or one thread if n is 1."""
+def pool_of(executor, n):
+    """The given executor, else n processes, or one thread if n is 1."""
+    if executor:
+        yield executor
+        return
     context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
     with ctrl_c_ignored():    # also by the workers, while they import
         pool = ThreadPoolExecutor(1) if n == 1 else ProcessPoolExecutor(n, context, end_with_parent)
@@ -176,6 +180,17 @@ def ctrl_c_ignored():
     finally:
         if is_main:
             signal.signal(signal.SIGINT, before)
+
+@contextlib.contextmanager
+def dask_executor(address):
+    """(an executor on a Dask cluster, threads of all its workers), which run our code and see our files."""
+    if not address:
+        yield None, None
+        return
+    from distributed import Client  # pip install distributed
+
+    with Client(address) as client:
+        yield client.get_executor(), sum(client.nthreads().values())
 
 def end_with_parent():
     """In a worker: exit with the parent, and leave Ctrl-C to the parent."""
@@ -734,7 +749,8 @@ def verify(folder: str) -> bool:
             print(f"{dataset.printable(name):<22} {line}", flush=True)
     print(f"{folder}: {counted(len(files), 'shard')}, {counted(problems, 'problem')}")
     if problems:
-        print("next: remove damaged shards, then type again what made them (convert needs a new folder)")
+        print("next: remove damaged shards, then type again what made them: python dataset.py -n N and "
+              "tokenize write what is missing, convert needs a new folder")
     return not problems
 
 def check_shard(file, folder, indexed):
@@ -758,12 +774,12 @@ def check_shard(file, folder, indexed):
     return (f"{sum(rows):>11,} {len(rows):>10,} {nulls:>7,} {n_bytes / 1e6:>9,.1f} {file[1] / 1e6:>9,.1f}  "
             f"checksums of {kind}")
 
-def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) -> None:
-    """Print what a folder contains: documents, bytes, tokens, lengths, row groups, lanes, and what is cut."""
+def stats(folder: str, tokenizer_dir: str | None = None) -> None:
+    """Print what a folder contains: documents, bytes, tokens, lengths, row groups, lanes."""
     lengths, tokens, tokenizer, header = {}, {}, None, folder
     if list_shards(folder, "train")[0].kind != "tokens":
         tokenizer, tokenizer_dir = known_tokenizer(tokenizer_dir, folder)
-        header += (f", tokens by {tokenizer_dir}" if tokenizer else ": tokens and cuts need a tokenizer; add "
+        header += (f", tokens by {tokenizer_dir}" if tokenizer else ": tokens need a tokenizer; add "
                    f"--tokenizer DIR, or train one: python tokenizer.py --data {shlex.quote(folder)}")
     print(header)
     print(f"{'split':<6} {'shards':>7} {'row groups':>11} {'documents':>13} {'nulls':>7} {'MB':>11}  tokens")
@@ -777,8 +793,6 @@ def stats(folder: str, tokenizer_dir: str | None = None, seq_len: int = 2048) ->
               f"{n_bytes / 1e6:>11,.1f}  {total}")
     print("lanes  at most as many as documents; if there are more than row groups, some share one")
     if len(tokens["train"]):
-        if tokenizer or shards[0].kind == "tokens":
-            print_cuts(tokens["train"], seq_len)
         points = np.percentile(np.concatenate([*lengths.values()]), percents := (10, 50, 90, 99, 100))
         parts = [f"{percent} % up to {point:,.0f}" for percent, point in zip(percents, points, strict=True)]
         what = {"text": "text", "messages": "JSON", "tokens": "ids"}[shards[0].kind]
@@ -839,18 +853,6 @@ def count_tokens(shards, lengths, tokenizer):
     if shards[0].kind == "messages":
         total += f", {np.concatenate([ids >= 0 for ids, _ in encoded]).mean():.0%} with a loss"
     return total, tokens
-
-def print_cuts(lengths, T, limit=20_000):
-    """How many documents exactfit cuts although they fit a row. lengths: tokens of each."""
-    from dataloader import exactfit  # here: to import torch takes 3 s
-    from dev.bench import count_rows
-
-    lengths = lengths[:limit]
-    chunk = np.cumsum(lengths) // (256 * (T + 1))    # of each document
-    chunks = np.split(lengths, np.flatnonzero(np.diff(chunk)) + 1)
-    share = sum(count_rows(exactfit, part.tolist(), T + 1)["cut"] for part in chunks) / len(lengths)
-    advice = "; try another --seq_len, documents of other lengths, or bestfit" if share > 0.05 else ""
-    print(f"rows   exactfit with T = {T:,} cuts {share:.1%} of the train documents although they fit{advice}")
 
 def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenizer_dir: str | None = None,
          raw: bool = False) -> None:
@@ -918,6 +920,7 @@ def make_parser():
     add("--cut_bytes", type=at_least_1, help="cut plain text into documents of this size, at blank lines")
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
+    add("--dask", metavar="ADDRESS", help="run on a Dask cluster whose workers see the same files")
     add = command("tokenize", run_tokenize, "write the same shards with tokens in place of text")
     add("--out", required=True, help="folder for the token shards")
     add("--tokenizer", help="folder of the tokenizer")
@@ -933,12 +936,12 @@ def make_parser():
     command("verify", lambda flags: sys.exit(not verify(folder_of(flags))),
             "check every shard against all its checksums")
     add = command("stats", lambda flags: plan(flags) if flags.steps else stats(
-        folder_of(flags), flags.tokenizer, flags.seq_len), "count documents, bytes, tokens, lengths, row "
-        "groups, lanes, cuts; with --steps, for FOLDER:WEIGHT ...: how often a run takes the documents")
+        folder_of(flags), flags.tokenizer), "count documents, bytes, tokens, lengths, row groups, lanes; "
+        "with --steps, for FOLDER:WEIGHT ...: how often a run takes the documents")
     add("--steps", type=at_least_1, help="of a run: print its epochs of each FOLDER:WEIGHT")
     add("--batch_size", type=at_least_1, default=256, help="rows in a step, with --steps (default 256)")
     add("--tokenizer", help="its folder (default: that trained on this data; if there is none, only bytes)")
-    add("--seq_len", type=at_least_1, default=2048, help="T of the rows that exactfit packs (default 2048)")
+    add("--seq_len", type=at_least_1, default=2048, help="tokens in a row, with --steps (default 2048)")
     add = command("import_tokenizer", lambda flags: print(import_tokenizer(flags.file, flags.out, flags.bos)),
                   "convert Hugging Face's tokenizer.json, if it is a byte-level BPE", has_folder=False)
     add("file", help="a tokenizer.json")
@@ -958,7 +961,8 @@ def add_folder(parser):
 
 def folder_of(flags):
     if len(flags.data) > 1:
-        raise ValueError(f"expected one folder, not {' '.join(flags.data)}; type the command for each")
+        raise ValueError(f"expected one folder, not {' '.join(flags.data)}; type the command for each of "
+                         "them (only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
     return find_data(*flags.data)
 
 def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
@@ -966,8 +970,10 @@ def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
 
 def run_convert(flags):
     out = flags.out or dataset.default_data_dir()
-    made = convert(flags.inputs, out, flags.text_key, flags.keep, flags.as_text, flags.skip_bad,
-                   flags.cut_bytes, flags.seed, flags.num_workers, messages_key=flags.messages_key)
+    with dask_executor(flags.dask) as (executor, threads):
+        made = convert(flags.inputs, out, flags.text_key, flags.keep, flags.as_text, flags.skip_bad,
+                       flags.cut_bytes, flags.seed, flags.num_workers or threads, executor=executor,
+                       messages_key=flags.messages_key)
     noun = "document" if made["kind"] == "text" else "conversation"
     empty = f" ({made['empty']:,} of them empty)" if made["empty"] else ""
     print(f"{counted(made['files'], 'file')} -> {counted(made['documents'], noun)}{empty}, "

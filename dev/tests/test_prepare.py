@@ -5,9 +5,9 @@ convert, tokenize, head, stats, verify and import_tokenizer of dev/prepare.py.
 """
 
 import bz2
-import collections
 import contextlib
 import csv
+import functools
 import glob
 import gzip
 import hashlib
@@ -27,6 +27,7 @@ import tempfile
 import time
 from codecs import BOM_UTF8
 from concurrent.futures import ThreadPoolExecutor, wait
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -35,7 +36,7 @@ import pytest
 
 import dataset
 from dev import prepare
-from test_dataloader import HERE, ByteTokenizer, make, run
+from test_dataloader import HERE, ByteTokenizer, run
 from tokenizer import find_tokenizer
 
 # ---------------------------------------------------------------------------------------------------------
@@ -150,7 +151,7 @@ def test_order_of_convert_never_changes(tmp_path, monkeypatch):
 def test_processes_start_when_there_is_work_for_them(tmp_path, monkeypatch):
     """A thread of this process converts up to 200 MB of files; each process has 100 MB or more to do."""
     asked, real = [], prepare.pool_of
-    monkeypatch.setattr(prepare, "pool_of", lambda n: asked.append(n) or real(1))
+    monkeypatch.setattr(prepare, "pool_of", lambda executor, n: asked.append(n) or real(executor, 1))
     monkeypatch.setattr(prepare, "cores", lambda: 4)
     make_inputs(tmp_path / "in", make_texts(300))
     size = sum(os.path.getsize(path) for path in glob.glob(f"{tmp_path}/in/**/*.*", recursive=True))
@@ -163,7 +164,7 @@ def test_processes_start_when_there_is_work_for_them(tmp_path, monkeypatch):
 def test_no_more_processes_start_than_can_work(tmp_path, monkeypatch):
     make_inputs(tmp_path / "in", make_texts(50))
     seen, pool_of = [], prepare.pool_of
-    monkeypatch.setattr(prepare, "pool_of", lambda n: seen.append(n) or pool_of(1))
+    monkeypatch.setattr(prepare, "pool_of", lambda executor, n: seen.append(n) or pool_of(executor, 1))
     prepare.convert([f"{tmp_path}/in"], f"{tmp_path}/out", text_key="raw_content", workers=1000)
     assert seen[0] <= prepare.cores() + 20
 
@@ -270,6 +271,27 @@ def group_of(pid):
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
         state, _, group = file.read().rpartition(")")[2].split()[:3]
         return int(group) if state != "Z" else None
+
+
+def test_convert_on_a_cluster(tmp_path):
+    """The same shards as on one machine, although a worker is killed on the way."""
+    distributed = pytest.importorskip("distributed")
+    make_inputs(tmp_path / "in", make_texts(300))
+    convert = functools.partial(prepare.convert, [str(tmp_path / "in")], text_key="raw_content", workers=1)
+    convert(f"{tmp_path}/alone")
+    with (distributed.LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=None) as cluster,
+          cluster.get_client() as client):
+        victim, tasks = next(iter(cluster.workers.values())).pid, itertools.count()
+
+        def submit(function, item):
+            if next(tasks) == 3:
+                os.kill(victim, signal.SIGKILL)
+            return client.get_executor().submit(function, item)
+
+        executor = SimpleNamespace(submit=submit)
+        convert(f"{tmp_path}/out", executor=executor)
+        assert next(tasks) > 4 and group_of(victim) is None
+    assert read_all(tmp_path / "out") == read_all(tmp_path / "alone") != []
 
 
 # ---------------------------------------------------------------------------------------------------------
@@ -802,7 +824,7 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     assert command("verify", "--data", tmp_path) == 1
 
 
-def test_stats_count_documents_tokens_lanes_and_cuts(tmp_path, byte_tokenizer, capsys):
+def test_stats_count_documents_tokens_and_lanes(tmp_path, byte_tokenizer, capsys):
     texts = make_shards(tmp_path / "text")
     prepare.stats(str(tmp_path / "text"))
     size = sum(len(text.encode()) for text in texts[:80])
@@ -813,30 +835,6 @@ def test_stats_count_documents_tokens_lanes_and_cuts(tmp_path, byte_tokenizer, c
     prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
     prepare.stats(str(tmp_path / "tokens"))
     assert f"  {size + 80:,}\n" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("kind", ["text", "tokens"])
-def test_stats_advise_when_exactfit_cuts_many_documents(tmp_path, byte_tokenizer, capsys, kind):
-    """Documents of nearly one length, more than half a row: the share that a loader counts."""
-    texts = ["x" * (60 + i % 7) for i in range(400)]
-    groups = [pa.array(texts[i:i + 20]) for i in range(0, 400, 20)]
-    for number, part in enumerate((groups[:19], groups[19:])):
-        os.makedirs(tmp_path / "text", exist_ok=True)
-        dataset.write_shard(f"{tmp_path}/text/shard_{number:05d}.parquet", part)
-    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
-    capsys.readouterr()
-    assert command("stats", "--data", tmp_path / kind, "--seq_len", 100) is None
-    share, advice = re.search(r"T = 100 cuts (\S+)% of the train documents although they fit(.*)",
-                              capsys.readouterr().out).groups()
-    loader = make(str(tmp_path / "text"), T=100, packing="exactfit", chunk_bytes=None, num_lanes=1)
-    pieces = [piece for _ in range(5000) for row in [next(loader), *loader.pieces()][1:] for piece in row]
-    n_pieces = collections.Counter(piece[:2] for piece in pieces)
-    cut = sum(n > 1 for n in n_pieces.values()) / len(n_pieces)
-    assert float(share) > 5 and "try another --seq_len" in advice
-    assert abs(float(share) / 100 - cut) < 0.06    # the lengths of text are estimates
-    assert command("stats", tmp_path / kind, "--seq_len", 2000) is None
-    assert re.search(r"T = 2,000 cuts 0.\d% of the train documents although they fit\n",
-                     capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("kind", ["text", "tokens"])
@@ -906,7 +904,7 @@ def test_stats_train_no_tokenizer(tmp_path, trained, capsys):
     shutil.rmtree(trained)
     assert command("stats", tmp_path / "text") is None
     words = capsys.readouterr().out
-    assert words.startswith(f"{tmp_path}/text: tokens and cuts need a tokenizer; add --tokenizer DIR, or ")
+    assert words.startswith(f"{tmp_path}/text: tokens need a tokenizer; add --tokenizer DIR, or ")
     assert re.search(r"train .*  -\nval .*  -\n", words) and "exactfit" not in words
     assert "bytes  of text" in words
     assert not glob.glob(f"{tmp_path}/base/tokenizer-*[0-9]")
