@@ -28,7 +28,6 @@ import time
 import weakref
 import zlib
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -39,7 +38,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dataset import ENDING, Location, Shard, column_views, cores, env_int, find_data, list_shards, source_name
+import dataset
+from dataset import Location, Shard, cores, env_int, list_shards, source_name
 from tokenizer import as_encoder, encode_conversations, maker_of
 
 # ---------------------------------------------------------------------------------------------------------
@@ -164,6 +164,9 @@ class Part(NamedTuple):
     row_group: int
     indices: np.ndarray    # of the documents in the row group, in reading order
 
+    def locations(self):
+        return [Location(self.shard.path, self.row_group, i) for i in self.indices.tolist()]
+
 def shuffled(n, seed, *key):
     """Permute range(n) by (seed, *key); without a seed, keep its order. PCG64's raw stream never changes."""
     if seed is None:
@@ -253,7 +256,7 @@ class Piece(NamedTuple):
 class Chunk(NamedTuple):
     """The rows of a chunk that were not delivered when it was made."""
     place: Place
-    parts: list[Part]
+    locations: list         # of its documents
     taken: tuple            # rows delivered before: ((T, number of rows), ...); the last T is that of `rows`
     ids: np.ndarray         # (rows, T + 1); short rows end with BOS
     n_tokens: np.ndarray    # (rows,), without these
@@ -263,13 +266,10 @@ class Chunk(NamedTuple):
 
     def pieces(self, i):
         """The Pieces of row i."""
-        firsts, pieces, offset = [0, *itertools.accumulate(len(part.indices) for part in self.parts)], [], 0
+        pieces, offset = [], 0
         for d, start, stop in self.rows[i]:
-            p = bisect_right(firsts, d) - 1
-            shard, row_group, indices = self.parts[p]
-            location = Location(shard.path, row_group, int(indices[d - firsts[p]]))
             offset += bool(start and self.repeats_bos)
-            pieces.append(Piece(location, self.place.epoch, start, stop, offset))
+            pieces.append(Piece(self.locations[d], self.place.epoch, start, stop, offset))
             offset += stop - start
         return pieces
 
@@ -288,28 +288,26 @@ class Encoder:
         The ids of each document of a Part, none if null or filtered. array: its row group. One document in
         `check_every` is also encoded with tiktoken, as a check of our own tokenizer's engine.
         """
-        documents, path = array.take(pa.array(part.indices)), part.shard.path
+        documents, locations = array.take(pa.array(part.indices)), part.locations()
         try:
             ids, bounds = self._ids(documents, part, epoch, check_every)
-            check_documents(ids, bounds, documents, self.tokenizer.bos)
+            dataset.check_documents(ids, bounds, documents, self.tokenizer.bos)
             found = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
             if self.transform:
-                found = [self._transform(ids, Location(path, part.row_group, i), epoch)
-                         for ids, i in zip(found, part.indices.tolist(), strict=True)]
+                found = [self._transform(one, location, epoch)
+                         for one, location in zip(found, locations, strict=True)]
             return found
         except BaseException as error:    # tiktoken's panics are not Exceptions
-            if len(part.indices) > 1:
-                for i in range(len(part.indices)):    # one by one: the culprit raises its own error
-                    self.encode(part._replace(indices=part.indices[i:i + 1]), array, epoch, check_every=1)
-            n = len(part.indices)    # more than 1: each of them alone is fine
-            where = f"{path}, row group {part.row_group}, "
-            where += f"row {part.indices[0]}" if n == 1 else f"{n} documents together"
+            n = len(locations)
+            for i in range(n if n > 1 else 0):    # one by one: the culprit raises its own error
+                self.encode(part._replace(indices=part.indices[i:i + 1]), array, epoch, check_every=1)
+            where = f"{locations[0]}" + (f" and {n - 1} more, only together" if n > 1 else "")
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
 
     def _ids(self, documents, part, epoch, check_every):
         """(ids, bounds) as encode_documents in tokenizer.py returns them."""
         if dtype := part.shard.dtype:
-            data, offsets, _ = column_views(documents)
+            data, offsets, _ = dataset.column_views(documents)
             if (np.diff(offsets) % dtype.itemsize).any():
                 raise ValueError(f"a document's bytes are not a whole number of {dtype} tokens")
             bounds = (offsets - offsets[0]) // dtype.itemsize
@@ -327,16 +325,6 @@ class Encoder:
             if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids[0]) not in (bos, ~bos)):
                 raise TypeError(f"transform returned {ids.dtype} {ids.shape}; expected ids, BOS first")
         return ids.astype(np.int64)
-
-def check_documents(ids, bounds, array, bos):
-    """Check a tokenizer's or token shard's output: document i is ids[bounds[i]:bounds[i + 1]], BOS first."""
-    if bounds.dtype.kind not in "iu" or len(bounds) != len(array) + 1 or bounds[0] or bounds[-1] != len(ids):
-        raise ValueError(f"expected {len(array) + 1} integer bounds from 0 to {len(ids)}, got {bounds}")
-    valid = array.is_valid().to_numpy(zero_copy_only=False)
-    lengths, begins = np.diff(bounds), bounds[:-1][valid]
-    if ((lengths[valid] < 1).any() or lengths[~valid].any()
-            or not np.isin(ids[begins].astype(np.int64), (bos, ~bos)).all()):
-        raise ValueError(f"a document does not begin with BOS ({bos}), or a null one has tokens")
 
 class Packer:
     """Makes Chunks, in its own threads."""
@@ -358,11 +346,12 @@ class Packer:
         return self.executor.submit(self.chunk, place, parts, taken, reads), reads
 
     def chunk(self, place, parts, taken, reads):
-        if ENDING.is_set():    # Python waits for its threads
+        if dataset.ENDING.is_set():    # Python waits for its threads
             raise CancelledError
         encoded = [self.encoder.encode(part, read.result(), place.epoch)
                    for part, read in zip(parts, reads, strict=True)]
         documents = list(itertools.chain.from_iterable(encoded))
+        locations = list(itertools.chain.from_iterable(part.locations() for part in parts))
         lengths = list(map(len, documents))
         if not taken or taken[-1][0] != self.T:
             taken = (*taken, (self.T, 0))
@@ -370,7 +359,7 @@ class Packer:
         for T, n in taken:    # if T changes at a resume, each row that is left is packed by itself
             rows = [row for pieces in rows if pieces for row in self.pack(pieces, T + 1, place)][n:]
         counts = {"documents": len(documents), "empty_documents": lengths.count(0)}
-        return Chunk(place, parts, taken, *self.join(rows, documents), rows, self.repeats_bos, counts)
+        return Chunk(place, locations, taken, *self.join(rows, documents), rows, self.repeats_bos, counts)
 
     def pack(self, pieces, R, place):
         """Pack pieces [(document, start, stop), ...] as if they were documents. -> rows, in random order"""
@@ -386,8 +375,7 @@ class Packer:
             rows.append(sorted(row))
         rows.sort()
         # Most packings begin with beginnings of documents: 1.10 bits per byte in the demo, not 1.07.
-        epoch, *key = place
-        return [rows[i] for i in shuffled(len(rows), self.seed, epoch, 2, *key)]
+        return [rows[i] for i in shuffled(len(rows), self.seed, place.epoch, 2, place.turn, place.chunk)]
 
     def join(self, rows, documents):
         """(ids, n_tokens) of a Chunk."""
@@ -498,9 +486,8 @@ class Stream:
 # ---------------------------------------------------------------------------------------------------------
 # The loader
 
-class Position(NamedTuple):
-    g: int         # rows delivered by the whole run
-    lanes: dict    # of this rank: {lane: {source: StreamState}}
+# g: rows delivered by the whole run; lanes: {lane: {source: StreamState}} of this rank
+Position = collections.namedtuple("Position", ["g", "lanes"])
 
 class PackedLoader(IterableDataset):
     """
@@ -570,7 +557,7 @@ class PackedLoader(IterableDataset):
         for executor in (packer.executor, packer.readers) if packer else ():    # nothing waits for them
             executor.shutdown(wait=False, cancel_futures=True)
 
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def __iter__(self):
         if self._finished:    # start the run again, like any iterable
             self._stop()
             self.position, self._finished = self._beginning(), False
@@ -729,8 +716,7 @@ def ranks_of_this_process(group=None):
 
 VERSION = 6    # the rows of a version never change
 
-def name_of(function):
-    """Its name; None and numbers (weights) as they are."""
+def name_of(function):    # None and numbers (weights) as they are
     return getattr(function, "__name__", type(function).__name__) if callable(function) else function
 
 def config_of(loader):
@@ -841,7 +827,8 @@ def sources_of(data_dir, epochs):
     if isinstance(data_dir, (list, tuple, set)):
         raise ValueError(f"data_dir={data_dir!r}; for a mixture, pass {{folder: weight}}: "
                          f"{dict.fromkeys(map(str, data_dir), 1)}")
-    given = data_dir if isinstance(data_dir, dict) else {find_data(data_dir and os.fspath(data_dir)): 1}
+    one = not isinstance(data_dir, dict)
+    given = {dataset.find_data(data_dir and os.fspath(data_dir)): 1} if one else data_dir
     weights = {source_name(path): weight for path, weight in given.items()}
     epochs = ({source_name(path): n for path, n in epochs.items()} if isinstance(epochs, dict)
               else dict.fromkeys(weights, epochs))

@@ -295,6 +295,16 @@ def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
     offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset:][:len(array) + 1]
     return memoryview(data or b""), offsets, ~np.asarray(array.is_null())
 
+def check_documents(ids, bounds, array, bos):
+    """Check a tokenizer's or token shard's output: document i is ids[bounds[i]:bounds[i + 1]], BOS first."""
+    if bounds.dtype.kind not in "iu" or len(bounds) != len(array) + 1 or bounds[0] or bounds[-1] != len(ids):
+        raise ValueError(f"expected {len(array) + 1} integer bounds from 0 to {len(ids)}, got {bounds}")
+    valid = array.is_valid().to_numpy(zero_copy_only=False)
+    lengths, begins = np.diff(bounds), bounds[:-1][valid]
+    if ((lengths[valid] < 1).any() or lengths[~valid].any()
+            or not np.isin(ids[begins].astype(np.int64), (bos, ~bos)).all()):
+        raise ValueError(f"a document does not begin with BOS ({bos}), or a null one has tokens")
+
 def checksum(array: pa.Array) -> int:
     """
     CRC-32 of a row group's documents: of their lengths, nulls, and the sums of each 4 KB of bytes as 64-bit

@@ -751,9 +751,9 @@ def test_shard_that_is_damaged_during_the_run_is_named(corpus):
     "no tokens", "tokens of nulls"])
 def test_tokenizer_that_breaks_a_rule_is_an_error(ids, bounds):
     array = pa.array(["x", None, "y"])
-    dataloader.check_documents(np.array([BOS, 1, ~BOS, 1]), np.array([0, 2, 2, 4]), array, BOS)
+    dataset.check_documents(np.array([BOS, 1, ~BOS, 1]), np.array([0, 2, 2, 4]), array, BOS)
     with pytest.raises((ValueError, IndexError)):
-        dataloader.check_documents(np.array(ids), np.array(bounds), array, BOS)
+        dataset.check_documents(np.array(ids), np.array(bounds), array, BOS)
 
 def test_tokenizer_may_give_tokens_without_a_loss(corpus):
     class Masking(ByteTokenizer):
