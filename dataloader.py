@@ -7,14 +7,15 @@ Pack documents from parquet shards into (B, T) batches for pretraining, with thr
     loader.pieces()                       # the documents of this batch, and where they are on disk
     state = loader.state_dict()           # loading it resumes with exactly the next batch
 
-    Source.deal -> (Place, [Part]) -> Packer.chunk: read, encode, pack -> Chunk -> Stream.row -> _next_rows
+    Source.deal -> (Place, [Part]) -> Packer.chunk: read, encode, pack, join -> Chunk
+    next(loader): _next_rows -> Stream.row, which submits chunks and takes their rows -> _batch -> tensors
 
-A *chunk* is the documents of about 256 rows: part of a row group, or several small ones. It is packed by
-itself and its rows are shuffled, so they depend on nothing else, and a state is little more than a chunk's
-place and the number of rows delivered from it. Row groups are dealt to lanes; row g of the run comes from
-lane g % num_lanes, for any number of ranks. The trade-off: a chunk's last row is short (0.2 % padding).
-8 threads read row groups; one thread per core makes whole chunks, ahead of use; next() copies their rows. To
-follow one batch, read the functions above in their order, and take a packing on trust: lengths in, rows out.
+A *chunk* is the documents of about 256 rows (at least 2 MB): part of a row group, or several small ones. It
+is packed by itself and its rows are shuffled, so they depend on its documents alone, and a state is little
+more than a chunk's place and the number of rows delivered from it. Row groups are dealt to lanes; row g of
+the run comes from lane g % num_lanes, whatever the number of ranks. The trade-off: its last row is short
+(0.2 % padding). 8 threads read row groups, one per core makes chunks ahead of use, next() copies their rows.
+To follow a batch, read the functions above, and take a packing on trust: lengths in, rows out.
 """
 
 import collections
@@ -45,7 +46,7 @@ from tokenizer import as_encoder, encode_conversations, maker_of
 # ---------------------------------------------------------------------------------------------------------
 # Packing: pure functions of lengths, which yield rows [(document, start, stop), ...]
 # lengths: tokens of each document, with BOS, all 1 or more. R: tokens in a row, T + 1
-# A piece with start > 0 gets BOS in front, which takes one token of the row (in flat it does not).
+# A piece with start > 0 gets BOS in front, which takes one token of the row. In flat, no piece gets one.
 # The order of rows, and of pieces in a row, does not matter: see Packer.pack.
 
 def flat(lengths, R):
@@ -153,9 +154,9 @@ PACKINGS = {"flat": flat, "bestfit": bestfit, "exactfit": exactfit, "wholefit": 
 # Sources: which documents go to which lane, in which chunks
 
 class Place(NamedTuple):
-    """A chunk of a lane of a source."""
+    """Where a chunk is in its source. Places are compared; the default is before all others."""
     epoch: int = 1
-    turn: int = 0     # where it begins in the epoch's order of row groups
+    turn: int = 0     # index in the epoch's order of row groups
     chunk: int = 0    # index of the chunk in this row group
 
 class Part(NamedTuple):
@@ -175,9 +176,9 @@ def shuffled(n, seed, *key):
 
 class Source:
     """
-    The shards of one folder, and how they are dealt: row group k of an epoch's order goes to lane
-    k % num_lanes. With fewer row groups than lanes, each is split into the fewest interleaved slices that
-    give every lane a document. A *group* is the number of a row group across all shards.
+    The shards of one folder, and how they are dealt. An epoch's order is a list of *turns*; turn k goes to
+    lane k % num_lanes. A turn is a row group, or, with fewer row groups than lanes, one of the fewest slices
+    ([i::n_slices]) that give every lane a document. A *group* is a row group's number across all shards.
     """
     def __init__(self, name: str, shards: list[Shard], num_lanes: int, seed: int | None, chunk_bytes: int):
         self.name, self.shards, self.num_lanes = name, shards, num_lanes
@@ -214,15 +215,15 @@ class Source:
         Cut large row groups; join small ones that follow each other, until they have chunk_bytes. The place
         of joined ones is the first one's turn: from there on, they are joined in the same way again.
         """
-        place, joined, n_bytes = None, [], 0
+        place, joined, joined_bytes = None, [], 0
         for turn in turns:
             part = self.part(epoch, turn)
             n = len(part.indices)
             part_bytes = part.shard.text_bytes * n // part.shard.n_documents    # about
             n_chunks = min(round(part_bytes / self.chunk_bytes), n)    # 0 or 1: joined
-            if joined and (n_chunks > 1 or n_bytes >= self.chunk_bytes):
+            if joined and (n_chunks > 1 or joined_bytes >= self.chunk_bytes):
                 yield place, joined
-                joined, n_bytes = [], 0
+                joined, joined_bytes = [], 0
             if n_chunks > 1:
                 for i in range(n_chunks):
                     indices = part.indices[i * n // n_chunks:(i + 1) * n // n_chunks]
@@ -230,7 +231,7 @@ class Source:
             else:
                 place = place if joined else Place(epoch, turn)
                 joined.append(part)
-                n_bytes += part_bytes
+                joined_bytes += part_bytes
         if joined:
             yield place, joined
 
@@ -257,7 +258,7 @@ class Chunk(NamedTuple):
     """The rows of a chunk that were not delivered when it was made."""
     place: Place
     locations: list         # of its documents
-    taken: tuple            # rows delivered before: ((T, number of rows), ...); the last T is that of `rows`
+    taken: tuple            # ((T, rows delivered with it before), ...); the last T is that of `rows`
     ids: np.ndarray         # (rows, T + 1); short rows end with BOS
     n_tokens: np.ndarray    # (rows,), without these
     rows: list              # of the packing: [(document, start, stop), ...]
@@ -356,22 +357,23 @@ class Packer:
         if not taken or taken[-1][0] != self.T:
             taken = (*taken, (self.T, 0))
         rows = [[(d, 0, n) for d, n in enumerate(lengths) if n]]    # all documents, in one row too long
-        for T, n in taken:    # if T changes at a resume, each row that is left is packed by itself
-            rows = [row for pieces in rows if pieces for row in self.pack(pieces, T + 1, place)][n:]
+        for T, n in taken:    # usually once; after a change of T, each row that is left is packed again
+            rows = [new for row in rows if row for new in self.pack(row, T + 1, place)]
+            rows = rows[n:]    # n were delivered
         counts = {"documents": len(documents), "empty_documents": lengths.count(0)}
         return Chunk(place, locations, taken, *self.join(rows, documents), rows, self.repeats_bos, counts)
 
     def pack(self, pieces, R, place):
         """Pack pieces [(document, start, stop), ...] as if they were documents. -> rows, in random order"""
-        repeated = [int(start > 0 and self.repeats_bos) for _, start, _ in pieces]    # BOS
-        lengths = [stop - start + bos for (_, start, stop), bos in zip(pieces, repeated, strict=True)]
+        repeated = [int(start > 0 and self.repeats_bos) for _, start, _ in pieces]    # 1 if BOS comes first
+        lengths = [stop - start + extra for (_, start, stop), extra in zip(pieces, repeated, strict=True)]
         rows = []
         for packed in self.packing(lengths, R):
             row = []
             for i, a, b in packed:
-                (d, start, _), bos = pieces[i], repeated[i]
-                if b > bos:
-                    row.append((d, start + max(0, a - bos), start + b - bos))
+                (d, start, _), extra = pieces[i], repeated[i]
+                if b > extra:
+                    row.append((d, start + max(0, a - extra), start + b - extra))
             rows.append(sorted(row))
         rows.sort()
         # Most packings begin with beginnings of documents: 1.10 bits per byte in the demo, not 1.07.
@@ -380,18 +382,18 @@ class Packer:
     def join(self, rows, documents):
         """(ids, n_tokens) of a Chunk."""
         dtype = next((ids.dtype for ids in documents if len(ids)), np.dtype(np.int64))
-        pieces, n_tokens, padding = [], [], np.full(self.T + 1, self.encoder.tokenizer.bos, dtype)
+        arrays, n_tokens, padding = [], [], np.full(self.T + 1, self.encoder.tokenizer.bos, dtype)
         for row in rows:
-            first = len(pieces)
+            first = len(arrays)
             for d, start, stop in row:
                 if start and self.repeats_bos:
-                    pieces.append(documents[d][:1])
-                pieces.append(documents[d][start:stop])
-            n_tokens.append(sum(map(len, pieces[first:])))
+                    arrays.append(documents[d][:1])
+                arrays.append(documents[d][start:stop])
+            n_tokens.append(sum(map(len, arrays[first:])))
             assert n_tokens[-1] <= self.T + 1, f"{self.packing.__name__} made a row of {n_tokens[-1]} tokens"
-            pieces.append(padding[n_tokens[-1]:])
+            arrays.append(padding[n_tokens[-1]:])
         # np.concatenate would release the GIL at every piece, and wait to get it back.
-        return np.frombuffer(b"".join(pieces), dtype).reshape(len(rows), self.T + 1), np.array(n_tokens)
+        return np.frombuffer(b"".join(arrays), dtype).reshape(len(rows), self.T + 1), np.array(n_tokens)
 
 # ---------------------------------------------------------------------------------------------------------
 # Lanes: the source of each row, and the rows of each stream
@@ -442,7 +444,8 @@ class Stream:
         self.state, self.tasks = state, source.deal(lane, state.place, epochs)
         self.taken = state.taken             # of the chunk that is submitted next
         self.chunks = collections.deque()    # Futures; rows of the first are being delivered
-        self.i, self.reads = 0, None         # rows delivered of it; row groups, kept: the next may need them
+        self.i = 0                           # rows delivered of it
+        self.reads = None                    # its row groups, kept: the next chunk may need them
         self.epoch, self.counts = state.place.epoch, collections.Counter()    # epoch: of the last row
         if not state.ended:
             self.submit(1)    # the first chunks of all lanes are made before their second ones
@@ -455,7 +458,7 @@ class Stream:
             self.taken = ()    # only the first one is partly delivered
 
     def peek(self):
-        """(chunk, index of the next row in it); None at the end. Drops empty chunks, but moves no `state`."""
+        """(chunk, index of the next row in it); None at the end. Drops used chunks; leaves `state` alone."""
         while not self.state.ended:
             self.submit(1)
             if not self.chunks:
@@ -515,7 +518,6 @@ class PackedLoader(IterableDataset):
             self.rank, self.world_size = ranks_of_this_process(group)
         check_arguments(self)
         self.num_lanes = self.num_lanes or math.lcm(8, self.world_size)
-        # 2 MB: with 0.26 at T = 256, the demo's 1,200 steps see few documents: 1.170 bits per byte, not 1.10
         self.chunk_bytes = self.chunk_bytes or min(max(1024 * (self.T + 1), 1 << 21), 1 << 26)
         check_shared(self.num_lanes, self.world_size)
         self.threads, self.device = self.threads or cores(), torch.device(device)
@@ -576,6 +578,7 @@ class PackedLoader(IterableDataset):
                 before = self.position, self._delivered
                 after = self._next_rows()
                 is_in_run = self._is_in_run(after[1])
+                self._finished = not is_in_run
                 if is_in_run:
                     batch = self._batch(after[1])
                     self.position, self._delivered = after
@@ -583,7 +586,7 @@ class PackedLoader(IterableDataset):
                 return batch
         except BaseException as error:    # also Ctrl-C: the next call begins again from `position`
             with self._lock:
-                if after and self.position is after[0]:    # Ctrl-C came before `return`
+                if after and self.position is after[0]:    # but the caller has not got the batch
                     self.position, self._delivered = before
                 self._stop()
             if self._closed and isinstance(error, Exception):
@@ -591,7 +594,6 @@ class PackedLoader(IterableDataset):
             if isinstance(error, StopIteration):    # would end the caller's loop
                 raise RuntimeError("a weight, transform or packing raised StopIteration") from error
             raise
-        self._finished = True
         raise StopIteration
 
     def _next_rows(self):
@@ -615,7 +617,7 @@ class PackedLoader(IterableDataset):
     def _is_in_run(self, rows):
         """Whether the batch belongs to the run. The ranks of a finite run agree, and so end together."""
         streams = itertools.chain(*(lane.values() for lane in self._streams.values()))    # of all lanes
-        more = any(rows) or any(stream.peek() for stream in streams)
+        more = any(rows) or any(stream.peek() for stream in streams)    # also lanes that B did not reach
         lacking = not all(rows)    # a lane has ended
         if gloo := self._gloo:    # close() may remove it
             if self._agreed[0] is not self.position:    # not again if this rank alone repeats a call
@@ -678,7 +680,7 @@ class PackedLoader(IterableDataset):
     def stats(self) -> dict:
         """
         Seconds waited in next(), and for each source its epoch and counts of this process since the last load
-        or error: rows, tokens; of finished chunks all documents, and the null, empty or filtered ones.
+        or error: rows, tokens; of finished chunks all documents, and the null or filtered ones.
         """
         sources = {name: collections.Counter() for name in self.sources}
         for name, stream in itertools.chain(*(lane.items() for lane in (self._streams or {}).values())):
@@ -692,8 +694,7 @@ def gloo_beside(group):
     number = (store.add("nanoloader", 1) - 1) // n    # no rank asks for the next one before all joined this
     return dist.ProcessGroupGloo(dist.PrefixStore(f"nanoloader{number}", store), dist.get_rank(group), n)
 
-def lanes_of_rank(g, rank, world_size, num_lanes):
-    """This rank's lanes in the order in which they give rows, from row g of the run on."""
+def lanes_of_rank(g, rank, world_size, num_lanes):    # in the order in which they give rows, from row g on
     return [(g + rank + i * world_size) % num_lanes for i in range(num_lanes // world_size)]
 
 def ranks_of_this_process(group=None):
@@ -775,7 +776,7 @@ def gather_states(loader) -> dict | None:
     if not (dist.is_available() and dist.is_initialized()):
         return merge_states([state])
     data = json.dumps(state).encode()    # bytes of JSON: nothing is unpickled
-    size = torch.tensor(len(data), device="cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    size = torch.tensor(len(data), device="cuda" if "nccl" in dist.get_backend(group) else "cpu")
     dist.all_reduce(size, dist.ReduceOp.MAX, group)
     padded = torch.frombuffer(bytearray(data.ljust(int(size))), dtype=torch.uint8).to(size.device)
     n_parts = dist.get_world_size(group) if dist.get_rank(group) == 0 else 0
@@ -873,7 +874,7 @@ def check_state(state):
 
 def check_lanes(needed, lanes):
     if any(str(lane) not in lanes for lane in needed):
-        raise ValueError(f"the state has only {len(lanes)} lanes, as if saved by one rank; use gather_states")
+        raise ValueError(f"the state has only {len(lanes)} lanes, of one rank; use gather_states")
 
 if __name__ == "__main__":
     print(__doc__, "Nothing to run here: see README.md, and python train.py --help", sep="\n")

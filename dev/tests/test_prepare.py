@@ -237,7 +237,9 @@ def test_workers_of_convert_end_with_it(tmp_path, how, when):
     for i in range(4):
         (tmp_path / "in" / f"{i}.jsonl").write_bytes(lines_of(text=["some text " * 50] * 40_000))
     arguments = ["convert", f"{tmp_path}/in", "--out", f"{tmp_path}/out", "-w", "2"]
-    stuck = "import time; from dev import prepare; prepare.keys_and_lengths = lambda *_: time.sleep(99);"
+    stuck = ("import signal, time; from dev import prepare\n"
+             "prepare.keys_and_lengths = lambda *_: time.sleep(99)\n"
+             "signal.signal(signal.SIGINT, signal.default_int_handler)\n")    # a shell may have it ignored
     process = subprocess.Popen([sys.executable, "-c", stuck + "prepare.main()", *arguments], cwd=HERE,
                                stderr=subprocess.PIPE, text=True, start_new_session=True)
     children = []
