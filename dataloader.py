@@ -106,7 +106,6 @@ def exactfit(lengths, R):
     sizes = sorted(by_length)
 
     def take(n, free):
-        """A piece of a document of n tokens, at most `free` of them."""
         d, start = by_length[n].pop()
         if not by_length[n]:
             del by_length[n], sizes[bisect_left(sizes, n)]
@@ -117,7 +116,6 @@ def exactfit(lengths, R):
                 insort(sizes, rest)
             by_length.setdefault(rest, []).append((d, stop))
         return d, start, stop
-
     while sizes:
         opener = next(iter(by_length))    # the length that waits longest: nearly a random one
         row, free = [take(opener, R)], R - min(opener, R)
@@ -201,9 +199,7 @@ class Source:
 
     def deal(self, lane, start, epochs=None):
         """Yield a lane's chunks from the Place `start` on, as (Place, [Part, ...]): for ever, or `epochs`."""
-        for epoch in itertools.count(start.epoch):
-            if epochs is not None and epoch > epochs:
-                return
+        for epoch in itertools.count(start.epoch) if epochs is None else range(start.epoch, epochs + 1):
             turn = start.turn if epoch == start.epoch else 0
             turns = range(max(lane, turn), len(self.order(epoch)[0]), self.num_lanes)
             for place, parts in self.chunks(epoch, turns):
@@ -285,10 +281,8 @@ class Encoder:
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
 
     def encode(self, part, array, epoch=1, check_every=1000):
-        """
-        The ids of each document of a Part, none if null or filtered. array: its row group. One document in
-        `check_every` is also encoded with tiktoken, as a check of our own tokenizer's engine.
-        """
+        """The ids of each document of a Part, none if null or filtered. array: its row group."""
+        # One document in `check_every` is also encoded with tiktoken, as a check of our tokenizer's engine.
         documents, locations = array.take(pa.array(part.indices)), part.locations()
         try:
             ids, bounds = self._ids(documents, part, epoch, check_every)
@@ -332,8 +326,7 @@ class Packer:
     def __init__(self, loader):
         self.encoder, self.T, self.seed = loader.encoder, loader.T, loader.shuffle_seed
         self.packing, self.repeats_bos = PACKINGS[loader.packing], loader.packing != "flat"
-        n_threads = 1 if loader.tokenizer.is_multithreaded else loader.threads
-        self.executor = ThreadPoolExecutor(n_threads, "pack")
+        self.executor = ThreadPoolExecutor(1 if loader.tokenizer.is_multithreaded else loader.threads, "pack")
         self.readers = ThreadPoolExecutor(8, "read")    # 8: remote reads mostly wait
         self.reads = weakref.WeakValueDictionary()    # Futures of row groups, while somebody holds them
 
@@ -349,17 +342,16 @@ class Packer:
     def chunk(self, place, parts, taken, reads):
         if dataset.ENDING.is_set():    # Python waits for its threads
             raise CancelledError
-        encoded = [self.encoder.encode(part, read.result(), place.epoch)
-                   for part, read in zip(parts, reads, strict=True)]
-        documents = list(itertools.chain.from_iterable(encoded))
-        locations = list(itertools.chain.from_iterable(part.locations() for part in parts))
+        documents = [ids for part, read in zip(parts, reads, strict=True)
+                     for ids in self.encoder.encode(part, read.result(), place.epoch)]
+        locations = [location for part in parts for location in part.locations()]
         lengths = list(map(len, documents))
         if not taken or taken[-1][0] != self.T:
             taken = (*taken, (self.T, 0))
-        rows = [[(d, 0, n) for d, n in enumerate(lengths) if n]]    # all documents, in one row too long
-        for T, n in taken:    # usually once; after a change of T, each row that is left is packed again
-            rows = [new for row in rows if row for new in self.pack(row, T + 1, place)]
-            rows = rows[n:]    # n were delivered
+        left = [(d, 0, n) for d, n in enumerate(lengths) if n]
+        for T, n in taken:    # usually once; after a change of T, what is left is packed again
+            rows = self.pack(left, T + 1, place)[n:] if left else []    # n were delivered
+            left = self.left_in(rows)
         counts = {"documents": len(documents), "empty_documents": lengths.count(0)}
         return Chunk(place, locations, taken, *self.join(rows, documents), rows, self.repeats_bos, counts)
 
@@ -379,6 +371,19 @@ class Packer:
         # Most packings begin with beginnings of documents: 1.10 bits per byte in the demo, not 1.07.
         return [rows[i] for i in shuffled(len(rows), self.seed, place.epoch, 2, place.turn, place.chunk)]
 
+    def left_in(self, rows):
+        """The pieces of these rows; those that continue each other are one."""
+        left, pieces = [], ((*piece, not i) for row in rows for i, piece in enumerate(row))
+        for d, start, stop, opens_row in sorted(pieces):
+            again = int(self.packing is flat and opens_row and bool(left))    # the row before ends with it
+            if left and left[-1][0] == d and left[-1][2] >= start + again:
+                start = left.pop()[1]
+            else:
+                start += again
+            if start < stop:
+                left.append((d, start, stop))
+        return left
+
     def join(self, rows, documents):
         """(ids, n_tokens) of a Chunk."""
         dtype = next((ids.dtype for ids in documents if len(ids)), np.dtype(np.int64))
@@ -390,7 +395,6 @@ class Packer:
                     arrays.append(documents[d][:1])
                 arrays.append(documents[d][start:stop])
             n_tokens.append(sum(map(len, arrays[first:])))
-            assert n_tokens[-1] <= self.T + 1, f"{self.packing.__name__} made a row of {n_tokens[-1]} tokens"
             arrays.append(padding[n_tokens[-1]:])
         # np.concatenate would release the GIL at every piece, and wait to get it back.
         return np.frombuffer(b"".join(arrays), dtype).reshape(len(rows), self.T + 1), np.array(n_tokens)
@@ -402,8 +406,7 @@ class Packer:
 def step_of(num_lanes):
     """
     The step s for which frac(g * s / 2**64) spreads the rows g of the run evenly over [0, 1), and those of
-    each lane: its own step, s * num_lanes mod 2**64, is 2**64 / golden ratio, which spreads best. Of the
-    num_lanes solutions, the one whose continued fraction has the smallest largest partial quotient.
+    each lane: its step, s * num_lanes mod 2**64, is 2**64 / golden ratio. On trust: any s gives the shares.
     """
     golden = 0x9E3779B97F4A7C15    # 2**64 / golden ratio
     return min(((k * 2**64 + golden) // num_lanes for k in range(num_lanes)), key=largest_quotient)
@@ -444,8 +447,7 @@ class Stream:
         self.state, self.tasks = state, source.deal(lane, state.place, epochs)
         self.taken = state.taken             # of the chunk that is submitted next
         self.chunks = collections.deque()    # Futures; rows of the first are being delivered
-        self.i = 0                           # rows delivered of it
-        self.reads = None                    # its row groups, kept: the next chunk may need them
+        self.i, self.reads = 0, None         # rows delivered of it; its row groups, which the next may need
         self.epoch, self.counts = state.place.epoch, collections.Counter()    # epoch: of the last row
         if not state.ended:
             self.submit(1)    # the first chunks of all lanes are made before their second ones
@@ -505,9 +507,9 @@ class PackedLoader(IterableDataset):
     num_lanes: world sizes that divide it give the same rows. Default: lcm(8, world_size), or as in the state
     chunk_bytes: of text. Default: 1,024 for each token of a row (256 rows), 2 to 64 MB, or as in the state
     shuffle_seed: new orders of row groups, documents and a chunk's rows every epoch; None: file order
-    epochs: n, or {folder: n}; other folders are endless. The ranks of a finite run end together if
-        torch.distributed is initialised. uneven: if lanes differ in length, "stop" ends with the shortest;
-        "pad" gives masked rows until the longest ends (divide summed losses by all ranks' unmasked targets)
+    epochs: n, or {folder: n}; other folders are endless. uneven: a finite run ends with its shortest lane
+        ("stop"), or with its longest ("pad": others give masked rows; divide summed losses by all ranks'
+        unmasked targets); its ranks end together if torch.distributed is initialised
     """
     def __init__(self, tokenizer, B: int, T: int, split: str, *, packing="exactfit", data_dir=None, rank=None,
                  world_size=None, group=None, num_lanes=None, shuffle_seed=0, epochs=None, uneven="pad",
@@ -738,9 +740,7 @@ def read_state(loader, state):
     """-> (Position, the attributes of the loader that change)"""
     check_state(state)
     g, ours, theirs = state["rows"], config_of(loader), state["config"]
-    for key in ("num_lanes", "chunk_bytes"):
-        if loader.given[key] is None:
-            ours[key] = theirs[key]
+    ours |= {key: theirs[key] for key in ("num_lanes", "chunk_bytes") if loader.given[key] is None}
     for key in ours:
         if theirs[key] != ours[key]:
             raise ValueError(f"{key} is {theirs[key]!r} in the state, but {ours[key]!r} here")

@@ -40,28 +40,36 @@ def chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes):
             filled = n_bytes if n == 1 else chunk_bytes
     return chunks
 
-def pack(packing, pieces, R, seed, *key):
-    """The rows of pieces (document, start, stop), each packed as if it were a document."""
-    tokens = [[*([None] if start and packing != "flat" else []), *range(start, stop)]
-              for _, start, stop in pieces]    # None: BOS is repeated
+def pack(packing, tokens, R, seed, *key):
+    """The rows of a set of tokens (document, index). Spans of them are packed as if they were documents."""
+    spans = []
+    for d, i in sorted(tokens):
+        if (d, i - 1) not in tokens:
+            spans.append([(d, None)] if i and packing != "flat" else [])    # None: BOS is repeated
+        spans[-1].append((d, i))
     rows = []
-    for row in PACKINGS[packing]([len(some) for some in tokens], R):
-        found = [(pieces[k][0], [i for i in tokens[k][a:b] if i is not None]) for k, a, b in row]
-        rows.append(sorted((d, some[0], some[-1] + 1) for d, some in found if some))
+    for row in PACKINGS[packing]([len(span) for span in spans], R) if spans else ():
+        found = [[(d, i) for d, i in spans[k][a:b] if i is not None] for k, a, b in row]
+        rows.append(sorted((*part[0], part[-1][1] + 1) for part in found if part))
     rows.sort()
     return [rows[k] for k in permutation(len(rows), seed, *key)]
 
 def rows_of_stream(lane, epochs, n_tokens, T, packing, shards, num_lanes, seed, chunk_bytes):
     for epoch in range(1, epochs + 1) if epochs else itertools.count(1):
         for place, documents in chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes).items():
-            R, lengths = 0, [n_tokens(at, epoch) for at in documents]
-            rows = [[(d, 0, n) for d, n in enumerate(lengths) if n]]
+            R, delivered = 0, set()
+            rows = [[(d, 0, n_tokens(at, epoch)) for d, at in enumerate(documents)]]
             while any(rows):
-                if T() + 1 != R:    # a new T: each row that is left is packed by itself
+                if T() + 1 != R:    # a new T: what is left of the chunk is packed anew
                     R = T() + 1
-                    rows = [new for row in rows for new in pack(packing, row, R, seed, epoch, 2, *place)]
+                    left = {(d, i) for row in rows for d, start, stop in row for i in range(start, stop)}
+                    if packing == "flat":    # whose rows begin with a token of the previous one
+                        left -= delivered - {min(left, default=None)}
+                    rows = pack(packing, left, R, seed, epoch, 2, *place)
                 else:
-                    yield [(documents[d], epoch, start, stop) for d, start, stop in rows.pop(0)]
+                    row = rows.pop(0)
+                    delivered |= {*[(d, i) for d, start, stop in row for i in range(start, stop)][1:]}
+                    yield [(documents[d], epoch, start, stop) for d, start, stop in row]
 
 @functools.cache
 def step_of(num_lanes):

@@ -540,6 +540,7 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
             file.write("text")
     if "=" in flags[0]:
         monkeypatch.setenv(*flags[0].split("="))
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")    # or LOCAL_WORLD_SIZE is not read
     toy = [] if flags[0] in ("--sample", "--eval", "--resume", "--init") else TOY
     flags = [flag for flag in flags if "=" not in flag]
     printed = command(*flags, toy=toy, status=2 if "argument" in told else 1)
