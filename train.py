@@ -257,8 +257,9 @@ def train(flags, sources, out, saved, tokenizer, model, val, at_exit):
     # Loop. SIGTERM and Ctrl-C (which torchrun repeats) finish the step or eval, then save. The numbers of a
     # step are read while the GPU is busy with the next one
     signals, unread, stopping = [], [], False
-    for number in (signal.SIGTERM, signal.SIGINT):
-        at_exit.callback(signal.signal, number, signal.signal(number, lambda *seen: signals.append(seen[0])))
+    for number in (signal.SIGTERM, signal.SIGINT):    # os.write: print may not be interrupted by print
+        at_exit.callback(signal.signal, number, signal.signal(number, lambda number, _: (
+            signals.append(number), os.write(2, b"stopping after this step or eval\n"))))
 
     print0("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB     left")
     for step in range(first, flags.steps + 1):

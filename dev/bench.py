@@ -13,10 +13,8 @@ yardstick. So the shares hold on a busy machine, too; the tokens per second do n
 
 import argparse
 import collections
-import contextlib
 import functools
 import importlib.util
-import io
 import itertools
 import multiprocessing
 import os
@@ -52,9 +50,7 @@ def compare(tokenizer, data_dir, T):
     yield f"of the first {n_tokens:,} tokens, in {counted(len(chunks), 'chunk')} of one lane"
     yield f"{'packing':<12}{'dropped':>9}{'padding':>9}{'fit but cut':>13}"
     for packing, pack in PACKINGS.items():
-        counts = collections.Counter()
-        for lengths in chunks:
-            counts.update(count_rows(pack, lengths, T + 1))
+        counts = sum((count_rows(pack, lengths, T + 1) for lengths in chunks), collections.Counter())
         dropped, padding = counts["dropped"] / n_tokens, counts["padding"] / (counts["rows"] * (T + 1))
         yield f"{packing:<12}{dropped:>9.2%}{padding:>9.2%}{counts['cut'] / counts['documents']:>13.2%}"
 
@@ -107,8 +103,7 @@ def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
            f"{'first batch':>13}{'resume':>9}{'memory':>10}")
     with tempfile.TemporaryDirectory() as work:
         tokens, ids = f"{work}/tokens", f"{work}/ids"
-        with contextlib.redirect_stderr(io.StringIO()):
-            tokenize(data_dir, tokens, tokenizer_dir)
+        tokenize(data_dir, tokens, tokenizer_dir)
         write_ids(tokens, ids)
         for job in all_jobs(Job(tokenizer_dir, ids, B, T, seconds), data_dir, tokens):
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:

@@ -148,13 +148,19 @@ def when(run, name=None, text=None):
     tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
     begins = len(np.unique(ledger["step"][ledger["step"] < saved["step"]])) < saved["step"]
     with loader_of(saved, begins) as loader:
-        for place in find_documents(loader, tokenizer, name, text):
+        places = list(find_documents(loader, tokenizer, name, text))
+        if not places:
+            raise ValueError(f"no {name or repr(text)} in the run's data; expected FILE:ROW, or --text WORDS")
+        for place in places:
             yield f"{place}: {printable(beginning_of(place, loader, tokenizer))}"
             known = () if begins else seen_in(ledger)
             known = [one for one in known if one[2] == place and one[0] < saved["step"]]
-            for step, g, _, epoch, start, stop in [*known, *replay(saved, loader, [place])]:
+            found = [*known, *replay(saved, loader, [place])]
+            for step, g, _, epoch, start, stop in found:
                 yield (f"  step {step}, row {g} of the run, epoch {epoch}, tokens {start:,}-{stop - 1:,}"
                        + (", to come" if step >= saved["step"] else ""))
+            if not found:
+                yield "  in no step of this run"
 
 def find_documents(loader, tokenizer, name, text):
     path, _, row = (name or "").rpartition(":")

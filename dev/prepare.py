@@ -817,8 +817,8 @@ def known_tokenizer(tokenizer_dir, folder):
     """(tokenizer, its folder): the one given, or the largest that was trained on this data; else Nones."""
     if not tokenizer_dir:
         stem = trained_dir([folder], 0).removesuffix("0")
-        trained = filter(is_saved, glob.glob(glob.escape(stem) + "*"))
-        sizes = [int(path.removeprefix(stem)) for path in trained]
+        found = filter(is_saved, glob.glob(glob.escape(stem) + "*"))
+        sizes = [int(path.removeprefix(stem)) for path in found]
         if not sizes:
             return None, None
         tokenizer_dir = f"{stem}{max(sizes)}"
@@ -854,22 +854,17 @@ def count_tokens(shards, lengths, tokenizer):
         total += f", {np.concatenate([ids >= 0 for ids, _ in encoded]).mean():.0%} with a loss"
     return total, tokens
 
-def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenizer_dir: str | None = None,
+def head(folder: str, n: int = 5, split: str = "train", tokenizer_dir: str | None = None,
          raw: bool = False) -> None:
-    """
-    Print n documents of a split, from number `start` on: their numbers, places, lengths and beginnings, or
-    with raw their whole text.
-    """
+    """Print n documents of a split: numbers, places, lengths and beginnings, or with raw their whole text."""
     tokenizer = find_tokenizer(tokenizer_dir, [folder], VOCAB_SIZE)[0] if tokenizer_dir else None
     shards, first = list_shards(folder, split), 0
     if tokenizer and shards[0].fingerprint not in (None, tokenizer.fingerprint()):
         raise ValueError(f"{folder} needs the tokenizer that made it, {maker_of(shards[0])}, "
                          f"not {tokenizer_dir}")
     for shard, row_group in row_groups_of(shards):
-        rows = range(max(0, start - first), min(shard.group_sizes[row_group], start + n - first))
-        first += shard.group_sizes[row_group]
-        documents = shard.read(row_group)[rows.start:rows.stop].to_pylist() if rows else []
-        for row, document in zip(rows, documents, strict=True):
+        documents = shard.read(row_group)[:n - first].to_pylist() if first < n else []
+        for row, document in enumerate(documents):
             lengths, text = ["null"], ""
             if document is not None and shard.kind == "tokens":
                 ids = np.frombuffer(document, shard.dtype)
@@ -880,13 +875,11 @@ def head(folder: str, n: int = 5, start: int = 0, split: str = "train", tokenize
                 lengths, text = [f"{len(document.encode()):,} bytes"], document
                 if tokenizer:
                     lengths.append(f"{len(encode([document], tokenizer, shard.kind)[0]):,} tokens")
-            number = first - shard.group_sizes[row_group] + row
-            print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
+            print(f"{first + row:<5} {shard.path}, row group {row_group}, row {row}: {', '.join(lengths)}")
             shown = re.sub("[^ \n]+", lambda word: dataset.printable(word[0]), text.expandtabs())
             print("      " + (shown.replace("\n", "\n      ") if raw else dataset.printable(text[:200])))
-    if start >= first:
-        print(f"no document {start:,}: {folder} has {counted(first, 'document')} for {split}, from 0 on")
-    elif shards[0].kind == "tokens" and not tokenizer:
+        first += len(documents)
+    if shards[0].kind == "tokens" and not tokenizer:
         print(f"these are token ids; to see text, add --tokenizer {maker_of(shards[0])}")
 
 # ---------------------------------------------------------------------------------------------------------
@@ -926,10 +919,9 @@ def make_parser():
     add("--tokenizer", help="folder of the tokenizer")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns kept beside tokens")
     add("--compression", default="none", choices=("none", "zstd"), help="zstd: half the size, 1/4 the speed")
-    add = command("head", lambda flags: head(folder_of(flags), flags.n, flags.start, flags.split,
-                                             flags.tokenizer, flags.raw), "print some documents")
+    add = command("head", lambda flags: head(folder_of(flags), flags.n, flags.split, flags.tokenizer,
+                                             flags.raw), "print some documents")
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
-    add("--start", type=int, default=0, help="number of the first one in its split (default 0)")
     add("--split", default="train", choices=("train", "val"))
     add("--raw", action="store_true", help="print whole documents, with their line breaks")
     add("--tokenizer", help="folder of the tokenizer")

@@ -76,7 +76,7 @@ def step_of(num_lanes):
     """Of the steps whose num_lanes-fold is 2**64 / golden ratio: that with the smallest largest quotient."""
     def largest(a, b, before=0, q=1):    # of the continued fraction of b / a; q: its denominators so far
         return max(a // b, largest(b, a % b, q, a // b * q + before)) if b and q <= 2**12 else 0
-    steps = [(k * 2**64 + 0x9E3779B97F4A7C15) // num_lanes for k in range(num_lanes)]
+    steps = ((k * 2**64 + 0x9E3779B97F4A7C15) // num_lanes for k in range(num_lanes))
     return min(steps, key=lambda step: largest(2**64, step))
 
 def choose(weights, point):

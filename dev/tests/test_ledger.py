@@ -164,6 +164,12 @@ def test_when_prints_past_and_coming_steps(alone, base, capsys):
     assert capsys.readouterr().out.splitlines() == lines
 
 
+def test_when_says_what_it_does_not_find(alone, base, capsys):
+    for words in (["nosuch.parquet:0"], ["shard_00000.parquet:9999"], ["--text", "no such words"]):
+        with pytest.raises(SystemExit) as ended:
+            bench.main(["when", alone, *words])
+        assert "in the run's data; expected FILE:ROW" in str(ended.value)
+
 def test_losses_compare_a_document_with_the_steps_around_its_own():
     """Documents of falling loss; 5 of 80 are harder and 5 easier than those beside them, but not than all."""
     draw = np.random.default_rng(0)
