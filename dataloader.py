@@ -466,11 +466,12 @@ class Stream:
             if not self.chunks:
                 return None
             chunk = self.chunks[0].result()
+            self.counts.update(chunk.counts)
+            chunk.counts.clear()    # counted
             self.submit(self.ahead)
             if self.i < len(chunk.rows):
                 self.epoch = chunk.place.epoch
                 return chunk, self.i
-            self.counts.update(chunk.counts)
             self.chunks.popleft()
             self.i = 0
             if self.epochs is None and chunk.place.epoch > self.epoch + 100:
@@ -642,9 +643,8 @@ class PackedLoader(IterableDataset):
             if n <= self.T:
                 targets[b, max(0, n - 1):] = -100
         tensors = torch.from_numpy(inputs), torch.from_numpy(targets)
-        if self.device.type == "cuda":
-            tensors = tuple(tensor.pin_memory() for tensor in tensors)
-        return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+        pinned = (tensor.pin_memory() if self.device.type == "cuda" else tensor for tensor in tensors)
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in pinned)
 
     def pieces(self) -> list[list[Piece]]:
         """For each row of the batch that was yielded last, its Pieces: which tokens of which documents."""
@@ -682,7 +682,7 @@ class PackedLoader(IterableDataset):
     def stats(self) -> dict:
         """
         Seconds waited in next(), and for each source its epoch and counts of this process since the last load
-        or error: rows, tokens; of finished chunks all documents, and the null or filtered ones.
+        or error: rows, tokens; of all chunks begun the documents, and the null or filtered ones.
         """
         sources = {name: collections.Counter() for name in self.sources}
         for name, stream in itertools.chain(*(lane.items() for lane in (self._streams or {}).values())):

@@ -1169,8 +1169,9 @@ for name, group in runs[:3 if rank > 1 else 5]:
     rows = seen[name] = []
     for batch in loader:
         rows.append(rows_of(batch))
+        state = gather_states(loader)    # at some steps, ranks have states of different lengths
         if len(rows) == 3:
-            seen[name + " state"] = gather_states(loader)
+            seen[name + " state"] = state
             if (name, rank) == ("again", 1):    # an error after the ranks have agreed, and a new attempt
                 batch_of, loader._batch = loader._batch, None
                 try:

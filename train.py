@@ -759,6 +759,7 @@ def generate(model, tokenizer, T, prompt, n_tokens, end=None, temperature=0.8, t
         if ids[-1] in (bos, end):
             break
     text = tokenizer.decode([i for i in ids[0 if end is None else len(prompt):] if i not in (bos, end)])
+    text += f" ... (no end after {n_tokens} tokens)" * (end is not None and ids[-1] not in (bos, end))
     return "\n".join(map(printable, text.split("\n")))
 
 # ---------------------------------------------------------------------------------------------------------
