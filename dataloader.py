@@ -283,17 +283,17 @@ class Encoder:
     def encode(self, part, array, epoch=1, check_every=1000):
         """The ids of each document of a Part, none if null or filtered. array: its row group."""
         # One document in `check_every` is also encoded with tiktoken, as a check of our tokenizer's engine.
-        documents, locations = array.take(pa.array(part.indices)), part.locations()
+        documents = array.take(pa.array(part.indices))
         try:
             ids, bounds = self._ids(documents, part, epoch, check_every)
             dataset.check_documents(ids, bounds, documents, self.tokenizer.bos)
             found = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
             if self.transform:
                 found = [self._transform(one, location, epoch)
-                         for one, location in zip(found, locations, strict=True)]
+                         for one, location in zip(found, part.locations(), strict=True)]
             return found
         except BaseException as error:    # tiktoken's panics are not Exceptions
-            n = len(locations)
+            n, locations = len(part.indices), part.locations()
             for i in range(n if n > 1 else 0):    # one by one: the culprit raises its own error
                 self.encode(part._replace(indices=part.indices[i:i + 1]), array, epoch, check_every=1)
             where = f"{locations[0]}" + (f" and {n - 1} more, only together" if n > 1 else "")
@@ -348,10 +348,10 @@ class Packer:
         lengths = list(map(len, documents))
         if not taken or taken[-1][0] != self.T:
             taken = (*taken, (self.T, 0))
-        left = [(d, 0, n) for d, n in enumerate(lengths) if n]
+        rows = [[(d, 0, n) for d, n in enumerate(lengths) if n]]    # all documents, as if in one row
         for T, n in taken:    # usually once; after a change of T, what is left is packed again
-            rows = self.pack(left, T + 1, place)[n:] if left else []    # n were delivered
             left = self.left_in(rows)
+            rows = self.pack(left, T + 1, place)[n:] if left else []    # n were delivered
         counts = {"documents": len(documents), "empty_documents": lengths.count(0)}
         return Chunk(place, locations, taken, *self.join(rows, documents), rows, self.repeats_bos, counts)
 
