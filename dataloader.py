@@ -231,8 +231,7 @@ class Source:
         if joined:
             yield place, joined
 
-    def part(self, epoch, turn):
-        """The documents of a turn."""
+    def part(self, epoch, turn):    # the documents of a turn
         groups, slices = self.order(epoch)
         group = int(groups[turn])
         i = int(bisect_right(self.first_group, group)) - 1
@@ -259,7 +258,7 @@ class Chunk(NamedTuple):
     n_tokens: np.ndarray    # (rows,), without these
     rows: list              # of the packing: [(document, start, stop), ...]
     repeats_bos: bool       # whether later pieces of a document begin with BOS
-    counts: dict
+    counts: list            # [{name: number}], until they are counted
 
     def pieces(self, i):
         """The Pieces of row i."""
@@ -280,9 +279,8 @@ class Encoder:
     def __init__(self, tokenizer, threads=1, transform=None):
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
 
-    def encode(self, part, array, epoch=1, check_every=1000):
+    def encode(self, part, array, epoch=1, check_every=1000):    # one in 1,000 is also encoded by tiktoken
         """The ids of each document of a Part, none if null or filtered. array: its row group."""
-        # One document in `check_every` is also encoded with tiktoken, as a check of our tokenizer's engine.
         documents = array.take(pa.array(part.indices))
         try:
             ids, bounds = self._ids(documents, part, epoch, check_every)
@@ -352,7 +350,7 @@ class Packer:
         for T, n in taken:    # usually once; after a change of T, what is left is packed again
             left = self.left_in(rows)
             rows = self.pack(left, T + 1, place)[n:] if left else []    # n were delivered
-        counts = {"documents": len(documents), "empty_documents": lengths.count(0)}
+        counts = [{"documents": len(documents), "empty_documents": lengths.count(0)}]
         return Chunk(place, locations, taken, *self.join(rows, documents), rows, self.repeats_bos, counts)
 
     def pack(self, pieces, R, place):
@@ -466,8 +464,8 @@ class Stream:
             if not self.chunks:
                 return None
             chunk = self.chunks[0].result()
-            self.counts.update(chunk.counts)
-            chunk.counts.clear()    # counted
+            if chunk.counts:
+                self.counts.update(chunk.counts.pop())
             self.submit(self.ahead)
             if self.i < len(chunk.rows):
                 self.epoch = chunk.place.epoch
@@ -484,7 +482,8 @@ class Stream:
             chunk, i = found
             *earlier, (T, n) = chunk.taken
             self.i, self.state = i + 1, StreamState(chunk.place, (*earlier, (T, n + i + 1)))
-            self.counts.update(rows=1, tokens=int(chunk.n_tokens[i]))
+            self.counts["rows"] += 1
+            self.counts["tokens"] += int(chunk.n_tokens[i])
         else:
             self.state = self.state._replace(ended=True)
         return found
@@ -608,7 +607,8 @@ class PackedLoader(IterableDataset):
             streams, found = self._streams[g % self.num_lanes], None
             names = [name for name, stream in streams.items() if not stream.state.ended]
             while names and not found:    # the other sources take over from one that ends
-                name = names[choose_source([self.weights[name] for name in names], g, step)]
+                weights = [self.weights[name] for name in names]
+                name = names[choose_source(weights, g, step) if len(names) > 1 else 0]
                 found = streams[name].row()
                 if not found:
                     names.remove(name)

@@ -1238,7 +1238,8 @@ def stop_iteration(*_):
 
 def test_users_stop_iteration_does_not_end_the_run_silently(corpus, monkeypatch):
     monkeypatch.setitem(PACKINGS, "stops", stop_iteration)
-    for loader in (make({corpus: stop_iteration}), make(corpus, packing="stops"),
+    other = write_shards(f"{corpus}/../other", [[["a"] * 9], [["val"]]])
+    for loader in (make({corpus: stop_iteration, other: 1}), make(corpus, packing="stops"),
                    make(corpus, transform=stop_iteration)):
         for _ in range(2):
             with pytest.raises(RuntimeError, match="StopIteration"):
