@@ -291,10 +291,10 @@ class Encoder:
                          for one, location in zip(found, part.locations(), strict=True)]
             return found
         except BaseException as error:    # tiktoken's panics are not Exceptions
-            n, locations = len(part.indices), part.locations()
+            n = len(part.indices)
             for i in range(n if n > 1 else 0):    # one by one: the culprit raises its own error
                 self.encode(part._replace(indices=part.indices[i:i + 1]), array, epoch, check_every=1)
-            where = f"{locations[0]}" + (f" and {n - 1} more, only together" if n > 1 else "")
+            where = f"{part.locations()[0]}" + (f" and {n - 1} more, only together" if n > 1 else "")
             raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
 
     def _ids(self, documents, part, epoch, check_every):
@@ -370,7 +370,7 @@ class Packer:
         return [rows[i] for i in shuffled(len(rows), self.seed, place.epoch, 2, place.turn, place.chunk)]
 
     def left_in(self, rows):
-        """The pieces of these rows; those that continue each other are one."""
+        """The pieces of these rows, joined where they touch; flat: not what earlier rows delivered."""
         left, pieces = [], ((*piece, not i) for row in rows for i, piece in enumerate(row))
         for d, start, stop, opens_row in sorted(pieces):
             again = int(self.packing is flat and opens_row and bool(left))    # the row before ends with it

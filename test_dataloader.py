@@ -623,6 +623,9 @@ def test_nulls_and_empty_documents_are_counted(tmp_path):
         assert tokens_of(loader) == {ord(c): 8 for c in "abc"}
         counts = counts_of(loader)
         assert (counts["documents"], counts["empty_documents"]) == (40, 16)
+    loader = make(data, chunk_bytes=None)
+    next(loader)
+    assert counts_of(loader)["empty_documents"] == 8, "a chunk counts when it begins: a run may be short"
 
 def test_lane_without_tokens_is_an_error_after_100_epochs(tmp_path):
     data = write_shards(tmp_path / "data", [[[None] * 4] * 2, [["val"]]])

@@ -495,6 +495,24 @@ def test_a_model_is_fine_tuned_on_text_and_chats_and_answers(shards, run):
     assert len(answer) > 1 and "What is this?" not in answer and "<|assistant_end|>" not in answer
 
 
+class Always(torch.nn.Module):
+    """A model that is certain of one token."""
+
+    def __init__(self, id):
+        super().__init__()
+        self.embedding, self.id = torch.nn.Embedding(1, 1), id
+
+    def forward(self, inputs):
+        return 1e4 * torch.nn.functional.one_hot(torch.full_like(inputs, self.id), 265).float()
+
+
+def test_answer_without_an_end_says_so():
+    tokenizer = RustBPETokenizer.train_from_iterator(["x"], 265)
+    assert train.generate(Always(65), tokenizer, 8, [1], 5, end=64) == "AAAAA ... (no end after 5 tokens)"
+    assert train.generate(Always(64), tokenizer, 8, [1], 5, end=64) == ""
+    assert train.generate(Always(65), tokenizer, 8, [66], 2) == "BAA"
+
+
 def test_fine_tuning_scales_all_rates(shards, run):
     """--lr with --init: the rates of the embeddings and the head follow that of the matrices."""
     peaks, original = [], train.make_optimizers
