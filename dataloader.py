@@ -252,22 +252,20 @@ class Piece(NamedTuple):
 class Chunk(NamedTuple):
     """The rows of a chunk that were not delivered when it was made."""
     place: Place
-    locations: list         # of its documents
     taken: tuple            # ((T, rows delivered with it before), ...); the last T is that of `rows`
+    locations: list         # of its documents
+    n_empty: int            # documents without tokens, which are not among these: null, empty or filtered
+    rows: list              # [[(document, start, stop, offset), ...], ...]: see Piece
     ids: np.ndarray         # (rows, T + 1); short rows end with BOS
     n_tokens: np.ndarray    # (rows,), without these
-    rows: list              # of the packing: [(document, start, stop), ...]
-    repeats_bos: bool       # whether later pieces of a document begin with BOS
-    counts: list            # [{name: number}], until they are counted
 
-    def pieces(self, i):
-        """The Pieces of row i."""
-        pieces, offset = [], 0
-        for d, start, stop in self.rows[i]:
-            offset += bool(start and self.repeats_bos)
-            pieces.append(Piece(self.locations[d], self.place.epoch, start, stop, offset))
-            offset += stop - start
-        return pieces
+class Row(NamedTuple):
+    chunk: Chunk
+    i: int    # its index there
+
+    def pieces(self):
+        locations, epoch = self.chunk.locations, self.chunk.place.epoch
+        return [Piece(locations[d], epoch, *where) for d, *where in self.chunk.rows[self.i]]
 
 class Encoder:
     """
@@ -340,62 +338,65 @@ class Packer:
     def chunk(self, place, parts, taken, reads):
         if dataset.ENDING.is_set():    # Python waits for its threads
             raise CancelledError
-        documents = [ids for part, read in zip(parts, reads, strict=True)
-                     for ids in self.encoder.encode(part, read.result(), place.epoch)]
+        found = [ids for part, read in zip(parts, reads, strict=True)
+                 for ids in self.encoder.encode(part, read.result(), place.epoch)]
         locations = [location for part in parts for location in part.locations()]
-        lengths = list(map(len, documents))
+        locations = [location for location, ids in zip(locations, found, strict=True) if len(ids)]
+        documents = [ids for ids in found if len(ids)]
         if not taken or taken[-1][0] != self.T:
             taken = (*taken, (self.T, 0))
-        rows = [[(d, 0, n) for d, n in enumerate(lengths) if n]]    # all documents, as if in one row
-        for T, n in taken:    # usually once; after a change of T, what is left is packed again
-            left = self.left_in(rows)
-            rows = self.pack(left, T + 1, place)[n:] if left else []    # n were delivered
-        counts = [{"documents": len(documents), "empty_documents": lengths.count(0)}]
-        return Chunk(place, locations, taken, *self.join(rows, documents), rows, self.repeats_bos, counts)
+        (T, n), *changes = taken
+        rows = self.packing(list(map(len, documents)), T + 1) if documents else []
+        rows = self.shuffle(rows, place)[n:]    # n were delivered
+        for T, n in changes:
+            rows = self.repack(rows, T + 1, place)[n:]
+        return Chunk(place, taken, locations, len(found) - len(documents), *self.join(rows, documents))
 
-    def pack(self, pieces, R, place):
-        """Pack pieces [(document, start, stop), ...] as if they were documents. -> rows, in random order"""
-        repeated = [int(start > 0 and self.repeats_bos) for _, start, _ in pieces]    # 1 if BOS comes first
-        lengths = [stop - start + extra for (_, start, stop), extra in zip(pieces, repeated, strict=True)]
-        rows = []
-        for packed in self.packing(lengths, R):
-            row = []
-            for i, a, b in packed:
-                (d, start, _), extra = pieces[i], repeated[i]
-                if b > extra:
-                    row.append((d, start + max(0, a - extra), start + b - extra))
-            rows.append(sorted(row))
-        rows.sort()
-        # Most packings begin with beginnings of documents: 1.10 bits per byte in the demo, not 1.07.
+    def shuffle(self, rows, place):
+        """Most packings begin with beginnings of documents: 1.10 bits per byte in the demo, not 1.07."""
+        rows = sorted(map(sorted, rows))
         return [rows[i] for i in shuffled(len(rows), self.seed, place.epoch, 2, place.turn, place.chunk)]
 
-    def left_in(self, rows):
-        """The pieces of these rows, joined where they touch; flat: not what earlier rows delivered."""
+    def repack(self, rows, R, place):
+        """
+        If T changes within a chunk: pieces of the rows that are left are joined where they touch, and packed
+        as if each were a document. In flat, a row's first token counts once: the row before ends with it.
+        """
         left, pieces = [], ((*piece, not i) for row in rows for i, piece in enumerate(row))
         for d, start, stop, opens_row in sorted(pieces):
-            again = int(self.packing is flat and opens_row and bool(left))    # the row before ends with it
+            again = int(opens_row and not self.repeats_bos and bool(left))    # the row before ends with it
             if left and left[-1][0] == d and left[-1][2] >= start + again:
                 start = left.pop()[1]
             else:
                 start += again
             if start < stop:
                 left.append((d, start, stop))
-        return left
+        extra = [int(start > 0 and self.repeats_bos) for _, start, _ in left]    # 1 if BOS comes first
+        lengths = [stop - start + n for (_, start, stop), n in zip(left, extra, strict=True)]
+        packed = self.packing(lengths, R) if left else []
+        return self.shuffle(([(left[i][0], left[i][1] + max(0, a - extra[i]), left[i][1] + b - extra[i])
+                              for i, a, b in row if b > extra[i]] for row in packed), place)
 
     def join(self, rows, documents):
-        """(ids, n_tokens) of a Chunk."""
-        dtype = next((ids.dtype for ids in documents if len(ids)), np.dtype(np.int64))
-        arrays, n_tokens, padding = [], [], np.full(self.T + 1, self.encoder.tokenizer.bos, dtype)
+        """(rows, ids, n_tokens) of a Chunk."""
+        dtype = next((ids.dtype for ids in documents), np.dtype(np.int64))
+        arrays, placed, n_tokens = [], [], []
+        padding = np.full(self.T + 1, self.encoder.tokenizer.bos, dtype)
         for row in rows:
-            first = len(arrays)
+            offset = 0
+            placed.append([])
             for d, start, stop in row:
                 if start and self.repeats_bos:
                     arrays.append(documents[d][:1])
+                    offset += 1
                 arrays.append(documents[d][start:stop])
-            n_tokens.append(sum(map(len, arrays[first:])))
-            arrays.append(padding[n_tokens[-1]:])
+                placed[-1].append((d, start, stop, offset))
+                offset += stop - start
+            arrays.append(padding[offset:])
+            n_tokens.append(offset)
         # np.concatenate would release the GIL at every piece, and wait to get it back.
-        return np.frombuffer(b"".join(arrays), dtype).reshape(len(rows), self.T + 1), np.array(n_tokens)
+        ids = np.frombuffer(b"".join(arrays), dtype).reshape(len(rows), self.T + 1)
+        return placed, ids, np.array(n_tokens)
 
 # ---------------------------------------------------------------------------------------------------------
 # Lanes: the source of each row, and the rows of each stream
@@ -443,50 +444,49 @@ class Stream:
     def __init__(self, source, lane, state, packer, epochs, ahead):
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
         self.state, self.tasks = state, source.deal(lane, state.place, epochs)
-        self.taken = state.taken             # of the chunk that is submitted next
-        self.chunks = collections.deque()    # Futures; rows of the first are being delivered
-        self.i, self.reads = 0, None         # rows delivered of it; its row groups, which the next may need
-        self.epoch, self.counts = state.place.epoch, collections.Counter()    # epoch: of the last row
+        self.chunk, self.i = None, 0            # whose rows are being delivered, and how many of them were
+        self.futures = collections.deque()      # of the chunks after it
+        self.reads = None                       # row groups of the last one, which the next may need
+        self.counts = collections.Counter()
         if not state.ended:
             self.submit(1)    # the first chunks of all lanes are made before their second ones
 
     def submit(self, n):
         """Let `n` chunks be ready or under way."""
-        for place, parts in itertools.islice(self.tasks, max(0, n - len(self.chunks))):
-            future, self.reads = self.packer.submit(place, parts, self.taken)
-            self.chunks.append(future)
-            self.taken = ()    # only the first one is partly delivered
+        for place, parts in itertools.islice(self.tasks, max(0, n - len(self.futures))):
+            taken = self.state.taken if place == self.state.place else ()    # of a chunk partly delivered
+            future, self.reads = self.packer.submit(place, parts, taken)
+            self.futures.append(future)
 
     def peek(self):
-        """(chunk, index of the next row in it); None at the end. Drops used chunks; leaves `state` alone."""
+        """The next Row; None at the end. Begins chunks; leaves `state` alone."""
         while not self.state.ended:
-            self.submit(1)
-            if not self.chunks:
-                return None
-            chunk = self.chunks[0].result()
-            if chunk.counts:
-                self.counts.update(chunk.counts.pop())
-            self.submit(self.ahead)
-            if self.i < len(chunk.rows):
-                self.epoch = chunk.place.epoch
-                return chunk, self.i
-            self.chunks.popleft()
-            self.i = 0
-            if self.epochs is None and chunk.place.epoch > self.epoch + 100:
+            if self.chunk is None:
+                self.submit(1)
+                if not self.futures:
+                    return None
+                self.chunk, self.i = self.futures.popleft().result(), 0
+                n_empty = self.chunk.n_empty
+                self.counts.update(documents=len(self.chunk.locations) + n_empty, empty_documents=n_empty)
+                self.submit(self.ahead)
+            if self.i < len(self.chunk.rows):
+                return Row(self.chunk, self.i)
+            if self.epochs is None and self.chunk.place.epoch > self.state.place.epoch + 100:
                 raise ValueError(f"{self.source.name}: a lane found no token in 100 epochs, only null or "
                                  "filtered documents; lower num_lanes, or inspect the data")
+            self.chunk = None
 
     def row(self):
-        """Deliver a row: (chunk, index of the row in it); None at the end."""
-        if found := self.peek():
-            chunk, i = found
-            *earlier, (T, n) = chunk.taken
-            self.i, self.state = i + 1, StreamState(chunk.place, (*earlier, (T, n + i + 1)))
+        """Deliver a Row; None at the end."""
+        if row := self.peek():
+            *earlier, (T, n) = self.chunk.taken
+            self.i += 1
+            self.state = StreamState(self.chunk.place, (*earlier, (T, n + self.i)))
             self.counts["rows"] += 1
-            self.counts["tokens"] += int(chunk.n_tokens[i])
+            self.counts["tokens"] += int(self.chunk.n_tokens[row.i])
         else:
             self.state = self.state._replace(ended=True)
-        return found
+        return row
 
 # ---------------------------------------------------------------------------------------------------------
 # The loader
@@ -549,7 +549,7 @@ class PackedLoader(IterableDataset):
         if ends_together and not self._gloo and dist.is_available() and dist.is_initialized():
             self._gloo = gloo_beside(self.group or dist.group.WORLD)
         g, lanes = self.position
-        ahead = 1 + max(1, 2 * self.threads // (len(lanes) * len(self.sources)))    # chunks of each stream
+        ahead = max(1, 2 * self.threads // (len(lanes) * len(self.sources)))    # chunks of each stream
         self._streams = {
             lane: {name: Stream(self.sources[name], lane, state, packer, self.epochs[name], ahead)
                    for name, state in lanes[lane].items()}
@@ -599,21 +599,21 @@ class PackedLoader(IterableDataset):
         raise StopIteration
 
     def _next_rows(self):
-        """The Position after a batch, and its rows: [(chunk, index of the row), or None at a lane's end]."""
-        began, step = time.perf_counter(), step_of(self.num_lanes)
-        rows, lanes = [], dict(self.position.lanes)
+        """The Position after a batch, and its Rows, with None where a lane has ended."""
+        began, step, rows = time.perf_counter(), step_of(self.num_lanes), []
         for b in range(self.B):
             g = self.position.g + self.rank + b * self.world_size
-            streams, found = self._streams[g % self.num_lanes], None
+            streams, row = self._streams[g % self.num_lanes], None
             names = [name for name, stream in streams.items() if not stream.state.ended]
-            while names and not found:    # the other sources take over from one that ends
+            while names and not row:    # the other sources take over from one that ends
                 weights = [self.weights[name] for name in names]
                 name = names[choose_source(weights, g, step) if len(names) > 1 else 0]
-                found = streams[name].row()
-                if not found:
+                row = streams[name].row()
+                if not row:
                     names.remove(name)
-            rows.append(found)
-            lanes[g % self.num_lanes] = {name: stream.state for name, stream in streams.items()}
+            rows.append(row)
+        lanes = {lane: {name: stream.state for name, stream in streams.items()}
+                 for lane, streams in self._streams.items()}
         self.waited += time.perf_counter() - began
         return Position(self.position.g + self.B * self.world_size, lanes), rows
 
@@ -633,13 +633,13 @@ class PackedLoader(IterableDataset):
     def _batch(self, rows):
         """(inputs, targets): copies of these rows."""
         empty = np.full(self.T + 1, self.tokenizer.bos)
-        ids = np.stack([found[0].ids[found[1]] if found else empty for found in rows])
+        ids = np.stack([row.chunk.ids[row.i] if row else empty for row in rows])
         inputs, targets = (part.astype(np.int64) for part in (ids[:, :-1], ids[:, 1:]))
         if ids.dtype.kind != "u":    # an id ~t is token t without a loss
             inputs = np.where(inputs < 0, ~inputs, inputs)
             targets[targets < 0] = -100
-        for b, found in enumerate(rows):
-            n = found[0].n_tokens[found[1]] if found else 0
+        for b, row in enumerate(rows):
+            n = row.chunk.n_tokens[row.i] if row else 0
             if n <= self.T:
                 targets[b, max(0, n - 1):] = -100
         tensors = torch.from_numpy(inputs), torch.from_numpy(targets)
@@ -648,7 +648,7 @@ class PackedLoader(IterableDataset):
 
     def pieces(self) -> list[list[Piece]]:
         """For each row of the batch that was yielded last, its Pieces: which tokens of which documents."""
-        return [found[0].pieces(found[1]) if found else [] for found in self._delivered]
+        return [row.pieces() if row else [] for row in self._delivered]
 
     def close(self) -> None:
         """Stop the threads. In a finite run on several ranks, the other ranks get an error."""
@@ -687,7 +687,7 @@ class PackedLoader(IterableDataset):
         sources = {name: collections.Counter() for name in self.sources}
         for name, stream in itertools.chain(*(lane.items() for lane in (self._streams or {}).values())):
             sources[name].update(stream.counts)
-            sources[name]["epoch"] = max(sources[name]["epoch"], stream.epoch)
+            sources[name]["epoch"] = max(sources[name]["epoch"], stream.state.place.epoch)
         return {"waited_s": self.waited, "sources": sources}
 
 def gloo_beside(group):

@@ -60,7 +60,7 @@ settings.register_profile("no deadline", deadline=None)    # a busy machine is n
 settings.load_profile("no deadline")
 
 if HAS_DEV := (HERE / "dev" / "reference.py").exists():
-    from dev import reference
+    from dev.tests import oracle
 needs_dev = pytest.mark.skipif(not HAS_DEV, reason="dev/reference.py is not here")
 
 # ---------------------------------------------------------------------------------------------------------
@@ -244,9 +244,7 @@ def documents_of(folder):    # with the ids of each
             for at, text in documents_in(folder).items()}
 
 class Reference:
-    """
-    The run of dev/reference.py, without its end: iterator over (ids, pieces). T may be set between two rows.
-    """
+    """The run of dev/tests/oracle.py, without its end: (ids, pieces) of each row. T may be set at any row."""
     def __init__(self, options, T):
         self.T, self.repeats_bos, self.transform = T, options["packing"] != "flat", options["transform"]
         self.documents = dict(item for name in options["data_dir"] for item in documents_of(name).items())
@@ -257,9 +255,9 @@ class Reference:
                    for name, content in contents.items()}    # the order of sources does not depend on names
         sources = {digests[key]: (shards[digests[key]], options["data_dir"][digests[key]],
                                   options["epochs"][digests[key]]) for key in sorted(digests)}
-        self.rows = reference.rows_of_run(sources, lambda *at: len(self.encode(*at)), lambda: self.T,
-                                          *(options[key] for key in ("packing", "num_lanes", "shuffle_seed",
-                                                                     "chunk_bytes")))
+        self.rows = oracle.rows_of_run(sources, lambda *at: len(self.encode(*at)), lambda: self.T,
+                                       *(options[key] for key in ("packing", "num_lanes", "shuffle_seed",
+                                                                  "chunk_bytes")))
 
     @functools.cache    # noqa: B019
     def encode(self, location, epoch):
@@ -842,7 +840,7 @@ def test_shares_of_batches_and_lanes_are_off_by_at_most_the_rows_in_this_table()
 @needs_dev
 def test_step_is_that_of_the_reference():
     for num_lanes in (*range(1, 200), 256, 987, 1000, 1024):
-        assert step_of(num_lanes) == reference.step_of(num_lanes)
+        assert step_of(num_lanes) == oracle.step_of(num_lanes)
 
 def test_weights_are_proportions_of_any_size():
     def choose(*weights):
