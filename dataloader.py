@@ -253,11 +253,10 @@ class Chunk(NamedTuple):
     """The rows of a chunk that were not delivered when it was made."""
     place: Place
     taken: tuple            # ((T, rows delivered with it before), ...); the last T is that of `rows`
-    locations: list         # of its documents
-    n_empty: int            # documents without tokens, which are not among these: null, empty or filtered
+    locations: list         # of its documents, without those that are null, empty or filtered
+    counts: dict            # of its documents, all and these; for stats()
     rows: list              # [[(document, start, stop, offset), ...], ...]: see Piece
     ids: np.ndarray         # (rows, T + 1); short rows end with BOS
-    n_tokens: np.ndarray    # (rows,), without these
 
 class Row(NamedTuple):
     chunk: Chunk
@@ -266,6 +265,10 @@ class Row(NamedTuple):
     def pieces(self):
         locations, epoch = self.chunk.locations, self.chunk.place.epoch
         return [Piece(locations[d], epoch, *where) for d, *where in self.chunk.rows[self.i]]
+
+    def n_tokens(self):    # without the BOS at a short row's end
+        _, start, stop, offset = self.chunk.rows[self.i][-1]
+        return offset + stop - start
 
 class Encoder:
     """
@@ -350,7 +353,8 @@ class Packer:
         rows = self.shuffle(rows, place)[n:]    # n were delivered
         for T, n in changes:
             rows = self.repack(rows, T + 1, place)[n:]
-        return Chunk(place, taken, locations, len(found) - len(documents), *self.join(rows, documents))
+        counts = {"documents": len(found), "empty_documents": len(found) - len(documents)}
+        return Chunk(place, taken, locations, counts, *self.join(rows, documents))
 
     def shuffle(self, rows, place):
         """Most packings begin with beginnings of documents: 1.10 bits per byte in the demo, not 1.07."""
@@ -378,10 +382,9 @@ class Packer:
                               for i, a, b in row if b > extra[i]] for row in packed), place)
 
     def join(self, rows, documents):
-        """(rows, ids, n_tokens) of a Chunk."""
-        dtype = next((ids.dtype for ids in documents), np.dtype(np.int64))
-        arrays, placed, n_tokens = [], [], []
-        padding = np.full(self.T + 1, self.encoder.tokenizer.bos, dtype)
+        """(rows, ids) of a Chunk."""
+        dtype = documents[0].dtype if documents else np.dtype(np.int64)
+        arrays, placed, padding = [], [], np.full(self.T + 1, self.encoder.tokenizer.bos, dtype)
         for row in rows:
             offset = 0
             placed.append([])
@@ -393,10 +396,8 @@ class Packer:
                 placed[-1].append((d, start, stop, offset))
                 offset += stop - start
             arrays.append(padding[offset:])
-            n_tokens.append(offset)
         # np.concatenate would release the GIL at every piece, and wait to get it back.
-        ids = np.frombuffer(b"".join(arrays), dtype).reshape(len(rows), self.T + 1)
-        return placed, ids, np.array(n_tokens)
+        return placed, np.frombuffer(b"".join(arrays), dtype).reshape(len(rows), self.T + 1)
 
 # ---------------------------------------------------------------------------------------------------------
 # Lanes: the source of each row, and the rows of each stream
@@ -444,10 +445,9 @@ class Stream:
     def __init__(self, source, lane, state, packer, epochs, ahead):
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
         self.state, self.tasks = state, source.deal(lane, state.place, epochs)
-        self.chunk, self.i = None, 0            # whose rows are being delivered, and how many of them were
+        self.chunk, self.i, self.counts = None, 0, collections.Counter()    # i: rows delivered of the chunk
         self.futures = collections.deque()      # of the chunks after it
         self.reads = None                       # row groups of the last one, which the next may need
-        self.counts = collections.Counter()
         if not state.ended:
             self.submit(1)    # the first chunks of all lanes are made before their second ones
 
@@ -466,8 +466,7 @@ class Stream:
                 if not self.futures:
                     return None
                 self.chunk, self.i = self.futures.popleft().result(), 0
-                n_empty = self.chunk.n_empty
-                self.counts.update(documents=len(self.chunk.locations) + n_empty, empty_documents=n_empty)
+                self.counts.update(self.chunk.counts)
                 self.submit(self.ahead)
             if self.i < len(self.chunk.rows):
                 return Row(self.chunk, self.i)
@@ -483,7 +482,7 @@ class Stream:
             self.i += 1
             self.state = StreamState(self.chunk.place, (*earlier, (T, n + self.i)))
             self.counts["rows"] += 1
-            self.counts["tokens"] += int(self.chunk.n_tokens[row.i])
+            self.counts["tokens"] += row.n_tokens()
         else:
             self.state = self.state._replace(ended=True)
         return row
@@ -514,15 +513,17 @@ class PackedLoader(IterableDataset):
     def __init__(self, tokenizer, B: int, T: int, split: str, *, packing="exactfit", data_dir=None, rank=None,
                  world_size=None, group=None, num_lanes=None, shuffle_seed=0, epochs=None, uneven="pad",
                  device="cpu", threads=None, transform=None, chunk_bytes=None):
-        vars(self).update({name: value for name, value in locals().items() if name != "self"})    # all
         self.given = {"rank": rank, "num_lanes": num_lanes, "chunk_bytes": chunk_bytes}
         if rank is None and world_size is None:
-            self.rank, self.world_size = ranks_of_this_process(group)
+            rank, world_size = ranks_of_this_process(group)
+        self.rank, self.world_size, self.group, self.B, self.T = rank, world_size, group, B, T
+        self.split, self.packing, self.uneven, self.transform = split, packing, uneven, transform
+        self.num_lanes, self.chunk_bytes, self.shuffle_seed = num_lanes, chunk_bytes, shuffle_seed
+        self.threads, self.device = threads, torch.device(device)
         check_arguments(self)
-        self.num_lanes = self.num_lanes or math.lcm(8, self.world_size)
+        self.threads, self.num_lanes = self.threads or cores(), self.num_lanes or math.lcm(8, self.world_size)
         self.chunk_bytes = self.chunk_bytes or min(max(1024 * (self.T + 1), 1 << 21), 1 << 26)
         check_shared(self.num_lanes, self.world_size)
-        self.threads, self.device = self.threads or cores(), torch.device(device)
         self.encoder = Encoder(tokenizer, self.threads, transform)
         self.tokenizer = self.encoder.tokenizer
         self.weights, self.epochs = sources_of(data_dir, epochs)
@@ -572,19 +573,18 @@ class PackedLoader(IterableDataset):
             raise RuntimeError("a PackedLoader works only in the process that made it; pass num_workers=0")
         if self._finished and not self._closed:
             raise StopIteration
-        before = after = None    # (position, rows) of this call
+        before = after = batch = None    # before, after: (position, rows)
         try:
             with self._lock:
                 if self._streams is None:
                     self._start()
                 before = self.position, self._delivered
                 after = self._next_rows()
-                is_in_run = self._is_in_run(after[1])
-                self._finished = not is_in_run
-                if is_in_run:
+                self._finished = not self._is_in_run(after[1])
+                if not self._finished:
                     batch = self._batch(after[1])
                     self.position, self._delivered = after
-            if is_in_run:
+            if batch:
                 return batch
         except BaseException as error:    # also Ctrl-C: the next call begins again from `position`
             with self._lock:
@@ -639,7 +639,7 @@ class PackedLoader(IterableDataset):
             inputs = np.where(inputs < 0, ~inputs, inputs)
             targets[targets < 0] = -100
         for b, row in enumerate(rows):
-            n = row.chunk.n_tokens[row.i] if row else 0
+            n = row.n_tokens() if row else 0
             if n <= self.T:
                 targets[b, max(0, n - 1):] = -100
         tensors = torch.from_numpy(inputs), torch.from_numpy(targets)
