@@ -7,15 +7,15 @@ Pack documents from parquet shards into (B, T) batches for pretraining, with thr
     loader.pieces()                       # the documents of this batch, and where they are on disk
     state = loader.state_dict()           # loading it resumes with exactly the next batch
 
-    Source.deal -> (Place, [Part]) -> Packer.chunk: read, encode, pack, join -> Chunk
-    next(loader): _next_rows -> Stream.row, which submits chunks and takes their rows -> _batch -> tensors
+    Source.deal -> (Place, [Part]) -> Packer.submit -> read, Packer.make_chunk: encode, pack, join -> Chunk
+    next(loader): _next_rows -> Stream.take -> peek, which begins chunks -> Row -> _batch -> tensors
 
 A *chunk* is the documents of about 256 rows (at least 2 MB): part of a row group, or several small ones. It
 is packed by itself and its rows are shuffled, so they depend on its documents alone, and a state is little
-more than a chunk's place and the number of rows delivered from it. Row groups are dealt to lanes; row g of
-the run comes from lane g % num_lanes, whatever the number of ranks. The trade-off: its last row is short
-(0.2 % padding). 8 threads read row groups, one per core makes chunks ahead of use, next() copies their rows.
-To follow a batch, read the functions above, and take a packing on trust: lengths in, rows out.
+more than a chunk's place and the number of rows delivered from it. The trade-off: one row of it is short
+(0.2 % padding). Row groups are dealt to *lanes*; row g of the run comes from lane g % num_lanes, whatever the
+number of ranks. 8 threads read row groups, others make chunks ahead of use, next() copies their rows.
+To follow a batch, read dev/reference.py, then the functions above; packings on trust: lengths in, rows out.
 """
 
 import collections
@@ -47,7 +47,8 @@ from tokenizer import as_encoder, encode_conversations, maker_of
 # Packing: pure functions of lengths, which yield rows [(document, start, stop), ...]
 # lengths: tokens of each document, with BOS, all 1 or more. R: tokens in a row, T + 1
 # A piece with start > 0 gets BOS in front, which takes one token of the row. In flat, no piece gets one.
-# The order of rows, and of pieces in a row, does not matter: see Packer.pack.
+# A piece that is cut is the last of its row, since the BOS after a piece says that its document ends.
+# The order of rows does not matter: see Packer.shuffle.
 
 def flat(lengths, R):
     """All documents in sequence, cut every R - 1 tokens: a row begins with the last token of the previous."""
@@ -131,15 +132,12 @@ def exactfit(lengths, R):
         yield row
 
 def wholefit(lengths, R):
-    """
-    For chats: only documents longer than a row are cut. Best-fit decreasing: the longest first, each into the
-    row where it leaves least room.
-    """
+    """For chats: only documents longer than a row are cut. Best-fit decreasing."""
     pieces, rows = [], []    # rows: (tokens that are free, row), sorted
     for d, n in enumerate(lengths):
         cuts = [0, *range(R, n, R - 1), n]
-        pieces += [(a - b - (a > 0), d, a, b) for a, b in itertools.pairwise(cuts)]
-    for minus, *piece in sorted(pieces):    # minus its tokens
+        pieces += [(a - b - (a > 0), d, a, b) for a, b in itertools.pairwise(cuts)]    # minus its tokens
+    for minus, *piece in sorted(pieces):    # the longest first, into the row where it leaves least room
         i = bisect_left(rows, (-minus,))
         free, row = rows.pop(i) if i < len(rows) else (R, [])
         row.append(tuple(piece))
@@ -154,8 +152,8 @@ PACKINGS = {"flat": flat, "bestfit": bestfit, "exactfit": exactfit, "wholefit": 
 class Place(NamedTuple):
     """Where a chunk is in its source. Places are compared; the default is before all others."""
     epoch: int = 1
-    turn: int = 0     # index in the epoch's order of row groups
-    chunk: int = 0    # index of the chunk in this row group
+    turn: int = 0     # index in the epoch's order, see Source
+    chunk: int = 0    # index of the chunk in this turn
 
 class Part(NamedTuple):
     """Documents of one row group."""
@@ -175,8 +173,8 @@ def shuffled(n, seed, *key):
 class Source:
     """
     The shards of one folder, and how they are dealt. An epoch's order is a list of *turns*; turn k goes to
-    lane k % num_lanes. A turn is a row group, or, with fewer row groups than lanes, one of the fewest slices
-    ([i::n_slices]) that give every lane a document. A *group* is a row group's number across all shards.
+    lane k % num_lanes. A turn is a row group; with fewer row groups than lanes, a slice [i::n_slices] of one,
+    with the least n_slices that gives each lane a turn. A *group*: a row group's number across all shards.
     """
     def __init__(self, name: str, shards: list[Shard], num_lanes: int, seed: int | None, chunk_bytes: int):
         self.name, self.shards, self.num_lanes = name, shards, num_lanes
@@ -208,8 +206,8 @@ class Source:
 
     def chunks(self, epoch, turns):
         """
-        Cut large row groups; join small ones that follow each other, until they have chunk_bytes. The place
-        of joined ones is the first one's turn: from there on, they are joined in the same way again.
+        Cut large row groups; join small ones that follow each other, until they have chunk_bytes. A joined
+        chunk begins at its first one's turn, so a resume at this turn joins the same ones.
         """
         place, joined, joined_bytes = None, [], 0
         for turn in turns:
@@ -242,7 +240,7 @@ class Source:
 # Chunks: read, encoded and packed by threads
 
 class Piece(NamedTuple):
-    """Tokens [start, stop) of a document (token 0 is its BOS), in a row from index `offset` on."""
+    """Tokens [start, stop) of a document (0 is its BOS), in a row from `offset` on; BOS again: offset - 1."""
     location: Location
     epoch: int
     start: int
@@ -252,15 +250,15 @@ class Piece(NamedTuple):
 class Chunk(NamedTuple):
     """The rows of a chunk that were not delivered when it was made."""
     place: Place
-    taken: tuple            # ((T, rows delivered with it before), ...); the last T is that of `rows`
-    locations: list         # of its documents, without those that are null, empty or filtered
-    counts: dict            # of its documents, all and these; for stats()
+    taken: tuple            # of the StreamState it was made for; the last T is that of `rows`
+    locations: list         # of its documents that have ids: no nulls, none that are filtered
+    counts: dict            # {"documents": of all, "empty_documents": of the others}
     rows: list              # [[(document, start, stop, offset), ...], ...]: see Piece
     ids: np.ndarray         # (rows, T + 1); short rows end with BOS
 
 class Row(NamedTuple):
     chunk: Chunk
-    i: int    # its index there
+    i: int    # index in chunk.rows
 
     def pieces(self):
         locations, epoch = self.chunk.locations, self.chunk.place.epoch
@@ -275,7 +273,7 @@ class Encoder:
     Documents to ids. transform(ids, location, epoch) takes a document's ids (int64, BOS first) and returns
     those to deliver, or None to filter it out. It runs in threads, in any order, and again after a resume, so
     it must depend only on its arguments (a state has only its name). An id ~t, below 0, is token t without a
-    loss: its target is -100.
+    loss: its target is -100. Chats and token shards may bring some to a transform, too.
     """
     def __init__(self, tokenizer, threads=1, transform=None):
         self.tokenizer, self.threads, self.transform = as_encoder(tokenizer), threads, transform
@@ -316,8 +314,10 @@ class Encoder:
         if len(ids):
             bos, result = self.tokenizer.bos, self.transform(ids.astype(np.int64), location, epoch)
             ids = np.atleast_1d([] if result is None else result)
-            if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids[0]) not in (bos, ~bos)):
-                raise TypeError(f"transform returned {ids.dtype} {ids.shape}; expected ids, BOS first")
+            if len(ids) and (ids.ndim != 1 or ids.dtype.kind not in "iu" or int(ids[0]) not in (bos, ~bos)
+                             or max(int(ids.max()), ~int(ids.min())) >= self.tokenizer.size):
+                raise TypeError(f"transform returned {ids!r:.100}; expected tokens t or ~t, BOS first, with "
+                                f"t < {self.tokenizer.size}")
         return ids.astype(np.int64)
 
 class Packer:
@@ -336,10 +336,10 @@ class Packer:
             key = shard.path, row_group
             reads.append(self.reads.get(key) or self.readers.submit(shard.read, row_group))
             self.reads[key] = reads[-1]
-        return self.executor.submit(self.chunk, place, parts, taken, reads), reads
+        return self.executor.submit(self.make_chunk, place, parts, taken, reads), reads
 
-    def chunk(self, place, parts, taken, reads):
-        if dataset.ENDING.is_set():    # Python waits for its threads
+    def make_chunk(self, place, parts, taken, reads):
+        if dataset.ENDING.is_set():    # Python ends only when its threads have
             raise CancelledError
         found = [ids for part, read in zip(parts, reads, strict=True)
                  for ids in self.encoder.encode(part, read.result(), place.epoch)]
@@ -348,38 +348,35 @@ class Packer:
         documents = [ids for ids in found if len(ids)]
         if not taken or taken[-1][0] != self.T:
             taken = (*taken, (self.T, 0))
-        (T, n), *changes = taken
+        (T, n_delivered), *changes = taken
         rows = self.packing(list(map(len, documents)), T + 1) if documents else []
-        rows = self.shuffle(rows, place)[n:]    # n were delivered
-        for T, n in changes:
-            rows = self.repack(rows, T + 1, place)[n:]
+        rows = self.shuffle(rows, place)[n_delivered:]
+        for T, n_delivered in changes:
+            rows = self.pack_again(rows, T + 1, place)[n_delivered:]
         counts = {"documents": len(found), "empty_documents": len(found) - len(documents)}
         return Chunk(place, taken, locations, counts, *self.join(rows, documents))
 
     def shuffle(self, rows, place):
-        """Most packings begin with beginnings of documents: 1.10 bits per byte in the demo, not 1.07."""
-        rows = sorted(map(sorted, rows))
+        """Packings begin with long documents: unshuffled, the demo has 1.10 bits per byte, not 1.07."""
+        rows = sorted(rows, key=min)    # without a seed: in the order of their first documents
         return [rows[i] for i in shuffled(len(rows), self.seed, place.epoch, 2, place.turn, place.chunk)]
 
-    def repack(self, rows, R, place):
+    def pack_again(self, rows, R, place):
         """
-        If T changes within a chunk: pieces of the rows that are left are joined where they touch, and packed
-        as if each were a document. In flat, a row's first token counts once: the row before ends with it.
+        If T changes within a chunk: pack each piece of the rows that are left as if it were a document. A row
+        of flat begins with the token that ends the row before; only the first one keeps it.
         """
-        left, pieces = [], ((*piece, not i) for row in rows for i, piece in enumerate(row))
-        for d, start, stop, opens_row in sorted(pieces):
-            again = int(opens_row and not self.repeats_bos and bool(left))    # the row before ends with it
-            if left and left[-1][0] == d and left[-1][2] >= start + again:
-                start = left.pop()[1]
-            else:
-                start += again
-            if start < stop:
-                left.append((d, start, stop))
-        extra = [int(start > 0 and self.repeats_bos) for _, start, _ in left]    # 1 if BOS comes first
-        lengths = [stop - start + n for (_, start, stop), n in zip(left, extra, strict=True)]
-        packed = self.packing(lengths, R) if left else []
-        return self.shuffle(([(left[i][0], left[i][1] + max(0, a - extra[i]), left[i][1] + b - extra[i])
-                              for i, a, b in row if b > extra[i]] for row in packed), place)
+        rows = sorted(rows)
+        if not self.repeats_bos:
+            rows[1:] = [[(d, start + 1, stop), *others] for (d, start, stop), *others in rows[1:]]
+        pieces = [(d, start, stop) for row in rows for d, start, stop in row if start < stop]
+        begins = [start - (start > 0 and self.repeats_bos) for _, start, _ in pieces]    # room for BOS
+        lengths = [stop - begin for (*_, stop), begin in zip(pieces, begins, strict=True)]
+        rows = []
+        for row in self.packing(lengths, R) if pieces else ():
+            found = [(*pieces[i][:2], begins[i] + a, begins[i] + b) for i, a, b in row]
+            rows.append([(d, max(start, a), b) for d, start, a, b in found if b > start])    # not BOS alone
+        return self.shuffle(rows, place)
 
     def join(self, rows, documents):
         """(rows, ids) of a Chunk."""
@@ -395,6 +392,8 @@ class Packer:
                 arrays.append(documents[d][start:stop])
                 placed[-1].append((d, start, stop, offset))
                 offset += stop - start
+            if offset > self.T + 1:
+                raise ValueError(f"a row of this packing has {offset} tokens; expected at most {self.T + 1}")
             arrays.append(padding[offset:])
         # np.concatenate would release the GIL at every piece, and wait to get it back.
         return placed, np.frombuffer(b"".join(arrays), dtype).reshape(len(rows), self.T + 1)
@@ -405,8 +404,8 @@ class Packer:
 @cache
 def step_of(num_lanes):
     """
-    The step s for which frac(g * s / 2**64) spreads the rows g of the run evenly over [0, 1), and those of
-    each lane: its step, s * num_lanes mod 2**64, is 2**64 / golden ratio. On trust: any s gives the shares.
+    On trust: any step s gives the shares. For this one, frac(g * s / 2**64) spreads the rows g of the run
+    evenly over [0, 1), and those of each lane: its step, s * num_lanes mod 2**64, is 2**64 / golden ratio.
     """
     golden = 0x9E3779B97F4A7C15    # 2**64 / golden ratio
     return min(((k * 2**64 + golden) // num_lanes for k in range(num_lanes)), key=largest_quotient)
@@ -437,17 +436,17 @@ def choose_source(weights, g, step):
 class StreamState(NamedTuple):
     """The position of a stream, which is one lane of one source. The default is the beginning."""
     place: Place = Place()
-    taken: tuple[tuple[int, int], ...] = ()    # ((2048, 17), (1024, 3)): 17 rows of T = 2048, then 3 of 1024
-    ended: bool = False                        # a finite source has no more rows
+    taken: tuple = ()      # ((2048, 17), (1024, 3)): 17 rows packed for T = 2048, 3 of the rest for 1024
+    ended: bool = False    # a finite source has no more rows for this lane
 
 class Stream:
     """One lane of one source: its rows, from chunks that are made ahead."""
     def __init__(self, source, lane, state, packer, epochs, ahead):
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
         self.state, self.tasks = state, source.deal(lane, state.place, epochs)
-        self.chunk, self.i, self.counts = None, 0, collections.Counter()    # i: rows delivered of the chunk
-        self.futures = collections.deque()      # of the chunks after it
-        self.reads = None                       # row groups of the last one, which the next may need
+        self.chunk, self.i = None, 0    # i: rows that were taken here of chunk.rows
+        self.futures, self.counts = collections.deque(), collections.Counter()    # futures: of later chunks
+        self.reads = None               # keeps the row groups of the last one, which the next may need
         if not state.ended:
             self.submit(1)    # the first chunks of all lanes are made before their second ones
 
@@ -475,8 +474,8 @@ class Stream:
                                  "filtered documents; lower num_lanes, or inspect the data")
             self.chunk = None
 
-    def row(self):
-        """Deliver a Row; None at the end."""
+    def take(self):
+        """The next Row, now delivered; None at the end."""
         if row := self.peek():
             *earlier, (T, n) = self.chunk.taken
             self.i += 1
@@ -513,7 +512,7 @@ class PackedLoader(IterableDataset):
     def __init__(self, tokenizer, B: int, T: int, split: str, *, packing="exactfit", data_dir=None, rank=None,
                  world_size=None, group=None, num_lanes=None, shuffle_seed=0, epochs=None, uneven="pad",
                  device="cpu", threads=None, transform=None, chunk_bytes=None):
-        self.given = {"rank": rank, "num_lanes": num_lanes, "chunk_bytes": chunk_bytes}
+        self.given = {"rank": rank, "num_lanes": num_lanes, "chunk_bytes": chunk_bytes}    # None: by default
         if rank is None and world_size is None:
             rank, world_size = ranks_of_this_process(group)
         self.rank, self.world_size, self.group, self.B, self.T = rank, world_size, group, B, T
@@ -534,7 +533,7 @@ class PackedLoader(IterableDataset):
         self.sources = {source.name: source for source in sources}
         self.position, self._delivered, self.waited = self._beginning(), [], 0.0
         self._streams, self._packer, self._gloo, self._finished, self._closed = None, None, None, False, False
-        self._pid, self._lock, self._agreed = os.getpid(), threading.Lock(), (None, None)
+        self._pid, self._lock, self._agreed = os.getpid(), threading.Lock(), (None,)
 
     def _beginning(self):
         lanes = lanes_of_rank(0, self.rank, self.world_size, self.num_lanes)
@@ -588,7 +587,7 @@ class PackedLoader(IterableDataset):
                 return batch
         except BaseException as error:    # also Ctrl-C: the next call begins again from `position`
             with self._lock:
-                if after and self.position is after[0]:    # but the caller has not got the batch
+                if after and self.position is after[0]:    # interrupted after that, before the return
                     self.position, self._delivered = before
                 self._stop()
             if self._closed and isinstance(error, Exception):
@@ -608,7 +607,7 @@ class PackedLoader(IterableDataset):
             while names and not row:    # the other sources take over from one that ends
                 weights = [self.weights[name] for name in names]
                 name = names[choose_source(weights, g, step) if len(names) > 1 else 0]
-                row = streams[name].row()
+                row = streams[name].take()
                 if not row:
                     names.remove(name)
             rows.append(row)
@@ -623,11 +622,12 @@ class PackedLoader(IterableDataset):
         more = any(rows) or any(stream.peek() for stream in streams)    # also lanes that B did not reach
         lacking = not all(rows)    # a lane has ended
         if gloo := self._gloo:    # close() may remove it
-            if self._agreed[0] is not self.position:    # not again if this rank alone repeats a call
+            if self._agreed[0] is not self.position:    # else an error: this rank alone repeats the call
                 flags = torch.tensor([more, lacking], dtype=torch.int64)
-                gloo.allreduce([flags], dist.ReduceOp.MAX).wait()
-                self._agreed = self.position, flags.tolist()
-            more, lacking = self._agreed[1]
+                self._agreed = self.position, flags, gloo.allreduce([flags], dist.ReduceOp.MAX)
+            _, flags, work = self._agreed
+            work.wait()
+            more, lacking = flags.tolist()
         return more and not (lacking and self.uneven == "stop")
 
     def _batch(self, rows):
@@ -717,7 +717,7 @@ def ranks_of_this_process(group=None):
 # ---------------------------------------------------------------------------------------------------------
 # States: plain JSON. At a load, config must match, and the shards of sources; epochs and weights may change
 
-VERSION = 6    # the rows of a version never change
+VERSION = 7    # the rows of a version never change
 
 def name_of(function):    # None and numbers (weights) as they are
     return getattr(function, "__name__", type(function).__name__) if callable(function) else function
@@ -833,7 +833,7 @@ def sources_of(data_dir, epochs):
     weights = {source_name(path): weight for path, weight in given.items()}
     epochs = ({source_name(path): n for path, n in epochs.items()} if isinstance(epochs, dict)
               else dict.fromkeys(weights, epochs))
-    if not weights or len(weights) < len(given) or epochs.keys() - weights.keys():
+    if not weights or len(weights) < len(given) or epochs.keys() - weights.keys() or "" in [data_dir, *given]:
         raise ValueError(f"data_dir={data_dir!r}, epochs for {sorted(epochs)}; expected a folder, or "
                          "{folder: weight}, each folder once, and epochs only for these")
     for name, weight in weights.items():

@@ -26,16 +26,16 @@ def chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes):
     chunks, place, filled = {}, None, chunk_bytes    # of the last chunk, which small turns join
     for turn in range(lane, len(turns), num_lanes):
         (k, i), (shard, group, n) = turns[turn], groups[turns[turn][0]]
-        rows = [(shard.path, group, int(row)) for row in permutation(n, seed, epoch, 1, k)[i::split]]
-        n_bytes = shard.text_bytes * len(rows) // sum(shard.group_sizes)
-        n = max(1, min(round(n_bytes / chunk_bytes), len(rows)))
+        found = [(shard.path, group, int(row)) for row in permutation(n, seed, epoch, 1, k)[i::split]]
+        n_bytes = shard.text_bytes * len(found) // sum(shard.group_sizes)
+        n = max(1, min(round(n_bytes / chunk_bytes), len(found)))
         if n == 1 and filled < chunk_bytes:
-            chunks[place] += rows
+            chunks[place] += found
             filled += n_bytes
         else:
             for number in range(n):
                 place = turn, number
-                chunks[place] = rows[number * len(rows) // n:(number + 1) * len(rows) // n]
+                chunks[place] = found[number * len(found) // n:(number + 1) * len(found) // n]
             filled = n_bytes if n == 1 else chunk_bytes
     return chunks
 
@@ -43,7 +43,7 @@ def rows_of(lengths, T, packing, seed, epoch, place):
     """The rows of a chunk: [[(document, start, stop), ...], ...], tokens start to stop of its documents."""
     full = [d for d, n in enumerate(lengths) if n]
     rows = PACKINGS[packing]([lengths[d] for d in full], T + 1) if full else []
-    rows = sorted(sorted((full[i], start, stop) for i, start, stop in row) for row in rows)
+    rows = sorted(([(full[i], start, stop) for i, start, stop in row] for row in rows), key=min)
     return [rows[k] for k in permutation(len(rows), seed, epoch, 2, *place)]
 
 if __name__ == "__main__":

@@ -9,38 +9,35 @@ from dataloader import PACKINGS
 from dev.reference import chunks_of, permutation, rows_of
 
 
-def tokens_in(row):
-    return [(d, i) for d, start, stop in row for i in range(start, stop)]
-
-def pack_again(tokens, T, packing, seed, epoch, place):
-    """The rows of a set of tokens (document, index): spans of them are packed as if they were documents."""
-    spans = []
-    for d, i in sorted(tokens):
-        if (d, i - 1) not in tokens:
-            spans.append([(d, None)] if i and packing != "flat" else [])    # None: BOS is repeated
-        spans[-1].append((d, i))
+def pack_again(rows, T, packing, seed, epoch, place):
+    """Rows that are left after a change of T: each of their pieces is packed as if it were a document."""
+    documents = []    # lists of tokens (document, index); None: BOS again
+    for k, row in enumerate(sorted(rows)):
+        for i, (d, start, stop) in enumerate(row):
+            tokens = [(d, index) for index in range(start, stop)]
+            if packing != "flat" and start:
+                tokens = [None, *tokens]
+            elif packing == "flat" and k and not i:    # also the last one of the row before
+                tokens = tokens[1:]
+            documents += [tokens] if tokens else []
     rows = []
-    for row in PACKINGS[packing]([len(span) for span in spans], T + 1) if spans else ():
-        found = [[(d, i) for d, i in spans[k][a:b] if i is not None] for k, a, b in row]
-        rows.append(sorted((*part[0], part[-1][1] + 1) for part in found if part))
-    rows.sort()
+    for row in PACKINGS[packing]([len(tokens) for tokens in documents], T + 1) if documents else ():
+        parts = [[token for token in documents[i][start:stop] if token] for i, start, stop in row]
+        rows.append([(*part[0], part[-1][1] + 1) for part in parts if part])
+    rows.sort(key=min)
     return [rows[k] for k in permutation(len(rows), seed, epoch, 2, *place)]
 
 def rows_of_stream(lane, epochs, n_tokens, T, packing, shards, num_lanes, seed, chunk_bytes):
     for epoch in range(1, epochs + 1) if epochs else itertools.count(1):
         for place, documents in chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes).items():
-            now, delivered, lengths = T(), set(), [n_tokens(at, epoch) for at in documents]
+            now, lengths = T(), [n_tokens(at, epoch) for at in documents]
             rows = rows_of(lengths, now, packing, seed, epoch, place)
             while rows:
-                if now != T():    # what is left of the chunk is packed anew
-                    now, left = T(), {token for row in rows for token in tokens_in(row)}
-                    if packing == "flat":    # whose rows begin with a token of the previous one
-                        left -= delivered - {min(left)}
-                    rows = pack_again(left, now, packing, seed, epoch, place)
+                if now != T():
+                    now = T()
+                    rows = pack_again(rows, now, packing, seed, epoch, place)
                 else:
-                    row = rows.pop(0)
-                    delivered |= {*tokens_in(row)[1:]}
-                    yield [(documents[d], epoch, start, stop) for d, start, stop in row]
+                    yield [(documents[d], epoch, start, stop) for d, start, stop in rows.pop(0)]
 
 @functools.cache
 def step_of(num_lanes):
