@@ -81,11 +81,11 @@ def fill_gap(gap, sizes, by_length):
         if gap - n in by_length and (2 * n < gap or len(by_length[n]) > 1):
             return [gap - n, n]
     reachable, steps = 1 << gap, []    # steps: (length, `reachable` before a document of it)
-    for length in reversed(sizes[:bisect_right(sizes, gap)]):
-        for _ in range(min(len(by_length[length]), gap // length)):
-            more = reachable | reachable >> length
-            if more == reachable or reachable & 1 or len(steps) * gap > 1 << 25:    # `steps`: at most 4 MB
-                break
+    usable = ([n] * min(len(by_length[n]), gap // n) for n in reversed(sizes[:bisect_right(sizes, gap)]))
+    for length in itertools.chain.from_iterable(usable):
+        if reachable & 1 or len(steps) * gap > 1 << 25:    # filled; or `steps` has 4 MB
+            break
+        if (more := reachable | reachable >> length) != reachable:
             steps.append((length, reachable))
             reachable = more
     chosen, unfilled = [], (reachable & -reachable).bit_length() - 1    # the lowest bit
