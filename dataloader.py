@@ -767,7 +767,8 @@ def saved_names(saved, sources):
     changed = [name for name, old in known.items() if saved[old]["fingerprint"] != sources[name].fingerprint]
     if changed or not known or len({*known.values()}) < len(known):
         raise ValueError(f"sources {sorted(sources)} do not match the state's, {sorted(saved)}; shards "
-                         f"changed in: {changed or 'none'}. Put new data in a new folder")
+                         f"changed in: {changed or 'none'}. Put new data in a new folder of a mixture, or "
+                         "begin a new run with the weights (train.py: --init FILE)")
     return known
 
 def gather_states(loader) -> dict | None:
@@ -806,17 +807,17 @@ def check_arguments(loader):
     for name, allowed in {"split": ["train", "val"], "packing": PACKINGS, "uneven": ["pad", "stop"]}.items():
         if getattr(loader, name) not in allowed:
             raise ValueError(f"{name}={getattr(loader, name)!r}; choose one of {', '.join(allowed)}")
-    least = {"rank": 0, "world_size": 1, "B": 1, "T": 1, "num_lanes": 1, "threads": 1, "chunk_bytes": 1,
-             "shuffle_seed": 0}
-    for name, low in least.items():
-        n = getattr(loader, name)
+    may_be_none = "num_lanes", "threads", "chunk_bytes", "shuffle_seed"
+    for name in ("rank", "world_size", "B", "T", *may_be_none):
+        n, low = getattr(loader, name), 0 if name in ("rank", "shuffle_seed") else 1
         if isinstance(n, np.integer):
             n = vars(loader)[name] = int(n)
-        is_default = n is None and name in ("num_lanes", "threads", "chunk_bytes", "shuffle_seed")
-        if not is_default and (type(n) is not int or n < low):
+        if (n is not None or name not in may_be_none) and (type(n) is not int or n < low):
             raise ValueError(f"{name}={n!r}; expected an int, {low} or more")
     if loader.rank >= loader.world_size:
         raise ValueError(f"rank={loader.rank} of world_size={loader.world_size}; ranks start at 0")
+    if loader.transform is not None and not callable(loader.transform):
+        raise ValueError(f"transform={loader.transform!r}; expected a function of ids, location and epoch")
 
 def check_shared(num_lanes, world_size):
     if num_lanes % world_size:
@@ -826,8 +827,7 @@ def check_shared(num_lanes, world_size):
 def sources_of(data_dir, epochs):
     """data_dir and epochs as {source: weight} and {source: epochs}."""
     if isinstance(data_dir, (list, tuple, set)):
-        raise ValueError(f"data_dir={data_dir!r}; for a mixture, pass {{folder: weight}}: "
-                         f"{dict.fromkeys(map(str, data_dir), 1)}")
+        raise ValueError(f"data_dir={data_dir!r}; for a mixture: {dict.fromkeys(map(str, data_dir), 1)}")
     one = not isinstance(data_dir, dict)
     given = {dataset.find_data(data_dir and os.fspath(data_dir)): 1} if one else data_dir
     weights = {source_name(path): weight for path, weight in given.items()}
@@ -857,7 +857,7 @@ def check_start(loader):
             raise ValueError(f"{name} needs the tokenizer that made it, {maker_of(source.shards[0])}")
         if (n := int(source.group_sizes.sum())) < loader.num_lanes:
             fewer = n - n % loader.world_size
-            advice = f"pass num_lanes={fewer}" if fewer else f"{loader.world_size} ranks need one each"
+            advice = f"pass num_lanes={fewer}, or --num_lanes {fewer}" if fewer else "each rank needs one"
             raise ValueError(f"{name}: {n} documents for {loader.num_lanes} lanes; {advice}")
 
 def check_state(state):

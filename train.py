@@ -76,8 +76,7 @@ FLAGS = [    # name, default on a CPU and other devices, default on CUDA, what i
     ("log_every", 50, 1, "steps between printed lines"),
     ("vocab_size", 2048, 32768, "tokens of the tokenizer that is trained if there is none"),
 ]
-MODEL_FLAGS = ["depth", "vocab_size", "tokenizer"]    # a run with --init FILE has these from FILE
-# A resumed run keeps these:
+MODEL_FLAGS = ["depth", "vocab_size", "tokenizer"]    # --init FILE brings these; a resumed run keeps these:
 FIXED_FLAGS = [*MODEL_FLAGS, "packing", "no_shuffle", "seed", "doc_mask", "num_lanes", "init"]
 NOT_SAVED = ["given", "device", "out", "resume", "sample", "chat", "eval"]
 USABLE_WITH = {"sample": ["out", "resume", "device", "dtype"], "chat": ["out", "resume", "device", "dtype"],
@@ -112,7 +111,7 @@ def parse_flags(argv=None):
     p.add_argument("--init", metavar="FILE", help="a new run with the weights and tokenizer of a checkpoint")
     p.add_argument("--sample", metavar="PROMPT", help="only generate, from the newest checkpoint")
     p.add_argument("--chat", metavar="QUESTION", help="only answer, from the newest checkpoint")
-    p.add_argument("--eval", metavar="FILE", help="only evaluate this checkpoint, on --data or its own")
+    p.add_argument("--eval", metavar="FILE", help="only evaluate and sample FILE, on --data or its own")
     defaults = vars(p.parse_args([]))
     nothing = argparse.Namespace(**dict.fromkeys(defaults))    # has all names: argparse adds no default
     typed = {name: value for name, value in vars(p.parse_args(argv, nothing)).items() if value is not None}
@@ -133,6 +132,8 @@ def check_flags(flags):
     for name in ["lr", "num_lanes", *(name for name, default, *_ in FLAGS if default)]:
         if name in flags.given and not 0 < getattr(flags, name) < math.inf:
             raise ValueError(f"--{name} {getattr(flags, name)}: expected a number above 0")
+    if os.path.isfile(flags.out or ""):
+        raise ValueError(f"--out {flags.out} is a file; expected a folder (a checkpoint: --resume FILE)")
 
 def sources_of(flags):
     """{path: weight}. --data a -> {"a": 1.0};  --data a:0.7 s3://b/c:0.3 -> {"a": 0.7, "s3://b/c": 0.3}"""
@@ -145,8 +146,8 @@ def sources_of(flags):
         if isinstance(weight, str) or is_port or os.path.isdir(spec):    # a folder may be named web:2
             path, weight = spec, 1.0 if len(specs) == 1 else 0.0
         if not path or not 0 < weight < math.inf or (path := dataset.source_name(path)) in sources:
-            raise ValueError(f"--data {spec}: expected PATH, or several of PATH:WEIGHT, each path once and "
-                             "each weight above 0, as in --data web:0.7 code:0.3")
+            raise ValueError(f"--data {spec}{' lacks a weight' * (path == spec)}: expected PATH, or several "
+                             "of PATH:WEIGHT, each path once, weights above 0: --data web:0.7 code:0.3")
         sources[path] = weight
     return sources
 
@@ -289,8 +290,9 @@ def train(flags, sources, out, saved, tokenizer, model, val, at_exit):
         print0(f"null documents skipped by rank 0 since its start, all epochs: {empty:,}")
     print0(f"rows: hash {rows_hash:016x}; runs that print the same one had the same rows")
     how = "done" if done else f"stopped ({signal.Signals(signals[0]).name if signals else 'by another rank'})"
+    size = os.path.getsize(checkpoint_path(out, step)) / 1e6 if rank == 0 else 0    # others may not see it
     print0(f"{how} at step {step} of {flags.steps}; {step - first} steps took {sum(times):.0f} s; "
-           f"checkpoint: {checkpoint_path(out, step)}")
+           f"checkpoint: {checkpoint_path(out, step)} ({size:,.1f} MB)")
 
 def make_loader(flags, sources, tokenizer, device, saved, val_files):
     """The loader of this rank; with `saved`, a checkpoint, at its place."""
@@ -324,9 +326,8 @@ def print_plan(flags, sources, out, loader, val):
         epochs = tokens / max(1, n_documents * tokens_per_document)    # beyond 4: arXiv 2305.16264
         print0(f"{path}: {n_documents:,} documents to train on, about {epochs:.1f} epochs; "
                f"{source.group_sizes.sum():,} for val ({', '.join(names):.80})")
-    print0(f"a step: {flags.batch_size} rows of {flags.seq_len} tokens (ranks x rows: "
-           f"{flags.batch_size // loader.B} x {loader.B}), at most {flags.micro_batch_size} in a forward; "
-           f"run: {out}")
+    print0(f"a step: {flags.batch_size} rows of {flags.seq_len} tokens, {loader.B} on each rank, at most "
+           f"{flags.micro_batch_size} in a forward; run: {out}")
 
 def check_loss(step, loss, norm, before, rows, out):
     """If a loss is far above those `before`, or not finite, name the hardest documents of the step."""
@@ -697,8 +698,7 @@ def documents_of(tokenizer, source):
         for row_group, n in enumerate(shard.group_sizes):
             array = shard.read(row_group)
             for first in range(0, n, 1000):    # the first documents may be enough
-                indices = np.arange(first, min(first + 1000, n))
-                yield from encoder.encode(Part(shard, row_group, indices), array)
+                yield from encoder.encode(Part(shard, row_group, np.arange(n)[first:first + 1000]), array)
 
 def evaluate(step, model, tokenizer, val, micro):
     """Print bits per byte of each source and over all, and a sample. -> their records for the log"""
@@ -715,10 +715,11 @@ def evaluate(step, model, tokenizer, val, micro):
         beside = f" (zlib -9: {zlib_bpb:.4f})" if zlib_bpb else ""
         print0(f"step {step}: val {bpb:.4f} bits per byte{of}{beside}")
     _, inputs, targets, *_ = next(iter(val.values()))
-    n = (targets[0] >= 0).int().argmax() or 8    # targets without a loss: a question; of a text, 8 tokens
-    prompt = inputs[0, :n + 1].tolist()
+    has_loss = (targets[0] >= 0).int()
+    n = has_loss.argmax()    # targets without a loss: a question; of a text, the prompt is 8 tokens
+    end = targets[0, n + has_loss[n:].argmin() - 1].item() if n else None    # of its answer, or -100
     with torch.compiler.set_stance("force_eager"):    # a shape that occurs only here: do not compile it
-        text = generate(model, tokenizer, inputs.size(1), prompt, 64)
+        text = generate(model, tokenizer, inputs.size(1), inputs[0, :(n or 8) + 1].tolist(), 64, end)
     print0("sample: " + text.replace("\n", "\n        "))
     return records
 
@@ -728,11 +729,10 @@ def count_nats(model, windows, micro, token_bytes):
     (rank, world), device = ranks_of_this_process(), model.embedding.weight.device
     totals = torch.zeros(2, dtype=torch.float64)
     batches = list(zip(windows.inputs.split(micro), windows.targets.split(micro), strict=True))
-    for i in range(0, len(batches), world):    # ranks take turns
-        for inputs, targets in batches[i + rank:i + rank + 1]:    # in the last turn, some have none
-            n_bytes = token_bytes[targets.clamp(min=0)].where(targets >= 0, 0).flatten()
-            nats = model(inputs.to(device), targets.to(device)).cpu().double()
-            totals += torch.stack([nats.where(n_bytes > 0, 0).sum(), n_bytes.sum()])
+    for inputs, targets in batches[rank::world]:    # some ranks may have none
+        n_bytes = token_bytes[targets.clamp(min=0)].where(targets >= 0, 0).flatten()
+        nats = model(inputs.to(device), targets.to(device)).cpu().double()
+        totals += torch.stack([nats.where(n_bytes > 0, 0).sum(), n_bytes.sum()])
     return sum_over_ranks(totals)
 
 def answer(flags, model, tokenizer):
@@ -743,11 +743,11 @@ def answer(flags, model, tokenizer):
     ids, mask = tokenizer.render_conversation({"messages": [
         {"role": "user", "content": flags.chat}, {"role": "assistant", "content": ""}]})
     n = mask.index(1)    # the first token with a loss ends the empty answer
-    return generate(model, tokenizer, flags.seq_len, ids[:n], 200, ids[n])
+    return generate(model, tokenizer, flags.seq_len, ids[:n], 200, ids[n], n)
 
 @torch.no_grad()
-def generate(model, tokenizer, T, prompt, n_tokens, end=None, temperature=0.8, top_k=50):
-    """The text of the prompt's ids and what follows; with a token `end`, only of what is between."""
+def generate(model, tokenizer, T, prompt, n_tokens, end=None, first=0, temperature=0.8, top_k=50):
+    """The text of the prompt and of what follows, up to BOS or the token `end`; from id `first` on."""
     device, bos = model.embedding.weight.device, tokenizer.get_bos_token_id()
     ids, random = list(prompt), torch.Generator().manual_seed(1)
     for _ in range(n_tokens):
@@ -758,7 +758,7 @@ def generate(model, tokenizer, T, prompt, n_tokens, end=None, temperature=0.8, t
         ids.append(at[torch.multinomial(F.softmax(best / temperature, 0), 1, generator=random)].item())
         if ids[-1] in (bos, end):
             break
-    text = tokenizer.decode([i for i in ids[0 if end is None else len(prompt):] if i not in (bos, end)])
+    text = tokenizer.decode([i for i in ids[first:] if i not in (bos, end)])
     text += f" ... (no end after {n_tokens} tokens)" * (end is not None and ids[-1] not in (bos, end))
     return "\n".join(map(printable, text.split("\n")))
 
@@ -784,7 +784,8 @@ def choose_run(flags):
     if trains and {"data", "init"} & {*flags.given}:
         print0(f"no checkpoint in {new} yet: a new run")
         return new, None
-    raise ValueError(f"no checkpoint in {flags.out or 'runs'}; train one: python train.py --data DIR")
+    raise ValueError(f"no checkpoint in {flags.out or 'runs'}; train one: python train.py --data DIR"
+                     + f" --out {flags.out}" * bool(flags.out))
 
 def lock_folder(folder, at_exit):
     """Two runs in one folder would delete each other's checkpoints. Makes the folder; locks it until exit."""
@@ -857,8 +858,7 @@ def load_checkpoint(path):
             raise ValueError(f"{damaged} differs from its checksum")    # torch compares none; once a node
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if content.get("version") != VERSION:
-            raise ValueError(f"this train.py reads checkpoints of version {VERSION}, this one has "
-                             f"{content.get('version')}")
+            raise ValueError(f"the checkpoint's version is {content.get('version')}; expected {VERSION}")
     except Exception as error:    # a file that is not torch's raises almost anything
         what = "damaged, or no step_*.pt of this train.py" if os.path.isfile(path) else "no checkpoint's file"
         there = {*list_checkpoints(path if os.path.isdir(path) else os.path.dirname(path))}

@@ -353,6 +353,8 @@ MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\x04
          b"PK\x03\x04": "zip", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 ABOUT_DATA = (dataset.INDEX, "dataset_info.json", "dataset_dict.json", "state.json")    # the last three: HF's
 MAKE_JSONL = 'write .jsonl, a line {"text": "..."} for each document, and convert that'
+NAME_KEY = ("add --text_key NAME, for conversations --messages_key NAME; pairs: jq -c '{messages: [{role: "
+            '"user", content: .prompt}, {role: "assistant", content: .response}]}\' OLD > NEW.jsonl; or ')
 UNREADABLE = OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, csv.Error, pa.ArrowException
 PIECE = 1 << 16    # bytes at a time; a truncated file loses less than this
 
@@ -483,11 +485,9 @@ def documents_of(file, kind, columns, cut_bytes=None):
         with pa.OSFile(file.path) as stream:
             for where, record in records_in(file, stream, columns, cut_bytes):
                 try:
-                    text, record = parse(record, kind, columns[0])
+                    yield where, *parse(record, kind, columns[0]), None
                 except (ValueError, RecursionError) as error:
                     yield where, None, {}, reason(error)
-                else:
-                    yield where, text, record, None
     except ColumnError as error:
         yield "columns", None, {}, str(error)
     except UNREADABLE as error:
@@ -504,8 +504,7 @@ def parse(record, kind, key):
         record = {key: record}
     if not isinstance(record, dict) or key not in record:
         seen = ", ".join(map(repr, record))[:200] if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"no key or column {key!r}, only {seen}; add --text_key NAME, for conversations "
-                         f"--messages_key NAME, or {MAKE_JSONL}")
+        raise ValueError(f"no key or column {key!r}, only {seen}; {NAME_KEY}{MAKE_JSONL}")
     if None in record:    # CSV's fields beyond the header's: the text would be cut at its comma
         raise ValueError(f"{len(record[None])} more fields than the first line names; quote the text")
     text = messages_as_json(record[key]) if kind == "messages" else record[key]
@@ -519,7 +518,8 @@ def parse(record, kind, key):
 
 def messages_as_json(messages):
     """nanochat's and OpenAI's messages, or ShareGPT's, checked; ValueError if they cannot be rendered."""
-    messages = json.loads(messages) if isinstance(messages, str | bytes) else messages
+    with contextlib.suppress(json.JSONDecodeError):    # a string that is no JSON is named below
+        messages = json.loads(messages) if isinstance(messages, str | bytes) else messages
     if isinstance(messages, list) and messages and isinstance(messages[0], dict) and "from" in messages[0]:
         roles = {"human": "user", "gpt": "assistant"}
         messages = [{"role": roles.get(one.get("from"), one.get("from")), "content": one.get("value")}
@@ -597,7 +597,7 @@ def check_columns(columns, names, seen, advice):
 def csv_records(lines, columns, delimiter):
     csv.field_size_limit(LONGEST_DOCUMENT)
     rows = csv.DictReader((line.decode() for line in lines), delimiter=delimiter, strict=True)
-    advice = f"add --text_key NAME, or a first line that names the columns, with {delimiter!r} between"
+    advice = f"{NAME_KEY}add a first line that names the columns, with {delimiter!r} between"
     check_columns(columns, rows.fieldnames or [], str(rows.fieldnames)[:200], advice)
     for row in rows:
         yield f"line {rows.line_num}", row
@@ -617,7 +617,7 @@ def table_records(kind, stream, columns):
         schema = file.schema
         batches = map(file.get_batch, range(file.num_record_batches)) if is_file else file
     seen = ", ".join(f"{field.name!r}: {field.type}" for field in schema)
-    check_columns(columns, schema.names, seen, f"add --text_key NAME, or {MAKE_JSONL}")
+    check_columns(columns, schema.names, seen, NAME_KEY + MAKE_JSONL)
     names, row = dict.fromkeys(schema.names), itertools.count()
     for batch in batches:
         for record in batch.select(columns).to_pylist():

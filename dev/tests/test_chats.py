@@ -191,7 +191,8 @@ BAD = [
     ([USER, {"role": "assistant", "content": None}], "expected messages as .* None"),
     ([{"role": "user", "content": [{"type": "text", "text": "x"}]}, ASSISTANT], "expected messages as"),
     ([{"role": "system", "content": "x"}], "expected messages as"), ([], "expected messages as"),
-    ({"a": 1}, "expected messages as"), (["Hi", "Hello"], "expected messages as"), (7, "expected messages")]
+    ({"a": 1}, "expected messages as"), (["Hi", "Hello"], "expected messages as"), (7, "expected messages"),
+    ("Hi", "expected messages as .* saw 'Hi'")]
 
 
 @pytest.mark.parametrize("messages, words", BAD)
@@ -508,8 +509,8 @@ class Always(torch.nn.Module):
 
 def test_answer_without_an_end_says_so():
     tokenizer = RustBPETokenizer.train_from_iterator(["x"], 265)
-    assert train.generate(Always(65), tokenizer, 8, [1], 5, end=64) == "AAAAA ... (no end after 5 tokens)"
-    assert train.generate(Always(64), tokenizer, 8, [1], 5, end=64) == ""
+    assert train.generate(Always(65), tokenizer, 8, [1], 5, 64, 1) == "AAAAA ... (no end after 5 tokens)"
+    assert train.generate(Always(64), tokenizer, 8, [66], 5, 64) == "B"
     assert train.generate(Always(65), tokenizer, 8, [66], 2) == "BAA"
 
 
@@ -563,5 +564,27 @@ def test_an_answer_ends_at_its_token():
 
     model.embedding = torch.nn.Embedding(1, 1)
     prompt = [tokenizer.get_bos_token_id(), *tokenizer.encode("2+")[:1], *tokenizer.encode("2")]
-    assert len(prompt) == 3 and train.generate(model, tokenizer, 32, prompt, len(told), end) == "four"
+    assert len(prompt) == 3 and train.generate(model, tokenizer, 32, prompt, len(told), end, 3) == "four"
     assert train.generate(model, tokenizer, 32, prompt, len(told)).endswith("2four<|assistant_end|>five")
+
+
+def test_sample_of_an_eval_shows_the_question_and_stops_after_its_answer(monkeypatch, capsys):
+    """In a row of several answers, or of a part of one: then, no token is known to end it."""
+    tokenizer, hello = tokenizer_with(), tokenizer_with().encode(ASSISTANT["content"])
+    ids, mask = map(torch.tensor, tokenizer.render_conversation({"messages": [USER, ASSISTANT] * 2}))
+    end = tokenizer.encode_special("<|assistant_end|>")
+    monkeypatch.setattr(train, "count_nats", lambda *_: torch.ones(2))
+    for T, said in ((len(ids) - 1, [*hello, end]), (mask.tolist().index(1), hello[:1])):
+        said = itertools.cycle(said)
+
+        def model(inputs, said=said):
+            ids = torch.full_like(inputs, next(said))
+            return 1e4 * torch.nn.functional.one_hot(ids, tokenizer.get_vocab_size()).float()
+
+        model.embedding = torch.nn.Embedding(1, 1)
+        targets = torch.where(mask > 0, ids, -100)
+        windows = train.Windows(None, ids[None, :T], targets[None, 1:T + 1], None, 1.0)
+        train.evaluate(1, model, tokenizer, {"chats": windows}, 1)
+    whole, part = re.findall("sample: (.*)", capsys.readouterr().out)
+    assert whole == "<|user_start|>Hi<|user_end|><|assistant_start|>Hello"
+    assert part.endswith(64 * tokenizer.decode(hello[:1]) + " ... (no end after 64 tokens)")

@@ -365,7 +365,7 @@ def test_requeued_command_with_all_its_flags_resumes(command):
     command("--resume", "job/step_0000003.pt", "--steps", 5, "--out", "other", toy=[])
     assert losses_of("other") == {3: losses_of("job")[3], 4: losses_of("job")[4]}
     told = command("--resume", "job/step_0000005.pt", "--out", "copied", toy=[])    # finished already
-    assert "checkpoint: copied/step_0000005.pt" in told and os.path.exists("copied/step_0000005.pt")
+    assert "checkpoint: copied/step_0000005.pt (" in told and os.path.exists("copied/step_0000005.pt")
 
 
 def test_resumed_run_needs_neither_the_tokenizers_folder_nor_the_datas_place(command, resume, base):
@@ -490,7 +490,10 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--lr", "0"], "--lr 0.0: expected a number above 0"),
     (["--lr", "nan"], "--lr nan: expected a number above 0"),
     (["--depth", "1.5"], "argument --depth: invalid int value: '1.5'"),
-    (["--data", "a:0.7", "b"], "--data b: expected PATH, or several of PATH:WEIGHT"),
+    (["--data", "a:0.7", "b"], "--data b lacks a weight: expected PATH, or several of PATH:WEIGHT"),
+    (["--data", "a:0", "b:1"], "--data a:0: expected PATH, or several of PATH:WEIGHT"),
+    (["--out", "text.pt"], "--out text.pt is a file; expected a folder (a checkpoint: --resume FILE)"),
+    (["--sample", "x", "--out", "best.pt"], "--out best.pt is a file; expected a folder"),
     (["--data", "nowhere"], "nowhere"),
     (["--data", "nulls", "--tokenizer", "other"], "the val split of nulls has no text"),
     (["--data", "tokens"], "tokens holds tokens"),
@@ -499,24 +502,24 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--resume", "nowhere.pt"], "nowhere.pt is no checkpoint's file (FileNotFound"),
     (["--eval", "nowhere.pt"], "nowhere.pt'); expected a step_*.pt of a run"),
     (["--init", "nowhere.pt", "--out", "x"], "nowhere.pt'); there is runs/one/step_0000002.pt"),
-    (["--eval", "old.pt"], "(ValueError: this train.py reads checkpoints of version "),
+    (["--eval", "old.pt"], "(ValueError: the checkpoint's version is 2; expected "),
     (["--eval", "pickled.pt"], "(UnpicklingError: Weights only load failed. "),
     (["--resume", "text.pt"], "text.pt is damaged, or no step_*.pt of this train.py (BadZipFile"),
     (["--init", "tensor.pt"], "tensor.pt is damaged, or no step_*.pt of this train.py (AttributeError"),
     (["--init", "deep.pt", "--depth", "1"], "--depth 1 does not fit deep.pt, which has: --depth 2; leave"),
     (["--eval", "a"], "a is no checkpoint's file (IsADirectoryError"),
-    (["--resume", "auto", "--out", "mistyped"], "no checkpoint in mistyped; train one: python train.py"),
+    (["--resume", "auto", "--out", "mistyped"], "train one: python train.py --data DIR --out mistyped"),
     (["--resume", "auto", "--out", "mistyped", "--steps", "9"], "no checkpoint in mistyped; train one"),
     (["--resume", "atuo", "--out", "holds"], "atuo is no checkpoint's file (FileNotFound"),
     (["--data", "a", "--out", "holds"], "holds holds checkpoints; resume with --resume auto"),
-    (["--data", "tiny"], "tiny: 3 documents for 8 lanes; pass num_lanes=3"),
+    (["--data", "tiny"], "tiny: 3 documents for 8 lanes; pass num_lanes=3, or --num_lanes 3"),
     (["--eval", "holds/log.jsonl"], "); there is holds/step_0000002.pt"),
     (["--resume", "holds"], "holds is no checkpoint's file (IsADirectoryError"),
     (["--resume", "holds"], "); there is holds/step_0000002.pt"),
     (["--data", "a:0.5", "./a/:0.5"], "--data ./a/:0.5: expected PATH, or several"),
     (["--num_lanes", "1000"], "1000 lanes"),
     (["--device", "gpu"], "argument --device: invalid choice: 'gpu' (choose from"),
-    (["--sample", "x"], "no checkpoint in runs; train one: python train.py --data DIR"),
+    (["--sample", "x"], "no checkpoint in runs; train one: python train.py --data DIR\n"),
     (["--sample", "x", "--out", "runs"], "no checkpoint in runs; train one: python train.py --data DIR"),
     (["--sample", "x", "--lr", "1"], "--sample cannot use --lr; it takes --out --resume --device --dtype"),
     (["LOCAL_WORLD_SIZE=0"], "LOCAL_WORLD_SIZE='0' in the environment"),
@@ -548,7 +551,7 @@ def test_mistakes_are_one_line(command, monkeypatch, flags, told):
     printed = command(*flags, toy=toy, status=2 if "argument" in told else 1)
     done = r"\d|.*: \d train shards.*|model: .*|training a tokenizer .*|warning: .* has no more pairs"
     [line] = [line for line in printed.splitlines() if not re.fullmatch(done, line)]
-    assert line.startswith("error: ") and told in line and not os.path.exists("mistyped")
+    assert line.startswith("error: ") and told in line + "\n" and not os.path.exists("mistyped")
     assert "x1b" not in line
 
 
@@ -619,6 +622,14 @@ def test_changed_val_files_of_a_resumed_run_are_one_line(command, resume, base):
     told = resume("--steps", 3)
     assert told.count("warning: the val files of data have changed: older bits per byte do not") == 1
     assert "warning" not in resume("--steps", 4)
+
+
+def test_other_data_at_a_resume_names_the_flag_that_begins_a_new_run(command, resume):
+    command("--steps", 2)
+    told = resume("--steps", 3, "--data", "b", status=1)
+    assert "sources ['b'] do not match the state's, ['a']; " in told and "(train.py: --init FILE)\n" in told
+    words = "--init", f"{newest_run()}/step_0000002.pt", "--data", "b", *TOY[4:8]
+    assert "done at step 3" in command(*words, "--steps", 3, toy=[])
 
 
 def test_lanes_that_do_not_fit_are_named_before_the_batch(command, monkeypatch):
@@ -781,6 +792,7 @@ def test_first_loss_is_ln_of_the_padded_vocabulary_and_it_learns(command):
     assert losses[0] == pytest.approx(math.log(320), abs=1e-5) and losses[29] < 0.7 * losses[0]
     assert header["flags"]["steps"] == 30 and header["torch"] == torch.__version__
     assert [r["step"] for r in log_of("run")] == [*range(30), 30]
+    assert f"step_0000030.pt ({os.path.getsize('run/step_0000030.pt') / 1e6:.1f} MB)\n" in told
     bpb = log_of("run")[-1]
     assert f"step 30: val {bpb['val_bpb']:.4f} bits per byte (zlib -9: {bpb['zlib_bpb']:.4f})\n" in told
 
