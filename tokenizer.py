@@ -232,7 +232,7 @@ class RustBPETokenizer:
             raise ValueError(f"{tokenizer_dir} holds no tokenizer of ours, or a damaged one "
                              f"({type(error).__name__}: {error}); copy it again, train one: "
                              "python tokenizer.py --out DIR, or convert a tokenizer.json: "
-                             "python -m dev.prepare import_tokenizer") from None
+                             "python -m dev.prepare import_tokenizer; tiktoken's: see README") from None
 
     @classmethod
     def from_pretrained(cls, tiktoken_name: str) -> "RustBPETokenizer":

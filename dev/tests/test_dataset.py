@@ -149,10 +149,10 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
 
 
 @pytest.mark.parametrize("spoil, words", [
-    (lambda folder: None, r"data does not exist; if it moved, name .*: python dataset.py -n 8, or .*FILES$"),
-    (lambda folder: folder.mkdir(), "data is no folder of shards; if it moved, "),
-    (lambda folder: folder.write_text("a file"),
-     "/data is a file; if it is a shard, name its folder; .*, or python -m dev.prepare convert FILES$"),
+    (lambda folder: None, "data does not exist; if .* moved, .*: python dataset.py -n 8, or .*FILES$"),
+    (lambda folder: folder.mkdir(), r"data is no folder of shards; .* convert \S+/data --out NEW_FOLDER$"),
+    (lambda folder: folder.write_text("a file"), r"/data is no folder of shards; if it is a shard or has "
+     r"moved, name its folder \(--data\); .*, or python -m dev.prepare convert \S+/data --out NEW_FOLDER$"),
     (lambda folder: make_shards(folder, (8,)), "0 train shards, 1 val; val is the last file, shard_00000.parq"
      r"uet .*; train and val need a file each; make more: python -m dev.prepare convert \S+/data --out \S+$"),
     (lambda folder: [make_shards(folder / split, (8,)) for split in ("train", "test")],
@@ -712,7 +712,7 @@ def test_download_of_a_wrong_size_or_stopped_by_ctrl_c_is_not_complete(hub):
     (["--help"], 0, "python dataset.py -n 8 -w 4"), ([], 2, "or -n: train shards"), (["-n0"], 2, "or -1 for"),
     (["-n1", "-w0"], 2, "-w: at least 1"), (["foo"], 2, "expected `index DIR`"), (["index"], 2, "`index"),
     (["-n", "many\x1b"], 2, "invalid int value: 'many\\x1b'; see python dataset.py --help\n"),
-    (["index", "/not\x1bthere"], 1, "error: /not\\x1bthere does not exist; if it moved, "),
+    (["index", "/not\x1bthere"], 1, "error: /not\\x1bthere does not exist; if it is a shard or has moved, "),
 ])
 def test_mistakes_on_the_command_line_are_one_line(arguments, status, words, capsys):
     with pytest.raises(SystemExit) as ended:

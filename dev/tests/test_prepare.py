@@ -462,7 +462,7 @@ BAD = [
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut off', "line 2: Unterminated .*; expected one whole", 1),
     ("a.json", b'{\n', "line 1: Expecting property name .*; expected one whole JSON document in a line", 0),
     ("a.jsonl", b'\n\n{"txt": "x"}\n', "line 3: no key or column 'text', only 'txt'", 0),
-    ("a.jsonl", b'{"prompt": "x", "response": "y"}\n', "1: .*'prompt', 'response'; .* pairs: jq -c '", 0),
+    ("a.jsonl", b'{"prompt": "x", "response": "y"}\n', "line 1: .*'response'; .* pairs: jq -c '", 0),
     ("a.parquet", parquet(instruction=["a"], output=["b"]), "columns: .*'instruction': .* pairs: jq -c '", 0),
     ("a.csv", b"prompt,response\n1,x\n", "columns: .* pairs: jq -c '.* a first line that names", 0),
     ("a.jsonl", b'{"text": null}\n', "line 1: 'text' holds NoneType, not a string", 0),

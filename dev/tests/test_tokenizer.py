@@ -334,6 +334,7 @@ def test_damaged_files_are_one_line(tmp_path, name, old, new, reason):
     with pytest.raises(ValueError, match=f"no tokenizer of ours, or a damaged one .*{reason}") as caught:
         RustBPETokenizer.from_directory(str(tmp_path))
     assert str(caught.value).startswith(str(tmp_path)) and "\n" not in str(caught.value)
+    assert str(caught.value).endswith("; tiktoken's: see README")
 
 
 def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, monkeypatch, capsys):
