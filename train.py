@@ -260,7 +260,7 @@ def train(flags, sources, out, saved, tokenizer, model, val, at_exit):
     signals, unread, stopping = [], [], False
     for number in (signal.SIGTERM, signal.SIGINT):    # os.write: print may not be interrupted by print
         at_exit.callback(signal.signal, number, signal.signal(number, lambda number, _: (
-            signals.append(number), os.write(2, b"stopping after this step or eval\n"))))
+            signals.append(number), os.write(2, b"stopping after this step or eval; next: --resume auto\n"))))
 
     print0("    step      loss        lr    norm      tok/s    MFU   ms/step   wait ms   mem GB     left")
     for step in range(first, flags.steps + 1):

@@ -229,7 +229,7 @@ def test_two_ranks_killed_and_stopped_equal_the_uninterrupted_run(command):
     ranks[1].send_signal(signal.SIGTERM)    # one tells the other
     first, second = outputs_of(ranks)
     assert "stopped (by another rank)" in first and len(losses_of("two")) < 30
-    assert "stopping after this step or eval" in second
+    assert "stopping after this step or eval; next: --resume auto\n" in second
     assert "changed: nothing" in outputs_of(start_two("--out", "two", "--resume", "auto"))[0]
     assert not differences("whole", "two")
     assert losses_of("two") == pytest.approx(losses_of("one"), abs=1e-4)
