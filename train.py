@@ -43,8 +43,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")    # of GPUs: fewer holes in memory
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.parquet
 import torch
 import torch.distributed as dist
 import torch.distributed.nn  # imported later, by dynamo, it would keep the process group alive
@@ -224,8 +223,10 @@ def train(flags, sources, out, saved, tokenizer, model, val, at_exit):
 
     def save(step):    # all ranks together: each knows its own lanes and momenta
         nonlocal saving
-        if ledger:
-            write_ledger(out, ledger)    # first: a resumed run removes whole files
+        if ledger:    # a file for each save: a resumed run removes whole files
+            with atomic_file(f"{out}/ledger/step_{ledger[0]['step']:07d}_rank_{rank:04d}.parquet") as part:
+                pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ledger), part)
+            ledger.clear()
         content = {
             "version": VERSION, "step": step, "flags": settings, "model": model.state_dict(),
             "optimizers": [o.state_dict() for o in optimizers], "tokenizer": tokenizer.as_dict(),
@@ -241,7 +242,7 @@ def train(flags, sources, out, saved, tokenizer, model, val, at_exit):
         began = time.perf_counter()
         (n_tokens, added, n_signals), (total, norm) = counts.tolist(), sums.tolist()    # waits for the GPU
         loss, rows_hash = total / max(1, n_tokens), (rows_hash + added) % 2**64
-        seen = ledger_rows(step, *rows, nats.cpu().numpy(), token_bytes)
+        seen = list(ledger_rows(step, *rows, nats.cpu().numpy(), token_bytes))
         ledger.extend(seen if flags.ledger else ())
         check_loss(step, loss, norm, losses, seen, out)
         losses.append(loss)
@@ -330,19 +331,20 @@ def print_plan(flags, sources, out, loader, val):
            f"{flags.micro_batch_size} in a forward; run: {out}")
 
 def check_loss(step, loss, norm, before, rows, out):
-    """If a loss is far above those `before`, or not finite, name the hardest documents of the step."""
-    jumps = len(before) == 50 and loss > np.mean(before) + 6 * np.std(before)
-    if math.isfinite(loss + norm) and not jumps:
+    """Name the hardest documents of a step if its loss is not finite, or far above those `before`."""
+    is_finite = math.isfinite(loss + norm)
+    if is_finite and (len(before) < 50 or loss <= np.mean(before) + 6 * np.std(before)):
         return
-    means = sorted(((row[-1] / row[-3], *row[2:5]) for row in rows if row[-3]),
-                   key=lambda mean: -np.nan_to_num(mean[0], nan=np.inf))
-    words = ("{1}, row group {2}, row {3} ({0:.2f} nats a token)".format(*mean) for mean in means[:3])
-    hardest = f"this rank's hardest documents: {'; '.join(words)}"
-    if not math.isfinite(loss + norm):
-        file = max(list_checkpoints(out), default="FILE (the same run writes one: --steps 1 --out OTHER)")
-        raise ValueError(f"step {step}: loss {loss}, gradient norm {norm}; {hardest}. All of them: "
-                         f"python -m dev.bench audit --resume {file} --steps {step}:{step + 1}")
-    print(f"step {step}: the loss jumped to {loss:.2f}; {hardest}", flush=True)
+    means = [row["nats"] / max(1, row["tokens"]) for row in rows]
+    hardest = ("{path}, row group {row_group}, row {row} ({:.2f} nats a token)".format(means[i], **rows[i])
+               for i in np.argsort(means)[:-4:-1])    # from the end, where NaN is
+    file = max(list_checkpoints(out), default="FILE (the same run writes one: --steps 1 --out OTHER)")
+    message = (f"step {step}: {'the loss jumped to' if is_finite else 'loss'} {loss:.4g}, gradient norm "
+               f"{norm:.4g}; this rank's hardest documents: {'; '.join(hardest)}. All of them: "
+               f"python -m dev.bench audit --resume {file} --steps {step}:{step + 1}")
+    if not is_finite:
+        raise ValueError(message)
+    print(message, flush=True)
 
 def train_step(net, model, optimizers, inputs, targets, n_tokens, micro):
     """-> (nats of all ranks' tokens, norm of the gradient before it was clipped) as a tensor; nats (B, T)"""
@@ -362,25 +364,16 @@ def train_step(net, model, optimizers, inputs, targets, n_tokens, micro):
     nats = torch.cat(nats).view_as(targets)
     return torch.stack([sum_over_ranks(nats.sum()), norm]), nats
 
-# A row of the ledger: a piece of a document (see loader.pieces) in row g of the run; its tokens with a loss,
-# their bytes and loss. BOS does not count: its loss tells nothing about the document. dev.bench reads it.
-LEDGER = "step", "g", "path", "row_group", "row", "epoch", "start", "stop", "tokens", "bytes", "nats"
-
 def ledger_rows(step, first_row, pieces, targets, nats, token_bytes):
-    (rank, world), targets, rows = ranks_of_this_process(), targets.cpu().numpy(), []
+    """Yield a row for each piece of a document: its tokens with a loss (not BOS), their bytes and loss."""
+    (rank, world), targets = ranks_of_this_process(), targets.cpu().numpy()
     for b, row in enumerate(pieces):
         for location, epoch, start, stop, offset in row:
             of_piece = b, slice(max(0, offset - (start > 0)), offset + stop - start - 1)
             tokens = targets[of_piece][targets[of_piece] >= 0]
-            rows.append((step, first_row + rank + b * world, *location, epoch, start, stop, len(tokens),
-                         int(token_bytes[tokens].sum()), float(nats[of_piece].sum())))
-    return rows
-
-def write_ledger(folder, rows):    # each rank its own files
-    name = f"step_{rows[0][0]:07d}_rank_{ranks_of_this_process()[0]:04d}.parquet"
-    with atomic_file(os.path.join(folder, "ledger", name)) as part:
-        pq.write_table(pa.table([*map(pa.array, zip(*rows, strict=True))], LEDGER), part)
-    rows.clear()
+            yield {"step": step, "g": first_row + rank + b * world, **location._asdict(), "epoch": epoch,
+                   "start": start, "stop": stop, "tokens": len(tokens),
+                   "bytes": int(token_bytes[tokens].sum()), "nats": float(nats[of_piece].sum())}
 
 def count_and_hash(inputs, targets, first_row, n_signals):
     """
