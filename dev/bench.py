@@ -221,29 +221,26 @@ def make_parser():
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run, text in (("compare", compare, "what each packing drops, pads and cuts"),
                             ("bench", bench, "tokens per second, from text and from tokens")):
-        command = commands.add_parser(name, help=text, description=text)
+        command = commands.add_parser(name, description=text)
         command.set_defaults(lines=functools.partial(measured, run))
         add_folder(command)
         command.add_argument("--tokenizer", help="its folder (default: the one trained on the data)")
         command.add_argument("--T", type=at_least_1, default=2048, help="tokens in a row (default 2048)")
         command.add_argument("--B", type=at_least_1, default=32, help="rows in a batch of bench (default 32)")
-    command = commands.add_parser("audit", help="which documents are in the rows of a run's steps",
-                                  description=audit.__doc__)
+    command = commands.add_parser("audit", description=audit.__doc__)
     command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps, flags.json))
     command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
     command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the one after FILE")
     command.add_argument("--json", action="store_true", help="a row per line, for programs")
-    command = commands.add_parser("losses", help="which documents the model of a run found hard or easy",
-                                  description=losses.__doc__)
-    command.set_defaults(lines=lambda flags: losses(flags.run, flags.n))
-    command.add_argument("run", metavar="RUN", help="the folder of a run of train.py")
-    command.add_argument("-n", type=at_least_1, default=10, help="documents at each end (default 10)")
-    command = commands.add_parser("when", help="the steps of a run that have a document",
-                                  description=when.__doc__)
+    command = commands.add_parser("losses", description=losses.__doc__)
+    command.set_defaults(lines=lambda flags: losses(flags.run, flags.head))
+    command.add_argument("run", metavar="RUN", help="the folder of a run of train.py with --ledger")
+    command.add_argument("--head", type=at_least_1, default=10, metavar="N", help="default 10")
+    command = commands.add_parser("when", description=when.__doc__)
     command.set_defaults(lines=lambda flags: when(flags.run, flags.document, flags.text))
     command.add_argument("run", metavar="RUN", help="the folder of a run of train.py")
-    command.add_argument("document", nargs="?", metavar="FILE:ROW")
-    command.add_argument("--text", help="words of the document")
+    command.add_argument("document", nargs="?", metavar="FILE:ROW", help="a row of this file, from 0 on")
+    command.add_argument("--text", help="words of the documents")
     return parser
 
 def parse_steps(text):

@@ -4,21 +4,19 @@ each was for the model, `when` finds the steps that have a document. `losses` ne
 """
 
 import argparse
-import collections
 import functools
 import glob
 import json
-import math
-from bisect import bisect_right
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataloader import Location, PackedLoader
 from dataset import printable
 from tokenizer import RustBPETokenizer
-from train import LEDGER, list_checkpoints, load_checkpoint, sources_of
+from train import list_checkpoints, load_checkpoint, sources_of
 
 
 def newest_of(run):
@@ -40,16 +38,16 @@ def loader_of(saved, begins, B=None, rank=0, world_size=1):
 def shards_of(loader):
     return [shard for source in loader.sources.values() for shard in source.shards]
 
-def text_of(document, shard, tokenizer):
+def text_of(shard, row_group, row, loader):
+    document = read_row_group(shard, row_group)[row].as_py()
     if shard.kind != "tokens":
-        return document.as_py() or ""
-    ids = np.frombuffer(document.as_py() or b"", shard.dtype).astype(int)
-    return tokenizer.decode(np.maximum(ids, ~ids)[1:].tolist())
+        return document or ""
+    ids = np.frombuffer(document or b"", shard.dtype).astype(int)
+    return loader.tokenizer.tokenizer.decode(np.maximum(ids, ~ids)[1:].tolist())
 
-def beginning_of(location, loader, tokenizer):
+def beginning_of(location, loader):
     shard = next(shard for shard in shards_of(loader) if shard.path == location.path)
-    document = read_row_group(shard, location.row_group)[location.row]
-    return text_of(document, shard, tokenizer)[:60]
+    return text_of(shard, *location[1:], loader)[:60]
 
 @functools.lru_cache(maxsize=16)
 def read_row_group(shard, row_group):
@@ -65,7 +63,6 @@ def audit(path, steps=None, as_json=False):
     from the beginning of the run, which takes as long as packing them again.
     """
     saved = load_checkpoint(path)
-    tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
     first, stop = steps or (saved["step"], saved["step"] + 1)
     with loader_of(saved, first < saved["step"]) as loader:
         for step in range(0 if first < saved["step"] else saved["step"], stop):
@@ -73,7 +70,7 @@ def audit(path, steps=None, as_json=False):
             for i, pieces in enumerate(loader.pieces() if step >= first else ()):
                 found = [{**piece.location._asdict(), "epoch": piece.epoch, "from": piece.start,
                           "to": piece.stop, "offset": piece.offset,
-                          "text": beginning_of(piece.location, loader, tokenizer)} for piece in pieces]
+                          "text": beginning_of(piece.location, loader)} for piece in pieces]
                 yield from lines_of_row(step, i, found, as_json)
 
 def lines_of_row(step, number, found, as_json):
@@ -89,123 +86,95 @@ def lines_of_row(step, number, found, as_json):
         end = piece["offset"] + piece["to"] - piece["from"]
 
 # ---------------------------------------------------------------------------------------------------------
-# Losses: which documents the model finds hard or easy
-
-NEAR = np.ones(51)    # steps
-LN2 = math.log(2)
+# What the model saw: the losses of documents, and the steps that have them
 
 def read_ledger(run):
-    """Its columns as arrays, in the order of the run; empty without a ledger."""
-    files = sorted(glob.glob(f"{glob.escape(run)}/ledger/step_*.parquet"))
-    table = pa.concat_tables(map(pq.read_table, files)).sort_by("g") if files else {}
-    return {name: table[name].to_numpy() if files else np.zeros(0, int) for name in LEDGER}
+    """Its rows (see train.ledger_rows), in the order of the run; none without a ledger."""
+    files = glob.glob(f"{glob.escape(run)}/ledger/*.parquet")
+    return pq.read_table(files).sort_by("g") if files else pa.table({"step": []})
 
-def losses_of(ledger):
+def losses_of(ledger, sources):
     """
-    Of each document of at least 200 bytes, from the easiest to the hardest: (bits per byte above those of all
-    documents in the steps around its own, bits per byte, bytes, Location).
+    Yield for each source: its name, its tokens, bits per byte in every 50 steps; and for its documents of 200
+    bytes or more, sorted: (bits per byte above those of the same steps, bits per byte, bytes, Location).
     """
-    step, documents = ledger["step"], collections.defaultdict(lambda: np.zeros(3))
-    nats, n_bytes = (np.convolve(np.bincount(step, ledger[name]), NEAR) for name in ("nats", "bytes"))
-    expected = (nats / np.maximum(n_bytes, 1))[step + len(NEAR) // 2] * ledger["bytes"]
-    columns = [ledger[name].tolist() for name in ("path", "row_group", "row", "nats", "bytes")]
-    for *place, nats, n_bytes, others in zip(*columns, expected, strict=True):
-        documents[Location(*place)] += nats, n_bytes, others
-    return sorted(((nats - others) / n / LN2, nats / n / LN2, int(n), place)
-                  for place, (nats, n, others) in documents.items() if n >= 200)    # shorter ones say little
+    for name, source in sources.items():
+        rows = ledger.filter(pc.field("path").isin([shard.path for shard in source.shards]))
+        period, bits = rows["step"].to_numpy() // 50, rows["nats"].to_numpy() / np.log(2)
+        usual = np.bincount(period, bits, 1) / np.maximum(1, np.bincount(period, rows["bytes"], 1))
+        rows = rows.append_column("bits", [bits]).append_column("usual", [usual[period] * rows["bytes"]])
+        sums = rows.group_by(Location._fields).aggregate([(key, "sum") for key in ("bits", "usual", "bytes")])
+        sums = sums.filter(pc.field("bytes_sum") >= 200)    # shorter ones say little
+        places = map(Location, *(sums[key].to_pylist() for key in Location._fields))
+        bits, expected, n_bytes = (sums[key].to_numpy() for key in ("bits_sum", "usual_sum", "bytes_sum"))
+        documents = zip((bits - expected) / n_bytes, bits / n_bytes, n_bytes, places, strict=True)
+        yield name, np.sum(rows["tokens"]), usual, sorted(documents)
 
 def losses(run, n=10):
-    """
-    Lines: for each source, its pieces, tokens and bits per byte; then the n easiest and n hardest documents,
-    by their bits per byte above those of all documents in the steps around their own.
-    """
+    """Lines: the tokens of each source and how its loss fell, then its n easiest and n hardest documents."""
     ledger = read_ledger(run)
-    if not len(ledger["g"]):
+    if not len(ledger):
         raise ValueError(f"{run} has no ledger; train.py writes one with --ledger")
-    saved, found = newest_of(run), losses_of(ledger)
-    tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
-    with loader_of(saved, False) as loader:
-        for name, source in loader.sources.items():
-            mine = np.isin(ledger["path"], [shard.path for shard in source.shards])
-            bits = ledger["nats"][mine].sum() / max(1, ledger["bytes"][mine].sum()) / LN2
-            yield (f"{name}: {mine.sum():,} pieces, {ledger['tokens'][mine].sum():,} tokens, {bits:.3f} bits "
-                   "per byte")
-        for title, some in (("easiest", found[:n]), ("hardest", found[-n:])):
-            yield f"{title}: above others, bits per byte, bytes"
-            for above, bits, n_bytes, place in some:
-                yield (f"{above:>+8.3f}{bits:>8.3f}{n_bytes:>9,}  "
-                       f"{place}: {printable(beginning_of(place, loader, tokenizer))}")
+    with loader_of(newest_of(run), False) as loader:
+        for name, n_tokens, usual, documents in losses_of(ledger, loader.sources):
+            yield (f"{name}: {n_tokens:,} tokens, {usual[0]:.3f} bits per byte in the first 50 steps, "
+                   f"{usual[-1]:.3f} in the last; documents: {len(documents):,}")
+            yield "   above  bits per byte      bytes    (above: more bits per byte than the same 50 steps)"
+            for above, bits, n_bytes, place in sorted({*documents[:n], *documents[-n:]}):
+                yield f"{above:>+8.3f}{bits:>15.3f}{n_bytes:>11,}    {described(place, loader)}"
 
-# ---------------------------------------------------------------------------------------------------------
-# When: the steps that have a document
+def described(place, loader):
+    return f"{place}: {printable(beginning_of(place, loader))}"
 
 def when(run, name=None, text=None):
-    """
-    Lines: the steps and rows of a run that have a document, until its last step. FILE:ROW: row of the file,
-    from 0 on; --text: all documents with these words. If the ledger lacks steps, lanes are packed again.
-    """
+    """Lines: the rows of a run that have a document, past and to come; packed again if no ledger has them."""
     saved, ledger = newest_of(run), read_ledger(run)
-    tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
-    begins = len(np.unique(ledger["step"][ledger["step"] < saved["step"]])) < saved["step"]
-    with loader_of(saved, begins) as loader:
-        places = list(find_documents(loader, tokenizer, name, text))
+    begins = not {*range(saved["step"])} <= {*ledger["step"].unique().to_pylist()}
+    with loader_of(saved, False) as loader:
+        places = {*find_documents(loader, name, text)}
         if not places:
             raise ValueError(f"no {name or repr(text)} in the run's data; expected FILE:ROW, or --text WORDS")
-        for place in places:
-            yield f"{place}: {printable(beginning_of(place, loader, tokenizer))}"
-            known = () if begins else seen_in(ledger)
-            known = [one for one in known if one[2] == place and one[0] < saved["step"]]
-            found = [*known, *replay(saved, loader, [place])]
-            for step, g, _, epoch, start, stop in found:
+        seen = {*seen_in(ledger, places), *replay(saved, begins, places)}
+        for place in sorted(places):
+            mine = sorted(one for one in seen if one[2] == place)
+            yield f"{described(place, loader)} (in {len(mine):,} of the run's rows)"
+            for step, g, _, epoch, start, stop in mine:
                 yield (f"  step {step}, row {g} of the run, epoch {epoch}, tokens {start:,}-{stop - 1:,}"
-                       + (", to come" if step >= saved["step"] else ""))
-            if not found:
-                yield "  in no step of this run"
+                       + ", to come" * (step >= saved["step"]))
 
-def find_documents(loader, tokenizer, name, text):
-    path, _, row = (name or "").rpartition(":")
+def find_documents(loader, name, text):
+    """Yield the Location of FILE:ROW in each folder that has it, or of all documents with these words."""
     for shard in shards_of(loader):
-        if text:
-            for row_group, i in ((j, i) for j, n in enumerate(shard.group_sizes) for i in range(n)):
-                if text in text_of(read_row_group(shard, row_group)[i], shard, tokenizer):
-                    yield Location(shard.path, row_group, i)
-        elif shard.path.endswith(path) and row.isdecimal() and int(row) < shard.n_documents:
-            firsts = [0, *np.cumsum(shard.group_sizes).tolist()]
-            row_group = bisect_right(firsts, int(row)) - 1
-            yield Location(shard.path, row_group, int(row) - firsts[row_group])
+        places = ((row_group, row) for row_group, n in enumerate(shard.group_sizes) for row in range(n))
+        for number, place in enumerate(places):
+            is_named = f"/{shard.path}:{number}".endswith(f"/{name}")
+            if is_named or (text and text in text_of(shard, *place, loader)):
+                yield Location(shard.path, *place)
 
-def seen_in(ledger):
-    """(step, g, Location, epoch, start, stop) of each piece."""
-    columns = (ledger[name].tolist() for name in LEDGER[:8])
-    for step, g, path, row_group, row, *rest in zip(*columns, strict=True):
-        yield step, g, Location(path, row_group, row), *rest
+def seen_in(ledger, places):
+    """Yield (step, g, Location, epoch, start, stop) for each piece of these documents."""
+    columns = (column.to_pylist() for column in ledger.columns[:8])    # up to `stop`
+    for step, g, *place, epoch, start, stop in zip(*columns, strict=True):
+        if tuple(place) in places:
+            yield step, g, Location(*place), epoch, start, stop
 
-def replay(saved, loader, places):
-    """What seen_in yields, of these documents, from `loader` on; packs only lanes that have them."""
-    epochs = [stream.place.epoch for lane in loader.position.lanes.values() for stream in lane.values()]
-    lanes, last = {}, max(epochs)
-    for place in places:
-        [source] = [s for s in loader.sources.values() if place.path in [shard.path for shard in s.shards]]
-        epoch = min(epochs)
-        while epoch <= last + 1:    # + 1: other lanes may be ahead
-            lane = lane_of(source, place, epoch)
-            if lane not in lanes:
-                lanes[lane] = list(seen_in_lane(saved, loader, lane))
-                last = max([last, *(one[3] for one in lanes[lane])])
-            epoch += 1
-    places = {*places}
-    return sorted(one for lane in lanes.values() for one in lane if one[2] in places)
-
-def lane_of(source, place, epoch):
-    group = source.first_group[[shard.path for shard in source.shards].index(place.path)] + place.row_group
-    return next(turn % source.num_lanes for turn in np.flatnonzero(source.order(epoch)[0] == group).tolist()
-                if place.row in source.part(epoch, turn).indices)
-
-def seen_in_lane(saved, loader, lane):
-    first, run = loader.position.g, argparse.Namespace(**saved["flags"])
-    rank, first_step = (lane - first) % loader.num_lanes, saved["step"] if first else 0
-    with loader_of(saved, not first, 1, rank, loader.num_lanes) as rows:    # of this lane alone
-        for g in range(first + rank, first + (run.steps - first_step) * run.batch_size, loader.num_lanes):
-            next(rows)
-            for location, epoch, start, stop, _ in rows.pieces()[0]:
-                yield first_step + (g - first) // run.batch_size, g, location, epoch, start, stop
+def replay(saved, begins, places):
+    """What seen_in yields, from the run's beginning or the checkpoint to the run's end: lane by lane."""
+    run, now = argparse.Namespace(**saved["flags"]), json.loads(saved["loader"])
+    end = now["rows"] + (run.steps - saved["step"]) * run.batch_size
+    for rank in range(run.num_lanes):
+        with loader_of(saved, begins, 1, rank, run.num_lanes) as loader:
+            [(lane, streams)] = loader.position.lanes.items()
+            last_epochs = {name: state["place"][0] * end // now["rows"] + 1    # or one more
+                           for name, state in now["lanes"][str(lane)].items()}
+            deals = (loader.sources[name].deal(lane, state.place, last_epochs[name])
+                     for name, state in streams.items())
+            parts = (part for deal in deals for _, parts in deal for part in parts)
+            if not any(places.intersection(part.locations()) for part in parts):
+                continue    # without packing this lane
+            for g in range(loader.position.g + rank, end, run.num_lanes):
+                next(loader)
+                step = saved["step"] + (g - now["rows"]) // run.batch_size
+                for place, epoch, start, stop, _ in loader.pieces()[0]:
+                    if place in places:
+                        yield step, g, place, epoch, start, stop

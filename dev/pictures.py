@@ -13,7 +13,7 @@ import numpy as np
 
 from dataloader import PACKINGS, PackedLoader
 from dataset import Parser, errors_in_one_line, find_data
-from dev.ledger import LN2, losses_of, read_ledger
+from dev.ledger import loader_of, losses_of, newest_of, read_ledger
 from tokenizer import find_tokenizer
 from train import read_log
 
@@ -80,21 +80,16 @@ def loss_picture(folders):
     lower.legend()
     return figure
 
-def documents_picture(run, n=20):
-    """Bits per byte of each source over the steps; how hard its documents were, in red the n at each end."""
-    ledger, n_parts = read_ledger(run), 60
-    found, steps = [above for above, *_ in losses_of(ledger)], ledger["step"].max() + 1
+def documents_picture(run):
+    """Of each source: bits per byte over the steps, and how far above them its documents were."""
     figure = Figure((9, 2.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    folders = np.array([path.rpartition("/")[0] for path in ledger["path"]])
-    for folder in np.unique(folders):
-        parts = ledger["step"][folders == folder] * n_parts // steps
-        nats, n_bytes = (np.bincount(parts, ledger[name][folders == folder], n_parts)
-                         for name in ("nats", "bytes"))
-        left.plot(np.arange(n_parts) * steps / n_parts, nats / np.maximum(1, n_bytes) / LN2, label=folder)
-    right.hist([found[n:-n], found[:n] + found[-n:]], 60, stacked=True, color=["C0", "C3"], log=True)
+    with loader_of(newest_of(run), False) as loader:
+        for name, _, usual, documents in losses_of(read_ledger(run), loader.sources):
+            left.plot(np.arange(len(usual)) * 50, usual, label=name)
+            right.hist([above for above, *_ in documents], 60, log=True, histtype="stepfilled", alpha=0.7)
     left.set(xlabel="step", ylabel="bits per byte")
-    right.set(xlabel="bits per byte above the documents in the steps around", ylabel="documents")
+    right.set(xlabel="bits per byte above those of the same steps", ylabel="documents")
     left.legend()
     return figure
 

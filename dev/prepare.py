@@ -776,7 +776,7 @@ def check_shard(file, folder, indexed):
 
 def stats(folder: str, tokenizer_dir: str | None = None) -> None:
     """Print what a folder contains: documents, bytes, tokens, lengths, row groups, lanes."""
-    lengths, tokens, tokenizer, header = {}, {}, None, folder
+    lengths, tokenizer, header = {}, None, folder
     if list_shards(folder, "train")[0].kind != "tokens":
         tokenizer, tokenizer_dir = known_tokenizer(tokenizer_dir, folder)
         header += (f", tokens by {tokenizer_dir}" if tokenizer else ": tokens need a tokenizer; add "
@@ -787,12 +787,12 @@ def stats(folder: str, tokenizer_dir: str | None = None) -> None:
         shards = list_shards(folder, split)
         found = lengths_of(shards)
         lengths[split] = found[found >= 0]
-        total, tokens[split] = count_tokens(shards, lengths[split], tokenizer)
         nulls, n_bytes = np.count_nonzero(found < 0), lengths[split].sum()
+        _, total = count_tokens(shards, n_bytes, tokenizer)
         print(f"{split:<6} {len(shards):>7,} {len(row_groups_of(shards)):>11,} {len(found):>13,} {nulls:>7,} "
               f"{n_bytes / 1e6:>11,.1f}  {total}")
     print("lanes  at most as many as documents; if there are more than row groups, some share one")
-    if len(tokens["train"]):
+    if len(lengths["train"]):
         points = np.percentile(np.concatenate([*lengths.values()]), percents := (10, 50, 90, 99, 100))
         parts = [f"{percent} % up to {point:,.0f}" for percent, point in zip(percents, points, strict=True)]
         what = {"text": "text", "messages": "JSON", "tokens": "ids"}[shards[0].kind]
@@ -807,8 +807,7 @@ def plan(flags):
     print(f"{flags.steps:,} steps of {flags.batch_size:,} rows, {n_tokens:,} tokens by {where}")
     for path, weight in sources.items():
         shards, share = list_shards(path, "train"), weight / sum(sources.values())
-        lengths = lengths_of(shards)
-        available = count_tokens(shards, lengths[lengths >= 0], tokenizer)[1].mean() * (lengths >= 0).sum()
+        available, _ = count_tokens(shards, lengths_of(shards).clip(0).sum(), tokenizer)
         epochs = share * n_tokens / available
         print(f"{path}: {share:.1%} of the rows, {share * n_tokens:,.0f} tokens of about {available:,.0f}: "
               f"{epochs:.2f} epochs, {'REPEATED' if epochs > 1 else 'nothing twice'}")
@@ -835,24 +834,24 @@ def lengths_of(shards):
 def row_groups_of(shards):
     return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]
 
-def count_tokens(shards, lengths, tokenizer):
+def count_tokens(shards, n_bytes, tokenizer):
     """
-    (number of tokens, in words; tokens of documents). For token shards: exact, of all documents; for text: of
-    16 row groups spread over the shards; without a tokenizer, none. lengths: bytes of all documents.
+    (number of tokens, in words). For token shards: exact; for text: of 16 row groups spread over the shards;
+    without a tokenizer, 0. n_bytes: of all documents.
     """
     if shards[0].kind == "tokens":
-        lengths = lengths // shards[0].dtype.itemsize
-        return f"{lengths.sum():,}", lengths
+        n_tokens = n_bytes // shards[0].dtype.itemsize
+        return n_tokens, f"{n_tokens:,}"
     if not tokenizer:
-        return "-", lengths
+        return 0, "-"
     positions = row_groups_of(shards)
     samples = [shard.read(i).drop_null() for shard, i in positions[::-(-len(positions) // 16)]]
     encoded = [encode(texts.to_pylist(), tokenizer, shards[0].kind) for texts in samples]
-    tokens = np.concatenate([np.diff(bounds) for _, bounds in encoded])
-    total = f"about {tokens.sum() * lengths.sum() / max(1, sum(map(count_bytes, samples))):,.0f}"
+    n_tokens = sum(len(ids) for ids, _ in encoded) * n_bytes / max(1, sum(map(count_bytes, samples)))
+    words = f"about {n_tokens:,.0f}"
     if shards[0].kind == "messages":
-        total += f", {np.concatenate([ids >= 0 for ids, _ in encoded]).mean():.0%} with a loss"
-    return total, tokens
+        words += f", {np.concatenate([ids >= 0 for ids, _ in encoded]).mean():.0%} with a loss"
+    return n_tokens, words
 
 def head(folder: str, n: int = 5, split: str = "train", tokenizer_dir: str | None = None,
          raw: bool = False) -> None:

@@ -13,8 +13,11 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 import pytest
 
 import train
@@ -100,26 +103,24 @@ def ranks(base):
 def test_ledger_has_each_token_of_an_epoch_once_and_agrees_with_when(base, name, request):
     run = request.getfixturevalue(name)
     rows, documents = ledger.read_ledger(run), documents_in(f"{base}/a") | documents_in(f"{base}/b")
-    assert sorted({*rows["step"].tolist()}) == [*range(24)]
-    seen = {}
-    for i, (_, _, place, epoch, start, stop) in enumerate(ledger.seen_in(rows)):
-        seen.setdefault((epoch, place), []).append((start, stop, rows["tokens"][i], rows["bytes"][i]))
+    places = {Location(*place) for place in documents}
+    assert sorted({*rows["step"].to_pylist()}) == [*range(24)]
+    seen, counts = {}, zip(*(rows[key].to_pylist() for key in ("tokens", "bytes")), strict=True)
+    for (_, _, place, epoch, *piece), n in zip(ledger.seen_in(rows, places), counts, strict=True):
+        seen.setdefault((epoch, place), []).append((*piece, *n))
     for place, text in documents.items():
         pieces = sorted(seen[1, place])
         assert [piece[0] for piece in pieces] == [0, *(piece[1] for piece in pieces[:-1])]
         assert pieces[-1][1] == len(text.encode()) + 1
         assert [sum(piece[k] for piece in pieces) for k in (2, 3)] == [len(text.encode())] * 2
     assert max(epoch for epoch, _ in seen) > 2, "two whole epochs"
-    saved = ledger.newest_of(run)
-    with ledger.loader_of(saved, True) as loader:
-        places = [Location(*place) for place in documents]
-        assert ledger.replay(saved, loader, places) == sorted(ledger.seen_in(rows)) and len(places) == 1000
+    replayed = sorted(ledger.replay(ledger.newest_of(run), True, places))
+    assert replayed == sorted(ledger.seen_in(rows, places)) and len(places) == 1000
 
 
 def test_ledgers_of_one_and_several_ranks_are_equal(alone, ranks):
     one, other = ledger.read_ledger(alone), ledger.read_ledger(ranks)
-    for name in train.LEDGER[:-1]:
-        assert one[name].tolist() == other[name].tolist()
+    assert one.drop(["nats"]).equals(other.drop(["nats"]))
     assert np.allclose(one["nats"], other["nats"], rtol=1e-2, atol=0.05)
 
 
@@ -131,16 +132,17 @@ def test_rows_of_the_ledger_count_the_targets_of_each_piece(corpus, packing):
     for step in range(20):
         g, (_, targets) = loader.position.g, next(loader)
         nats = np.arange(90.0).reshape(3, 30) * (targets.numpy() >= 0)
-        rows = train.ledger_rows(step, g, loader.pieces(), targets, nats, np.ones(300, int))
+        rows = [*train.ledger_rows(step, g, loader.pieces(), targets, nats, np.ones(300, int))]
         found = []
-        for _, row, *place, _, start, stop, n, n_bytes, _ in rows:
-            ids = ids_of(documents[tuple(place)])[max(start, 1):stop]
-            assert len(ids) - 1 <= n == n_bytes <= len(ids)    # the first token of a row is no target
-            found += [(row, token) for token in ids[len(ids) - n:]]
+        for row in rows:
+            place, n = (row["path"], row["row_group"], row["row"]), row["tokens"]
+            ids = ids_of(documents[place])[max(row["start"], 1):row["stop"]]
+            assert len(ids) - 1 <= n == row["bytes"] <= len(ids)    # the first token of a row is no target
+            found += [(row["g"], token) for token in ids[len(ids) - n:]]
         want = [(g + b, token) for b, row in enumerate(targets.tolist()) for token in row if token >= 0]
         assert found == [one for one in want if one[1] != BOS]
         of_bos = sum(nats[b, j] for b, row in enumerate(targets.tolist()) for j in range(30) if row[j] == BOS)
-        assert sum(row[-1] for row in rows) == pytest.approx(nats.sum() - of_bos)
+        assert sum(row["nats"] for row in rows) == pytest.approx(nats.sum() - of_bos)
         masked += len(found) < len(want)
     assert masked, "no BOS was a target"
 
@@ -150,50 +152,103 @@ def test_when_prints_past_and_coming_steps(alone, base, capsys):
     os.makedirs(f"{base}/middle/ledger")
     for name in ("step_0000018.pt", *(f"ledger/step_{n:07d}_rank_0000.parquet" for n in (0, 6, 12))):
         os.link(f"{alone}/{name}", f"{base}/middle/{name}")
-    bench.main(["when", f"{base}/middle", f"{base}/a/shard_00001.parquet:30"])
-    lines = capsys.readouterr().out.splitlines()
-    rows = ledger.read_ledger(alone)
-    mine = (rows["path"] == f"{base}/a/shard_00001.parquet") & (rows["row_group"] == 1) & (rows["row"] == 5)
-    columns = (rows[name][mine].tolist() for name in ("step", "g", "epoch", "start", "stop"))
+    bench.main(["when", f"{base}/middle", "a/shard_00001.parquet:30"])
+    lines, place = capsys.readouterr().out.splitlines(), Location(f"{base}/a/shard_00001.parquet", 1, 5)
     want = [f"  step {step}, row {g} of the run, epoch {epoch}, tokens {start}-{stop - 1}"
-            + ", to come" * (step >= 18) for step, g, epoch, start, stop in zip(*columns, strict=True)]
+            + ", to come" * (step >= 18)
+            for step, g, _, epoch, start, stop in ledger.seen_in(ledger.read_ledger(alone), {place})]
+    text = documents_in(f"{base}/a")[place]
+    assert lines[0] == f"{place}: {text} (in {len(want)} of the run's rows)"
     assert lines[1:] == want and "to come" in lines[-1] and "to come" not in lines[1]
     os.remove(f"{base}/middle/ledger/step_0000000_rank_0000.parquet")
-    text = documents_in(f"{base}/a")[f"{base}/a/shard_00001.parquet", 1, 5]
     bench.main(["when", f"{base}/middle", "--text", text])
     assert capsys.readouterr().out.splitlines() == lines
+    bench.main(["when", f"{base}/middle", "shard_00001.parquet:0"])
+    assert capsys.readouterr().out.count(f"{base}/") == 2, "a file of this name in each folder"
+
+
+def test_replay_packs_only_the_lanes_that_have_the_document(alone, monkeypatch):
+    """Of the run as if it ended after step 3, in its first epoch, in which a document is in one lane."""
+    saved, packed = ledger.newest_of(alone), set()
+    saved["flags"]["steps"] = 3
+
+    class Recorded(ledger.PackedLoader):
+        def __next__(self):
+            packed.add(self.rank)
+            return super().__next__()
+    monkeypatch.setattr(ledger, "PackedLoader", Recorded)
+    rows = ledger.read_ledger(alone)
+    places = {Location(*place) for place in zip(*(rows[key][:40].to_pylist() for key in Location._fields),
+                                                strict=True)}
+    for place in sorted(places)[:4]:
+        packed.clear()
+        seen = [*ledger.replay(saved, True, {place})]
+        assert seen == [one for one in ledger.seen_in(rows, {place}) if one[0] < 3]
+        assert packed == {g % 4 for _, g, *_ in seen}
 
 
 def test_when_says_what_it_does_not_find(alone, base, capsys):
-    for words in (["nosuch.parquet:0"], ["shard_00000.parquet:9999"], ["--text", "no such words"]):
+    for words in (["nosuch.parquet:0"], ["shard_00000.parquet:9999"], ["00000.parquet:0"], [],
+                  ["--text", "no such words"]):
         with pytest.raises(SystemExit) as ended:
             bench.main(["when", alone, *words])
         assert "in the run's data; expected FILE:ROW" in str(ended.value)
 
-def test_losses_compare_a_document_with_the_steps_around_its_own():
+
+def test_losses_compare_a_document_with_the_same_steps():
     """Documents of falling loss; 5 of 80 are harder and 5 easier than those beside them, but not than all."""
     draw = np.random.default_rng(0)
     step, n = np.repeat(np.arange(400), 4), 1600
     level = np.log(2) * (6 * np.exp(-step / 100) + 1)
-    rows = {"step": step, "path": np.array(["x"] * n), "row_group": np.zeros(n, int),
-            "row": draw.permutation(n) % 80, "bytes": np.full(n, 50)}
-    factor = np.where(rows["row"] < 5, 1.5, np.where(rows["row"] > 74, 0.5, 1))
-    rows["nats"] = 50 * level * factor * draw.uniform(0.9, 1.1, n)
-    found = [place.row for *_, place in ledger.losses_of(rows)]
+    row = draw.permutation(n) % 80
+    factor = np.where(row < 5, 1.5, np.where(row > 74, 0.5, 1))
+    rows = {"step": step, "path": ["x"] * n, "row_group": np.zeros(n, int), "row": row, "tokens": [9] * n,
+            "bytes": np.full(n, 50), "nats": 50 * level * factor * draw.uniform(0.9, 1.1, n)}
+    sources = {name: SimpleNamespace(shards=[SimpleNamespace(path=name)]) for name in "xy"}
+    of_x, of_y = ledger.losses_of(pa.table(rows), sources)
+    name, n_tokens, usual, documents = of_x
+    assert (name, n_tokens, len(usual)) == ("x", 9 * n, 8)
+    assert usual == pytest.approx([level[step // 50 == k].mean() / np.log(2) for k in range(8)], rel=0.05)
+    found = [place.row for *_, place in documents]
     assert {*found[:5]} == {75, 76, 77, 78, 79} and {*found[-5:]} == {0, 1, 2, 3, 4}
-    assert all(n_bytes == 1000 for _, _, n_bytes, _ in ledger.losses_of(rows))
-    rows["bytes"] = np.full(n, 9)
-    assert not ledger.losses_of(rows), "too short to say"
+    assert all(n_bytes == 1000 for _, _, n_bytes, _ in documents)
+    assert [bits for _, bits, *_ in documents] == pytest.approx([
+        (rows["nats"][row == k].sum() / 1000 / np.log(2)) for k in found])
+    assert of_y == ("y", 0, [0], []), "no row has it"
+    [(*_, documents), _] = ledger.losses_of(pa.table({**rows, "bytes": np.full(n, 9)}), sources)
+    assert not documents, "too short to say"
 
 
 def test_losses_print_both_ends_with_their_texts(alone, base, capsys):
-    bench.main(["losses", alone, "-n", "1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert re.search(r"/[ab]: [\d,]+ pieces, [\d,]+ tokens, \d\.\d+ bits per byte", lines[0])
-    assert len(lines) == 6 and lines[2].startswith("easiest") and lines[4].startswith("hardest")
-    assert re.search(rf"{base}/[ab]/shard_0000\d.parquet, row group \d, row \d+: \d+ \w", lines[5])
+    bench.main(["losses", alone, "--head", "1"])
+    lines, rows = capsys.readouterr().out.splitlines(), ledger.read_ledger(alone)
+    firsts = [i for i, line in enumerate(lines) if line[0] != " "]
+    assert len(firsts) == 2 and len(lines) > 4
+    for name, first, stop in zip("ab", firsts, [*firsts[1:], None], strict=True):
+        found = re.fullmatch(rf"{base}/{name}: ([\d,]+) tokens, (\d\.\d+) bits per byte in the first 50 "
+                             r"steps, \2 in the last; documents: (\d+)", lines[first])
+        mine = rows.filter(pc.starts_with(rows["path"], f"{base}/{name}/"))
+        assert int(found[1].replace(",", "")) == np.sum(mine["tokens"])
+        ends = lines[first + 2:stop]
+        assert len(ends) == min(2, int(found[3]))
+        for end in ends:
+            assert re.match(rf" +[-+]\d\.\d+ +\d\.\d+ +\d+    {base}/{name}/shard_0000\d.parquet, "
+                            r"row group \d, row \d+: \d+ \w", end)
     with pytest.raises(SystemExit, match=r"no ledger; train.py writes one with --ledger"):
         bench.main(["losses", str(base / "a")])
+
+
+def test_picture_of_documents_has_a_line_and_bars_for_each_source(alone, base, tmp_path):
+    pytest.importorskip("matplotlib")
+    from dev import pictures
+    pictures.main(["documents", alone, "--out", str(tmp_path / "documents.svg")])
+    assert "bits per byte" in (tmp_path / "documents.svg").read_text()
+    left, right = pictures.documents_picture(alone).axes
+    with ledger.loader_of(ledger.newest_of(alone), False) as loader:
+        found = [*ledger.losses_of(ledger.read_ledger(alone), loader.sources)]
+    assert [text.get_text() for text in left.get_legend().texts] == [name for name, *_ in found]
+    assert [line.get_ydata().tolist() for line in left.lines] == [usual.tolist() for _, _, usual, _ in found]
+    assert len(right.patches) == 2, "a filled outline for each source"
 
 
 def test_spike_names_its_documents_at_once(base, capsys, monkeypatch):
@@ -211,13 +266,12 @@ def test_spike_names_its_documents_at_once(base, capsys, monkeypatch):
     train.main([*flags_of(base, "spike"), *["--steps", "60", "--batch_size", "4", "--seq_len", "16"]])
     [line] = [line for line in capsys.readouterr().out.splitlines() if "jumped" in line]
     assert line.startswith("step 59: the loss jumped to ")
-    rows = ledger.read_ledger(f"{base}/spike")
-    hardest = rows["g"] == 59 * 4 + 2
+    hardest = ledger.read_ledger(f"{base}/spike").filter(pc.field("g") == 59 * 4 + 2)
     named = re.findall(r"(\S+), row group (\d+), row (\d+) \(\d+\.\d\d nats a token\)", line)
     assert named
     for path, row_group, row in named[:1]:
         assert (path, int(row_group), int(row)) in {*zip(
-            rows["path"][hardest], rows["row_group"][hardest], rows["row"][hardest], strict=True)}
+            *(hardest[key].to_pylist() for key in Location._fields), strict=True)}
 
 
 def test_plan_says_how_often_a_run_takes_the_documents_of_each_source(alone, base, capsys):
@@ -226,9 +280,9 @@ def test_plan_says_how_often_a_run_takes_the_documents_of_each_source(alone, bas
     prepare.main([*words.split(), "--steps", "24"])
     rows, lines = ledger.read_ledger(alone), capsys.readouterr().out.splitlines()
     for name, line in zip("ab", lines[1:], strict=True):
-        mine = np.char.startswith(rows["path"].astype(str), f"{base}/{name}/")
+        mine = rows.filter(pc.starts_with(rows["path"], f"{base}/{name}/"))
         share, epochs = re.search(r"(\d+\.\d)% of the rows, .*: (\d+\.\d+) epochs, REPEATED", line).groups()
-        tokens = (rows["stop"] - rows["start"])[mine].sum()
+        tokens = np.sum(mine["stop"]) - np.sum(mine["start"])
         of_an_epoch = sum(len(ids_of(text)) for text in documents_in(f"{base}/{name}").values())
         assert share == {"a": "60.0", "b": "40.0"}[name]
         assert float(epochs) == pytest.approx(tokens / of_an_epoch, rel=0.1)
