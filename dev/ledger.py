@@ -93,11 +93,14 @@ def read_ledger(run):
     files = glob.glob(f"{glob.escape(run)}/ledger/*.parquet")
     return pq.read_table(files).sort_by("g") if files else pa.table({"step": []})
 
-def losses_of(ledger, sources):
+def losses_of(run, sources):
     """
     Yield for each source: its name, its tokens, bits per byte in every 50 steps; and for its documents of 200
     bytes or more, sorted: (bits per byte above those of the same steps, bits per byte, bytes, Location).
     """
+    ledger = read_ledger(run)
+    if not len(ledger):
+        raise ValueError(f"{run} has no ledger; train.py writes one with --ledger")
     for name, source in sources.items():
         rows = ledger.filter(pc.field("path").isin([shard.path for shard in source.shards]))
         period, bits = rows["step"].to_numpy() // 50, rows["nats"].to_numpy() / np.log(2)
@@ -112,11 +115,8 @@ def losses_of(ledger, sources):
 
 def losses(run, n=10):
     """Lines: the tokens of each source and how its loss fell, then its n easiest and n hardest documents."""
-    ledger = read_ledger(run)
-    if not len(ledger):
-        raise ValueError(f"{run} has no ledger; train.py writes one with --ledger")
     with loader_of(newest_of(run), False) as loader:
-        for name, n_tokens, usual, documents in losses_of(ledger, loader.sources):
+        for name, n_tokens, usual, documents in losses_of(run, loader.sources):
             yield (f"{name}: {n_tokens:,} tokens, {usual[0]:.3f} bits per byte in the first 50 steps, "
                    f"{usual[-1]:.3f} in the last; documents: {len(documents):,}")
             yield "   above  bits per byte      bytes    (above: more bits per byte than the same 50 steps)"
@@ -161,8 +161,8 @@ def seen_in(ledger, places):
 def replay(saved, begins, places):
     """What seen_in yields, from the run's beginning or the checkpoint to the run's end: lane by lane."""
     run, now = argparse.Namespace(**saved["flags"]), json.loads(saved["loader"])
-    end = now["rows"] + (run.steps - saved["step"]) * run.batch_size
-    for rank in range(run.num_lanes):
+    first, end = 0 if begins else now["rows"], now["rows"] + (run.steps - saved["step"]) * run.batch_size
+    for rank in range(min(run.num_lanes, end - first)):
         with loader_of(saved, begins, 1, rank, run.num_lanes) as loader:
             [(lane, streams)] = loader.position.lanes.items()
             last_epochs = {name: state["place"][0] * end // now["rows"] + 1    # or one more
@@ -172,7 +172,7 @@ def replay(saved, begins, places):
             parts = (part for deal in deals for _, parts in deal for part in parts)
             if not any(places.intersection(part.locations()) for part in parts):
                 continue    # without packing this lane
-            for g in range(loader.position.g + rank, end, run.num_lanes):
+            for g in range(first + rank, end, run.num_lanes):
                 next(loader)
                 step = saved["step"] + (g - now["rows"]) // run.batch_size
                 for place, epoch, start, stop, _ in loader.pieces()[0]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dataloader import PACKINGS, PackedLoader
 from dataset import Parser, errors_in_one_line, find_data
-from dev.ledger import loader_of, losses_of, newest_of, read_ledger
+from dev.ledger import loader_of, losses_of, newest_of
 from tokenizer import find_tokenizer
 from train import read_log
 
@@ -85,7 +85,7 @@ def documents_picture(run):
     figure = Figure((9, 2.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     with loader_of(newest_of(run), False) as loader:
-        for name, _, usual, documents in losses_of(read_ledger(run), loader.sources):
+        for name, _, usual, documents in losses_of(run, loader.sources):
             left.plot(np.arange(len(usual)) * 50, usual, label=name)
             right.hist([above for above, *_ in documents], 60, log=True, histtype="stepfilled", alpha=0.7)
     left.set(xlabel="step", ylabel="bits per byte")

@@ -195,7 +195,7 @@ def test_when_says_what_it_does_not_find(alone, base, capsys):
         assert "in the run's data; expected FILE:ROW" in str(ended.value)
 
 
-def test_losses_compare_a_document_with_the_same_steps():
+def test_losses_compare_a_document_with_the_same_steps(monkeypatch):
     """Documents of falling loss; 5 of 80 are harder and 5 easier than those beside them, but not than all."""
     draw = np.random.default_rng(0)
     step, n = np.repeat(np.arange(400), 4), 1600
@@ -205,7 +205,8 @@ def test_losses_compare_a_document_with_the_same_steps():
     rows = {"step": step, "path": ["x"] * n, "row_group": np.zeros(n, int), "row": row, "tokens": [9] * n,
             "bytes": np.full(n, 50), "nats": 50 * level * factor * draw.uniform(0.9, 1.1, n)}
     sources = {name: SimpleNamespace(shards=[SimpleNamespace(path=name)]) for name in "xy"}
-    of_x, of_y = ledger.losses_of(pa.table(rows), sources)
+    monkeypatch.setattr(ledger, "read_ledger", pa.table)
+    of_x, of_y = ledger.losses_of(rows, sources)
     name, n_tokens, usual, documents = of_x
     assert (name, n_tokens, len(usual)) == ("x", 9 * n, 8)
     assert usual == pytest.approx([level[step // 50 == k].mean() / np.log(2) for k in range(8)], rel=0.05)
@@ -215,7 +216,7 @@ def test_losses_compare_a_document_with_the_same_steps():
     assert [bits for _, bits, *_ in documents] == pytest.approx([
         (rows["nats"][row == k].sum() / 1000 / np.log(2)) for k in found])
     assert of_y == ("y", 0, [0], []), "no row has it"
-    [(*_, documents), _] = ledger.losses_of(pa.table({**rows, "bytes": np.full(n, 9)}), sources)
+    [(*_, documents), _] = ledger.losses_of({**rows, "bytes": np.full(n, 9)}, sources)
     assert not documents, "too short to say"
 
 
@@ -234,8 +235,10 @@ def test_losses_print_both_ends_with_their_texts(alone, base, capsys):
         for end in ends:
             assert re.match(rf" +[-+]\d\.\d+ +\d\.\d+ +\d+    {base}/{name}/shard_0000\d.parquet, "
                             r"row group \d, row \d+: \d+ \w", end)
-    with pytest.raises(SystemExit, match=r"no ledger; train.py writes one with --ledger"):
-        bench.main(["losses", str(base / "a")])
+    os.makedirs(base / "without")
+    os.link(f"{alone}/step_0000024.pt", base / "without" / "step_0000024.pt")
+    with pytest.raises(SystemExit, match=r"without has no ledger; train.py writes one with --ledger"):
+        bench.main(["losses", str(base / "without")])
 
 
 def test_picture_of_documents_has_a_line_and_bars_for_each_source(alone, base, tmp_path):
@@ -245,7 +248,7 @@ def test_picture_of_documents_has_a_line_and_bars_for_each_source(alone, base, t
     assert "bits per byte" in (tmp_path / "documents.svg").read_text()
     left, right = pictures.documents_picture(alone).axes
     with ledger.loader_of(ledger.newest_of(alone), False) as loader:
-        found = [*ledger.losses_of(ledger.read_ledger(alone), loader.sources)]
+        found = [*ledger.losses_of(alone, loader.sources)]
     assert [text.get_text() for text in left.get_legend().texts] == [name for name, *_ in found]
     assert [line.get_ydata().tolist() for line in left.lines] == [usual.tolist() for _, _, usual, _ in found]
     assert len(right.patches) == 2, "a filled outline for each source"
