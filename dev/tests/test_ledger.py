@@ -8,6 +8,7 @@ once, and found again where they were seen.
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -68,7 +69,10 @@ class Killed(BaseException):
 
 @pytest.fixture(scope="module")
 def alone(base):
-    """A run of one process that is killed at step 15, in an epoch, and resumed."""
+    """
+    A run of one process that is killed at step 15, in an epoch, and resumed from step 12; with a file that a
+    rank wrote for a checkpoint which the others did not reach.
+    """
     with pytest.MonkeyPatch.context() as patch:
         print_step = train.print_step
 
@@ -79,6 +83,8 @@ def alone(base):
         patch.setattr(train, "print_step", killed)
         with pytest.raises(Killed):
             train.main(flags_of(base, "alone"))
+    shutil.copy(f"{base}/alone/ledger/step_0000006_rank_0000.parquet",
+                f"{base}/alone/ledger/step_0000012_rank_0003.parquet")
     train.main(["--out", f"{base}/alone", "--resume", "auto"])
     return f"{base}/alone"
 
@@ -275,6 +281,24 @@ def test_spike_names_its_documents_at_once(base, capsys, monkeypatch):
     for path, row_group, row in named[:1]:
         assert (path, int(row_group), int(row)) in {*zip(
             *(hardest[key].to_pylist() for key in Location._fields), strict=True)}
+
+
+def test_first_named_document_is_the_one_whose_loss_is_not_finite():
+    """Also of rows without a loss, whose mean would divide by 0."""
+    losses = {"easy": (2.0, 4), "none": (0.0, 0), "broken": (np.nan, 2), "hard": (8.0, 4), "long": (9.0, 9)}
+    rows = [{"path": path, "row_group": 0, "row": 1, "nats": nats, "tokens": tokens}
+            for path, (nats, tokens) in losses.items()]
+    words = ", row group 0, row 1 \\({} nats a token\\)"
+    named = "; ".join([f"broken{words}", f"hard{words}", f"long{words}"]).format("nan", "2.00", "1.00")
+    with pytest.raises(ValueError, match=f"^step 5: loss nan, gradient norm 1; .* documents: {named}. All"):
+        train.check_loss(5, np.nan, 1.0, [], rows, "no_run")
+
+
+@pytest.mark.parametrize("before, loss, is_told", [
+    ([1, 3] * 25, 8.1, True), ([1, 3] * 25, 7.9, False), ([1, 3] * 24, 99.0, False)])
+def test_a_jump_is_six_deviations_above_the_last_fifty_losses(capsys, before, loss, is_told):
+    train.check_loss(5, loss, 1.0, before, [], "no_run")
+    assert ("the loss jumped" in capsys.readouterr().out) == is_told
 
 
 def test_plan_says_how_often_a_run_takes_the_documents_of_each_source(alone, base, capsys):
