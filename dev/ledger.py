@@ -14,7 +14,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataloader import Location, PackedLoader
-from dataset import printable
 from tokenizer import RustBPETokenizer
 from train import list_checkpoints, load_checkpoint, sources_of
 
@@ -121,10 +120,7 @@ def losses(run, n=10):
                    f"{usual[-1]:.3f} in the last; documents: {len(documents):,}")
             yield "   above  bits per byte      bytes    (above: more bits per byte than the same 50 steps)"
             for above, bits, n_bytes, place in sorted({*documents[:n], *documents[-n:]}):
-                yield f"{above:>+8.3f}{bits:>15.3f}{n_bytes:>11,}    {described(place, loader)}"
-
-def described(place, loader):
-    return f"{place}: {printable(beginning_of(place, loader))}"
+                yield f"{above:>+8.3f}{bits:>15.3f}{n_bytes:>11,}    {place}: {beginning_of(place, loader)!r}"
 
 def when(run, name=None, text=None):
     """Lines: the rows of a run that have a document, past and to come; packed again if no ledger has them."""
@@ -137,7 +133,7 @@ def when(run, name=None, text=None):
         seen = {*seen_in(ledger, places), *replay(saved, begins, places)}
         for place in sorted(places):
             mine = sorted(one for one in seen if one[2] == place)
-            yield f"{described(place, loader)} (in {len(mine):,} of the run's rows)"
+            yield f"{place}: {beginning_of(place, loader)!r} (in {len(mine):,} of the run's rows)"
             for step, g, _, epoch, start, stop in mine:
                 yield (f"  step {step}, row {g} of the run, epoch {epoch}, tokens {start:,}-{stop - 1:,}"
                        + ", to come" * (step >= saved["step"]))

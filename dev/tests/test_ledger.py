@@ -164,7 +164,7 @@ def test_when_prints_past_and_coming_steps(alone, base, capsys):
             + ", to come" * (step >= 18)
             for step, g, _, epoch, start, stop in ledger.seen_in(ledger.read_ledger(alone), {place})]
     text = documents_in(f"{base}/a")[place]
-    assert lines[0] == f"{place}: {text} (in {len(want)} of the run's rows)"
+    assert lines[0] == f"{place}: {text!r} (in {len(want)} of the run's rows)"
     assert lines[1:] == want and "to come" in lines[-1] and "to come" not in lines[1]
     os.remove(f"{base}/middle/ledger/step_0000000_rank_0000.parquet")
     bench.main(["when", f"{base}/middle", "--text", text])
@@ -240,7 +240,7 @@ def test_losses_print_both_ends_with_their_texts(alone, base, capsys):
         assert len(ends) == min(2, int(found[3]))
         for end in ends:
             assert re.match(rf" +[-+]\d\.\d+ +\d\.\d+ +\d+    {base}/{name}/shard_0000\d.parquet, "
-                            r"row group \d, row \d+: \d+ \w", end)
+                            r"row group \d, row \d+: '\d+ [a-z ]+'", end)
     os.makedirs(base / "without")
     os.link(f"{alone}/step_0000024.pt", base / "without" / "step_0000024.pt")
     with pytest.raises(SystemExit, match=r"without has no ledger; train.py writes one with --ledger"):
