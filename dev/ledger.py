@@ -161,7 +161,7 @@ def replay(saved, begins, places):
     for rank in range(min(run.num_lanes, end - first)):
         with loader_of(saved, begins, 1, rank, run.num_lanes) as loader:
             [(lane, streams)] = loader.position.lanes.items()
-            last_epochs = {name: state["place"][0] * end // now["rows"] + 1    # or one more
+            last_epochs = {name: state["place"][0] * end // now["rows"] + 1    # the last one, or one more
                            for name, state in now["lanes"][str(lane)].items()}
             deals = (loader.sources[name].deal(lane, state.place, last_epochs[name])
                      for name, state in streams.items())

@@ -226,21 +226,32 @@ def test_losses_compare_a_document_with_the_same_steps(monkeypatch):
     assert not documents, "too short to say"
 
 
-def test_losses_print_both_ends_with_their_texts(alone, base, capsys):
-    bench.main(["losses", alone, "--head", "1"])
+def test_losses_print_the_tokens_of_each_source_and_documents_with_their_texts(alone, base, capsys):
+    bench.main(["losses", alone])
     lines, rows = capsys.readouterr().out.splitlines(), ledger.read_ledger(alone)
-    firsts = [i for i, line in enumerate(lines) if line[0] != " "]
-    assert len(firsts) == 2 and len(lines) > 4
-    for name, first, stop in zip("ab", firsts, [*firsts[1:], None], strict=True):
+    assert len(lines) == 6, "of each source, document 7 has 200 bytes"
+    for name, line, _, document in zip("ab", lines[::3], lines[1::3], lines[2::3], strict=True):
         found = re.fullmatch(rf"{base}/{name}: ([\d,]+) tokens, (\d\.\d+) bits per byte in the first 50 "
-                             r"steps, \2 in the last; documents: (\d+)", lines[first])
+                             r"steps, \2 in the last; documents: 1", line)
         mine = rows.filter(pc.starts_with(rows["path"], f"{base}/{name}/"))
         assert int(found[1].replace(",", "")) == np.sum(mine["tokens"])
-        ends = lines[first + 2:stop]
-        assert len(ends) == min(2, int(found[3]))
-        for end in ends:
-            assert re.match(rf" +[-+]\d\.\d+ +\d\.\d+ +\d+    {base}/{name}/shard_0000\d.parquet, "
-                            r"row group \d, row \d+: '\d+ [a-z ]+'", end)
+        place = f"{base}/{name}/shard_00000.parquet", 0, 7
+        text = documents_in(f"{base}/{name}")[place]
+        words = rf" +[-+]\d\.\d+ +\d\.\d+ +\d+    {Location(*place)}: {text[:60]!r}"
+        assert re.fullmatch(words, document)
+
+
+@pytest.mark.parametrize("n, rows", [(2, [0, 1, 3, 4]), (9, [0, 1, 2, 3, 4])])
+def test_losses_print_the_documents_at_both_ends_once(alone, base, capsys, monkeypatch, n, rows):
+    documents = [(k / 10, 1.0, 300, Location(f"{base}/a/shard_00000.parquet", 0, k)) for k in range(5)]
+    monkeypatch.setattr(ledger, "losses_of", lambda run, sources: [("a", 9000, [2.0, 1.5, 1.0], documents)])
+    bench.main(["losses", alone, "--head", str(n)])
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert "9,000 tokens, 2.000 bits per byte in the first 50 steps, 1.000 in the last; documents: 5" in first
+    assert [int(re.search(r"row (\d):", line)[1]) for line in lines] == rows
+
+
+def test_losses_need_a_ledger(alone, base):
     os.makedirs(base / "without")
     os.link(f"{alone}/step_0000024.pt", base / "without" / "step_0000024.pt")
     with pytest.raises(SystemExit, match=r"without has no ledger; train.py writes one with --ledger"):
