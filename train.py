@@ -534,7 +534,7 @@ class GPT(nn.Module):
             return self.read_out(x, targets)
 
     def read_out(self, x, targets):
-        logits = self.head(norm(x)).float()
+        logits = 15 * torch.tanh(self.head(norm(x)).float() / 15)    # at most 15, as in Gemma 2: see dev/log.md
         if targets is None:
             return logits
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="none")
@@ -758,7 +758,7 @@ def generate(model, tokenizer, T, prompt, n_tokens, end=None, first=0, temperatu
 # ---------------------------------------------------------------------------------------------------------
 # Runs and checkpoints: a file that is complete or not there
 
-VERSION = 4    # of a checkpoint's content
+VERSION = 5    # of a checkpoint's content
 
 def choose_run(flags):
     """-> the run's folder; the checkpoint to resume from or to use, or None"""
