@@ -173,15 +173,16 @@ def shuffled(n, seed, *key):
 class Source:
     """
     The shards of one folder, and how they are dealt. An epoch's order is a list of *turns*; turn k goes to
-    lane k % num_lanes. A turn is a row group; with fewer row groups than lanes, a slice [i::n_slices] of one,
-    with the least n_slices that gives each lane a turn. A *group*: a row group's number across all shards.
+    lane k % num_lanes. A turn is a row group; where lanes would have few or uneven turns, a slice of one,
+    [i::n_slices], with the least n_slices that suffices. A *group*: a row group's number across all shards.
     """
     def __init__(self, name: str, shards: list[Shard], num_lanes: int, seed: int | None, chunk_bytes: int):
         self.name, self.shards, self.num_lanes = name, shards, num_lanes
         self.seed, self.chunk_bytes, self.n_slices = seed, chunk_bytes, 1
         self.first_group = np.cumsum([0, *(len(shard.group_sizes) for shard in shards)])    # of each shard
         self.group_sizes = np.array([n for shard in shards for n in shard.group_sizes], np.int64)
-        while np.minimum(self.group_sizes, self.n_slices).sum() < min(num_lanes, self.group_sizes.sum()):
+        while (n_turns := np.minimum(self.group_sizes, self.n_slices).sum()) < self.group_sizes.sum() and (
+                n_turns < num_lanes or -n_turns % num_lanes > n_turns // 8):    # the last round lacks so many
             self.n_slices += 1
         content = [[shard.name, shard.text_bytes, shard.group_sizes, shard.digest] for shard in shards]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
@@ -392,8 +393,6 @@ class Packer:
                 arrays.append(documents[d][start:stop])
                 placed[-1].append((d, start, stop, offset))
                 offset += stop - start
-            if offset > self.T + 1:
-                raise ValueError(f"a row of this packing has {offset} tokens; expected at most {self.T + 1}")
             arrays.append(padding[offset:])
         # np.concatenate would release the GIL at every piece, and wait to get it back.
         return placed, np.frombuffer(b"".join(arrays), dtype).reshape(len(rows), self.T + 1)
@@ -444,9 +443,8 @@ class Stream:
     def __init__(self, source, lane, state, packer, epochs, ahead):
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
         self.state, self.tasks = state, source.deal(lane, state.place, epochs)
-        self.chunk, self.i = None, 0    # i: rows that were taken here of chunk.rows
+        self.chunk, self.i, self.reads = None, 0, None    # i: rows taken of it; reads: the next may need them
         self.futures, self.counts = collections.deque(), collections.Counter()    # futures: of later chunks
-        self.reads = None               # keeps the row groups of the last one, which the next may need
         if not state.ended:
             self.submit(1)    # the first chunks of all lanes are made before their second ones
 
@@ -628,6 +626,8 @@ class PackedLoader(IterableDataset):
             _, flags, work = self._agreed
             work.wait()
             more, lacking = flags.tolist()
+        if not more and not self.position.g:
+            raise ValueError("no document of this rank has tokens: all are null, or transform filters them")
         return more and not (lacking and self.uneven == "stop")
 
     def _batch(self, rows):

@@ -381,8 +381,8 @@ def test_rows_are_those_of_the_reference(corpora, seed):
 
 # Rows of version 7. A release may change them only together with dataloader.VERSION; then copy to here what
 # the failing test shows as `got`.
-FROZEN = {"flat": "3eb992b1efd655e2", "bestfit": "be1c994eddc01f48", "exactfit": "bb9bc2191bdfdf17",
-          "wholefit": "2c8a21e5f6df0c2b", "mixture": "c6d76cc41105a9be"}
+FROZEN = {"flat": "468bfb1f8ea3eee9", "bestfit": "da54c0c5136471c8", "exactfit": "4582535c3e6e66ef",
+          "wholefit": "970499641f6aa4ed", "mixture": "2e876e486ab65b8a"}
 
 def shards_of_stable_size(data_dir, split):
     """Chunks and the order of sources depend on bytes of text, and these on the version of pyarrow."""
@@ -579,7 +579,6 @@ def test_changes_of_T_within_chunks_lose_and_repeat_no_token(corpus, packing, le
         loader.load_state_dict(state)
         batches += itertools.islice(loader, None if T == 16 else 3)
         state = loader.state_dict()
-        assert T == 16 or any(stream["taken"] for lane in state["lanes"].values() for stream in lane.values())
     want = collections.Counter("".join(documents_in(corpus).values()).encode())
     assert tokens_of(batches) == {token: 2 * n for token, n in want.items()}
 
@@ -617,6 +616,8 @@ def test_every_document_is_dealt_once_per_epoch_and_lanes_differ_by_one_turn(
         dealt += [(part.shard.name, part.row_group, int(row)) for part in parts for row in part.indices]
     assert sorted(dealt) == sorted(documents) and len(dealt) == len(documents)
     assert max(n_turns) - min(n_turns) <= 1 and min(n_turns) > 0
+    n = len(source.order(epoch)[0])    # in the last round, few lanes lack a turn: at its end, they would wait
+    assert -n % num_lanes <= n // 8 or n == len(documents)
 
 def test_ten_thousand_small_files_pad_at_most_one_percent():
     """Five documents of 200 tokens in each; a chunk of one file would be a sixth padding."""
@@ -642,11 +643,10 @@ def test_nulls_and_empty_documents_are_counted(tmp_path):
 
 def test_lane_without_tokens_is_an_error_after_100_epochs(tmp_path):
     data = write_shards(tmp_path / "data", [[[None] * 4] * 2, [["val"]]])
-    loader = make(data, num_lanes=2)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="100 epochs"):
+    endless, finite = make(data, num_lanes=2), make(data, num_lanes=2, epochs=2)
+    for loader, words in ((endless, "100 epochs"), (endless, "100 epochs"), (finite, "no document of this")):
+        with pytest.raises(ValueError, match=words):
             next(loader)
-    assert list(make(data, num_lanes=2, epochs=2)) == []
     other = write_shards(tmp_path / "other", [[["text"] * 4], [["val"]]])
     mixed = make({data: 1, other: 1}, num_lanes=2, epochs={data: 1, other: 3})
     assert tokens_of(mixed) == {ord(c): n * 12 for c, n in zip("tex", (2, 1, 1), strict=True)}
@@ -1177,8 +1177,7 @@ class Interrupted:
         return self
     def wait(self):
         self.work.wait()
-        if self.signals:
-            raise self.signals.pop()
+        if self.signals: raise self.signals.pop()
 early = make()
 os.environ.update(before)
 dist.init_process_group("gloo")

@@ -19,8 +19,9 @@ def permutation(n, seed, *key):
 def chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes):
     """A lane's chunks, in order: {(turn, number): [(path, row group, row), ...]}"""
     groups = [(shard, i, n) for shard in shards for i, n in enumerate(shard.group_sizes)]
-    full = [k for k, (_, _, n) in enumerate(groups) if n]
-    split = next(k for k in itertools.count(1) if sum(min(k, n) for _, _, n in groups) >= num_lanes)
+    full, n_documents = [k for k, (*_, n) in enumerate(groups) if n], sum(n for *_, n in groups)
+    split = next(k for k in itertools.count(1) if (t := sum(min(k, n) for *_, n in groups)) == n_documents
+                 or (t >= num_lanes and -t % num_lanes <= t // 8))    # lanes have about equally many
     order = [full[k] for k in permutation(len(full), seed, epoch, 0)]
     turns = [(k, i) for k in order for i in range(min(split, groups[k][2]))]
     chunks, place, filled = {}, None, chunk_bytes    # of the last chunk, which small turns join
@@ -52,8 +53,7 @@ if __name__ == "__main__":
         for name in ("train", "val"):
             write_shard(f"{folder}/{name}.parquet", map(pa.array, texts))
         shards = list_shards(folder, "train")
-    for lane in range(2):
-        g = itertools.count(lane, 2)
+    for lane, g in enumerate([itertools.count(0, 2), itertools.count(1, 2)]):
         for place, found in chunks_of(lane, 1, shards, 2, 0, 60).items():
             print(f"lane {lane}, chunk {place}:", *("{1}:{2}".format(*document) for document in found))
             for row in rows_of([len(texts[j][i]) + 1 for _, j, i in found], 15, "exactfit", 0, 1, place):
