@@ -923,6 +923,8 @@ def main(argv=None):
             raise ValueError(f"{error} Lower --micro_batch_size (now {flags.micro_batch_size}): the same run "
                              "in less memory. Lower --seq_len or --depth: another run.") from None
         except RuntimeError as error:
+            if type(error.__cause__) is ValueError:    # of a document, which Encoder.encode names
+                raise ValueError(error) from None
             if "onnection" not in str(error):    # of gloo: "Connection closed by peer", "Connection reset"
                 raise
             raise ValueError("lost the connection to another rank; see its output") from None

@@ -27,10 +27,12 @@ import zipfile
 import zlib
 from types import SimpleNamespace
 
+import pyarrow as pa
 import pytest
 import torch
 
 import dataloader
+import dataset
 import train
 from test_dataloader import HERE, grouped, tokenized, write_shards
 from tokenizer import RustBPETokenizer
@@ -496,6 +498,7 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--sample", "x", "--out", "best.pt"], "--out best.pt is a file; expected a folder"),
     (["--data", "nowhere"], "nowhere"),
     (["--data", "nulls", "--tokenizer", "other"], "the val split of nulls has no text"),
+    (["--data", "chats", "--tokenizer", "other"], "chats/shard_00001.parquet, row group 0, row 1: ValueError"),
     (["--data", "tokens"], "tokens holds tokens"),
     (["--data", "tokens", "--tokenizer", "other"], "tokens needs the tokenizer that made it, "),
     (["--tokenizer", "nowhere"], "nowhere"),
@@ -528,6 +531,9 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
 def test_mistakes_are_one_line(command, monkeypatch, flags, told):
     write_shards("nulls", [[["x"] * 9], [[None] * 9, [""]]])
     write_shards("tiny", [[["abc def " * 9, "ghi " * 9, "x" * 90]], [["some text " * 9]]])
+    for i in (0, 1):
+        chats = pa.array(['[{"role": "user", "content": "Hi"}]', '[{"role": "developer"}]'])
+        dataset.write_shard(f"chats/shard_{i:05d}.parquet", [chats], "messages")
     tokenized("a", "tokens")
     RustBPETokenizer.train_from_iterator(["something else"], 265).save("other")
     content = {"version": train.VERSION, "step": 0}
