@@ -503,6 +503,11 @@ def parse(record, kind, key):
     if kind == "messages" and isinstance(record, list):    # as nanochat's lines
         record = {key: record}
     if not isinstance(record, dict) or key not in record:
+        for name in ("messages", "conversations") if kind == "text" and isinstance(record, dict) else ():
+            if isinstance(record.get(name), list):
+                messages_as_json(record[name])    # its error is the cause, not a missing text
+                raise ValueError(f"a conversation, under {name!r}, among texts; convert conversations by "
+                                 "themselves (train.py mixes: --data TEXT:0.7 CHATS:0.3)")
         seen = ", ".join(map(repr, record))[:200] if isinstance(record, dict) else type(record).__name__
         raise ValueError(f"no key or column {key!r}, only {seen}; {NAME_KEY}{MAKE_JSONL}")
     if None in record:    # CSV's fields beyond the header's: the text would be cut at its comma

@@ -273,6 +273,20 @@ def test_a_bad_conversation_is_a_bad_document(tmp_path, capsys, messages, words)
     assert len(read_all(tmp_path / "out")) == 40
 
 
+@pytest.mark.parametrize("messages, words", [
+    ([{"role": "developer", "content": "Hi"}, USER, ASSISTANT], "expected a message of role 'user', saw {'ro"),
+    ([ASSISTANT], "expected a message of role 'user', saw"), ([], "expected messages as"),
+    ([USER], "no message of an assistant"),
+    ([USER, ASSISTANT], "a conversation, under 'messages', among texts; convert conversations by themselv")])
+def test_what_is_wrong_with_the_first_conversations_is_said_without_a_key(tmp_path, messages, words):
+    """... and conversations after texts are called that."""
+    (tmp_path / "in.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    (tmp_path / "book.txt").write_text("some text")
+    for paths in [["in.jsonl"], ["in.jsonl", "book.txt"]][messages == [USER, ASSISTANT]:]:
+        line = command("convert", *(tmp_path / path for path in paths), "--out", tmp_path / "out")
+        assert f"in.jsonl, line 1: {words}" in line and "no key" not in line
+
+
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     """A folder with those of 200 conversations, of their tokens, and of a tokenizer."""
