@@ -239,7 +239,8 @@ def make_parser():
     command = commands.add_parser("when", description=when.__doc__)
     command.set_defaults(lines=lambda flags: when(flags.run, flags.document, flags.text))
     command.add_argument("run", metavar="RUN", help="the folder of a run of train.py")
-    command.add_argument("document", nargs="?", metavar="FILE:ROW", help="a row of this file, from 0 on")
+    command.add_argument("document", nargs="?", metavar="FILE[:GROUP]:ROW",
+                         help="row of the file, or of a row group in it, from 0 on")
     command.add_argument("--text", help="words of the documents")
     return parser
 

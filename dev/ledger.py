@@ -129,7 +129,7 @@ def when(run, name=None, text=None):
     with loader_of(saved, False) as loader:
         places = {*find_documents(loader, name, text)}
         if not places:
-            raise ValueError(f"no {name or repr(text)} in the run's data; expected FILE:ROW, or --text WORDS")
+            raise ValueError(f"no {name or repr(text)} in the run; expected FILE[:GROUP]:ROW or --text WORDS")
         seen = {*seen_in(ledger, places), *replay(saved, begins, places)}
         for place in sorted(places):
             mine = sorted(one for one in seen if one[2] == place)
@@ -139,11 +139,12 @@ def when(run, name=None, text=None):
                        + ", to come" * (step >= saved["step"]))
 
 def find_documents(loader, name, text):
-    """Yield the Location of FILE:ROW in each folder that has it, or of all documents with these words."""
+    """Yield the Location of FILE[:GROUP]:ROW in each folder that has it, or of all with these words."""
     for shard in shards_of(loader):
         places = ((row_group, row) for row_group, n in enumerate(shard.group_sizes) for row in range(n))
         for number, place in enumerate(places):
-            is_named = f"/{shard.path}:{number}".endswith(f"/{name}")
+            names = f"/{shard.path}:{number}", f"/{shard.path}:{place[0]}:{place[1]}"
+            is_named = any(one.endswith(f"/{name}") for one in names)
             if is_named or (text and text in text_of(shard, *place, loader)):
                 yield Location(shard.path, *place)
 

@@ -274,7 +274,7 @@ def test_a_bad_conversation_is_a_bad_document(tmp_path, capsys, messages, words)
 
 
 @pytest.mark.parametrize("messages, words", [
-    ([{"role": "developer", "content": "Hi"}, USER, ASSISTANT], "expected a message of role 'user', saw {'ro"),
+    ([{"role": "developer", "content": "Hi"}, USER, ASSISTANT], "expected a message of role 'user', saw {'r"),
     ([ASSISTANT], "expected a message of role 'user', saw"), ([], "expected messages as"),
     ([USER], "no message of an assistant"),
     ([USER, ASSISTANT], "a conversation, under 'messages', among texts; convert conversations by themselv")])

@@ -158,12 +158,15 @@ def test_when_prints_past_and_coming_steps(alone, base, capsys):
     os.makedirs(f"{base}/middle/ledger")
     for name in ("step_0000018.pt", *(f"ledger/step_{n:07d}_rank_0000.parquet" for n in (0, 6, 12))):
         os.link(f"{alone}/{name}", f"{base}/middle/{name}")
+    bench.main(["when", f"{base}/middle", "a/shard_00001.parquet:1:5"])    # as audit and losses print it
+    printed = capsys.readouterr().out
     bench.main(["when", f"{base}/middle", "a/shard_00001.parquet:30"])
     lines, place = capsys.readouterr().out.splitlines(), Location(f"{base}/a/shard_00001.parquet", 1, 5)
     want = [f"  step {step}, row {g} of the run, epoch {epoch}, tokens {start}-{stop - 1}"
             + ", to come" * (step >= 18)
             for step, g, _, epoch, start, stop in ledger.seen_in(ledger.read_ledger(alone), {place})]
     text = documents_in(f"{base}/a")[place]
+    assert printed.splitlines() == lines
     assert lines[0] == f"{place}: {text!r} (in {len(want)} of the run's rows)"
     assert lines[1:] == want and "to come" in lines[-1] and "to come" not in lines[1]
     os.remove(f"{base}/middle/ledger/step_0000000_rank_0000.parquet")
@@ -198,7 +201,7 @@ def test_when_says_what_it_does_not_find(alone, base, capsys):
                   ["--text", "no such words"]):
         with pytest.raises(SystemExit) as ended:
             bench.main(["when", alone, *words])
-        assert "in the run's data; expected FILE:ROW" in str(ended.value)
+        assert "in the run; expected FILE[:GROUP]:ROW" in str(ended.value)
 
 
 def test_losses_compare_a_document_with_the_same_steps(monkeypatch):

