@@ -131,12 +131,14 @@ def when(run, name=None, text=None):
         if not places:
             raise ValueError(f"no {name or repr(text)} in the run; expected FILE[:GROUP]:ROW or --text WORDS")
         seen = {*seen_in(ledger, places), *replay(saved, begins, places)}
-        for place in sorted(places):
+        for place in sorted(found := {one[2] for one in seen}):
             mine = sorted(one for one in seen if one[2] == place)
             yield f"{place}: {beginning_of(place, loader)!r} (in {len(mine):,} of the run's rows)"
             for step, g, _, epoch, start, stop in mine:
                 yield (f"  step {step}, row {g} of the run, epoch {epoch}, tokens {start:,}-{stop - 1:,}"
                        + ", to come" * (step >= saved["step"]))
+        if unseen := len(places - found):
+            yield f"documents in none of the run's rows: {unseen:,}"
 
 def find_documents(loader, name, text):
     """Yield the Location of FILE[:GROUP]:ROW in each folder that has it, or of all with these words."""

@@ -196,6 +196,17 @@ def test_replay_packs_only_the_lanes_that_have_the_document(alone, monkeypatch):
         assert packed == {g % 4 for _, g, *_ in seen}
 
 
+def test_when_shows_documents_with_rows_and_counts_the_others(alone, base, monkeypatch):
+    """As if the run had ended after its first rows."""
+    rows = ledger.read_ledger(alone).slice(0, 40)
+    monkeypatch.setattr(ledger, "read_ledger", lambda run: rows)
+    monkeypatch.setattr(ledger, "replay", lambda *_: [])
+    n = len({*zip(*(rows[key].to_pylist() for key in Location._fields), strict=True)})
+    *lines, last = ledger.when(alone, text=" ")
+    assert sum(line.startswith(f"{base}/") for line in lines) == n and "in 0 of the run's" not in str(lines)
+    assert last == f"documents in none of the run's rows: {1000 - n}"
+
+
 def test_when_says_what_it_does_not_find(alone, base, capsys):
     for words in (["nosuch.parquet:0"], ["shard_00000.parquet:9999"], ["00000.parquet:0"], [],
                   ["--text", "no such words"]):
