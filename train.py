@@ -131,6 +131,8 @@ def check_flags(flags):
     for name in ["lr", "num_lanes", *(name for name, default, *_ in FLAGS if default)]:
         if name in flags.given and not 0 < getattr(flags, name) < math.inf:
             raise ValueError(f"--{name} {getattr(flags, name)}: expected a number above 0")
+    if flags.seed < 0:
+        raise ValueError(f"--seed {flags.seed}: expected a number, at least 0")
     if os.path.isfile(flags.out or ""):
         raise ValueError(f"--out {flags.out} is a file; expected a folder (a checkpoint: --resume FILE)")
 

@@ -491,6 +491,7 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--batch_size", "0"], "--batch_size 0: expected a number above 0"),
     (["--lr", "0"], "--lr 0.0: expected a number above 0"),
     (["--lr", "nan"], "--lr nan: expected a number above 0"),
+    (["--seed", "-1"], "--seed -1: expected a number, at least 0"),
     (["--depth", "1.5"], "argument --depth: invalid int value: '1.5'"),
     (["--data", "a:0.7", "b"], "--data b lacks a weight: expected PATH, or several of PATH:WEIGHT"),
     (["--data", "a:0", "b:1"], "--data a:0: expected PATH, or several of PATH:WEIGHT"),
