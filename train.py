@@ -1,7 +1,7 @@
 """
 Train a GPT on packed token batches: one process, one node or many, on CPUs or GPUs.
 
-    python train.py                                      the demo: Python's own library, 2 minutes
+    python train.py                                      the demo: Python's own library, 3 minutes
     torchrun --standalone --nproc_per_node=2 train.py    the same rows and the same result, by 2 ranks
     python train.py --resume auto                        resume the newest run; its checkpoint has the flags
     python train.py --sample "def "                      text from the newest checkpoint

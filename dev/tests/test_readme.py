@@ -91,6 +91,11 @@ def needs_a_run(words):
     return words[0] == "train.py" or words[1] == "dev.bench"
 
 
+def test_help_of_train_and_readme_name_the_same_time_of_the_demo():
+    of_help = re.search("the demo: .*, ([0-9]+ minutes)", (HERE / "train.py").read_text(encoding="utf-8"))[1]
+    assert f"python train.py     # {of_help} on 2 cores" in README
+
+
 def test_commands_of_training_work_in_their_order(reader):
     typed = [words for words in commands() if needs_a_run(words)]
     for words in typed:
