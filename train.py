@@ -855,13 +855,14 @@ def load_checkpoint(path):
         if content.get("version") != VERSION:
             raise ValueError(f"the checkpoint's version is {content.get('version')}; expected {VERSION}")
     except Exception as error:    # a file that is not torch's raises almost anything
-        what = "damaged, or no step_*.pt of this train.py" if os.path.isfile(path) else "no checkpoint's file"
+        why = re.sub(r"\x1b\[\d*m", "", str(error))    # torch prints in bold
+        why = f"damaged, or no step_*.pt of this train.py ({type(error).__name__}: {why:.200})"
+        what = why if os.path.isfile(path) else "no checkpoint's file"
         there = {*list_checkpoints(path if os.path.isdir(path) else os.path.dirname(path))}
         others = there - {path} or {*glob.glob("runs/*/step_*.pt")} - {path}
         verb = "remove it to go on from" if path in there else "there is"
         advice = f"{verb} {max(others)}" if others else "expected a step_*.pt of a run"
-        why = re.sub(r"\x1b\[\d*m", "", str(error))    # torch prints in bold
-        raise ValueError(f"{path} is {what} ({type(error).__name__}: {why:.200}); {advice}") from None
+        raise ValueError(f"{path} is {what}; {advice}") from None
     return content
 
 # ---------------------------------------------------------------------------------------------------------
