@@ -169,6 +169,7 @@ def run(flags, at_exit):
         tokenizer, where = RustBPETokenizer.from_dict(saved["tokenizer"]), origin
     else:
         tokenizer, where = find_tokenizer(flags.tokenizer, list(sources), flags.vocab_size)
+        flags.vocab_size = flags.vocab_size if "vocab_size" in flags.given else tokenizer.get_vocab_size()
     model = make_model(flags, tokenizer)
     if saved:
         model.load_state_dict(saved["model"])

@@ -390,6 +390,10 @@ def test_init_brings_weights_depth_and_tokenizer(command):
     assert losses_of("second")[0] < 0.9 * losses_of("first")[0] and len(losses_of("second")) == 2
     told = command("--init", file, "--depth", 1, "--vocab_size", 999, status=1, toy=[])
     assert f"--depth 1 --vocab_size 999 does not fit {file}, which has: --depth 2 --vocab_size 300" in told
+    RustBPETokenizer.train_from_iterator(["something else"], 265).save("tok")
+    command("--tokenizer", "tok", "--steps", 1, "--out", "third", toy=[*TOY[:8], *TOY[10:]])
+    told = command("--init", "third/step_0000001.pt", "--vocab_size", 500, status=1, toy=[])
+    assert "which has: --vocab_size 265; leave out" in told
 
 
 def test_eval_prints_what_the_run_printed_and_honours_its_flags(command):
