@@ -805,11 +805,13 @@ def stats(folder: str, tokenizer_dir: str | None = None) -> None:
 
 def plan(flags):
     """Print how often a run of train.py takes the documents of each source, before it is started."""
-    from train import sources_of  # here: to import torch takes 3 s
+    from train import parse_flags, sources_of  # here: to import torch takes 3 s
 
-    sources, n_tokens = sources_of(flags), flags.steps * flags.batch_size * (flags.seq_len + 1)
-    tokenizer, where = find_tokenizer(flags.tokenizer, [*sources], VOCAB_SIZE)
-    print(f"{flags.steps:,} steps of {flags.batch_size:,} rows, {n_tokens:,} tokens by {where}")
+    run = parse_flags(["--data", *flags.data] if flags.data else [])    # for its defaults on this machine
+    B, T = flags.batch_size or run.batch_size, flags.seq_len or run.seq_len
+    sources, n_tokens = sources_of(run), flags.steps * B * (T + 1)
+    tokenizer, where = find_tokenizer(flags.tokenizer, [*sources], run.vocab_size)
+    print(f"{flags.steps:,} steps of {B:,} rows of {T:,} tokens, {n_tokens:,} tokens by {where}")
     for path, weight in sources.items():
         shards, share = list_shards(path, "train"), weight / sum(sources.values())
         available, _ = count_tokens(shards, lengths_of(shards).clip(0).sum(), tokenizer)
@@ -935,9 +937,9 @@ def make_parser():
         folder_of(flags), flags.tokenizer), "count documents, bytes, tokens, lengths, row groups, lanes; "
         "with --steps, for FOLDER:WEIGHT ...: how often a run takes the documents")
     add("--steps", type=at_least_1, help="of a run: print its epochs of each FOLDER:WEIGHT")
-    add("--batch_size", type=at_least_1, default=256, help="rows in a step, with --steps (default 256)")
+    add("--batch_size", type=at_least_1, help="rows in a step, with --steps (default: train.py's)")
     add("--tokenizer", help="its folder (default: that trained on this data; if there is none, only bytes)")
-    add("--seq_len", type=at_least_1, default=2048, help="tokens in a row, with --steps (default 2048)")
+    add("--seq_len", type=at_least_1, help="tokens in a row, with --steps (default: train.py's)")
     add = command("import_tokenizer", lambda flags: print(import_tokenizer(flags.file, flags.out, flags.bos)),
                   "convert Hugging Face's tokenizer.json, if it is a byte-level BPE", has_folder=False)
     add("file", help="a tokenizer.json")

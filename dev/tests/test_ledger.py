@@ -340,3 +340,15 @@ def test_plan_says_how_often_a_run_takes_the_documents_of_each_source(alone, bas
         assert float(epochs) == pytest.approx(tokens / of_an_epoch, rel=0.1)
     prepare.main([*words.split(), "--steps", "2"])
     assert capsys.readouterr().out.count("nothing twice") == 2
+
+
+@pytest.mark.parametrize("device, words", [
+    (None, "3 steps of 4 rows of 256 tokens, 3,084 tokens by one of 2048\n"),
+    ("cuda", "3 steps of 256 rows of 2,048 tokens, 1,573,632 tokens by one of 32768\n")])
+def test_plan_takes_the_defaults_of_a_run_on_this_machine(base, capsys, monkeypatch, device, words):
+    monkeypatch.setattr(train.torch.accelerator, "current_accelerator",
+                        lambda **_: device and train.torch.device(device))
+    monkeypatch.setattr(prepare, "find_tokenizer", lambda folder, sources, size: (
+        RustBPETokenizer.from_directory(f"{base}/tokenizer"), f"one of {size}"))
+    prepare.main(["stats", f"{base}/a", "--steps", "3"])
+    assert capsys.readouterr().out.startswith(words)
