@@ -149,9 +149,9 @@ def make_index(folder, files):
     """From the footers of these files."""
     if not files:
         what = "is no folder of shards" if "://" in folder or os.path.exists(folder) else "does not exist"
-        text = f"{shlex.quote(folder)} --out NEW_FOLDER" if os.path.exists(folder) else "FILES"
+        text = shlex.quote(folder) if os.path.isfile(folder) or any(list_local(folder)) else "FILES"
         raise FileNotFoundError(f"{folder} {what}; if it is a shard or has moved, name its folder (--data); "
-                                f"to get some: python dataset.py -n 8, or {CONVERT} {text}")
+                                f"to get some: python dataset.py -n 8, or {CONVERT} {text} --out NEW_FOLDER")
     with ThreadPoolExecutor(32) as pool:
         read = pool.map(functools.partial(read_entry, folder), files)
         entries = list(tqdm(read, "footers", len(files), unit="shard", delay=1, disable=None))

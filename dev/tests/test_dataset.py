@@ -149,8 +149,10 @@ ONE_COLUMN = r"data/new.parquet: expected one string column `text`, not %s; .* -
 
 
 @pytest.mark.parametrize("spoil, words", [
-    (lambda folder: None, "data does not exist; if .* moved, .*: python dataset.py -n 8, or .*FILES$"),
-    (lambda folder: folder.mkdir(), r"data is no folder of shards; .* convert \S+/data --out NEW_FOLDER$"),
+    (lambda folder: None, "data does not exist; if .* moved, .*dataset.py -n 8, .*FILES --out NEW_FOLDER$"),
+    (lambda folder: folder.mkdir(), r"data is no folder of shards; .* convert FILES --out NEW_FOLDER$"),
+    (lambda folder: (folder / "a").mkdir(parents=True) or (folder / "a/a.txt").write_text("text"),
+     r"data is no folder of shards; .* convert \S+/data --out NEW_FOLDER$"),
     (lambda folder: folder.write_text("a file"), r"/data is no folder of shards; if it is a shard or has "
      r"moved, name its folder \(--data\); .*, or python -m dev.prepare convert \S+/data --out NEW_FOLDER$"),
     (lambda folder: make_shards(folder, (8,)), "0 train shards, 1 val; val is the last file, shard_00000.parq"
