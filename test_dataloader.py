@@ -597,14 +597,14 @@ def shards_of(shapes, text_bytes=9):
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6).filter(any), min_size=1, max_size=4),
        st.integers(1, 12), st.none() | st.integers(0, 5), st.integers(1, 4), st.integers(1, 200))
-def test_every_document_is_dealt_once_per_epoch_and_lanes_differ_by_one_turn(
+def test_every_document_is_dealt_once_per_epoch_and_to_all_lanes_about_equally(
         shapes, num_lanes, seed, epoch, chunk_bytes):
     documents = {(f"{i}", k, row) for i, sizes in enumerate(shapes)
                  for k, n in enumerate(sizes) for row in range(n)}
     if len(documents) < num_lanes:
         return
     source = Source("f", shards_of(shapes, 100), num_lanes, seed, chunk_bytes)
-    dealt, n_turns = [], []
+    dealt = []
     for lane in range(num_lanes):
         chunks = list(source.deal(lane, Place(epoch), epoch))
         places = [place for place, _ in chunks]
@@ -613,10 +613,9 @@ def test_every_document_is_dealt_once_per_epoch_and_lanes_differ_by_one_turn(
             rest = list(source.deal(lane, place, epoch))
             assert [at for at, _ in rest] == places[i:] and str(rest) == str(chunks[i:])
         parts = [part for _, parts in chunks for part in parts]
-        n_turns.append(len({(part.shard.name, part.row_group) for part in parts}))
+        assert parts
         dealt += [(part.shard.name, part.row_group, int(row)) for part in parts for row in part.indices]
     assert sorted(dealt) == sorted(documents) and len(dealt) == len(documents)
-    assert max(n_turns) - min(n_turns) <= 1 and min(n_turns) > 0
     n = len(source.order(epoch)[0])    # in the last round, few lanes lack a turn: at its end, they would wait
     assert -n % num_lanes <= n // 8 or n == len(documents)
 
