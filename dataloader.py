@@ -182,7 +182,7 @@ class Source:
         self.first_group = np.cumsum([0, *(len(shard.group_sizes) for shard in shards)])    # of each shard
         self.group_sizes = np.array([n for shard in shards for n in shard.group_sizes], np.int64)
         while (n_turns := np.minimum(self.group_sizes, self.n_slices).sum()) < self.group_sizes.sum() and (
-                n_turns < num_lanes or -n_turns % num_lanes > n_turns // 8):    # the last round lacks so many
+                n_turns < num_lanes or -n_turns % num_lanes > n_turns // 4):    # the last round lacks so many
             self.n_slices += 1
         content = [[shard.name, shard.text_bytes, shard.group_sizes, shard.digest] for shard in shards]
         self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -21,7 +21,7 @@ def chunks_of(lane, epoch, shards, num_lanes, seed, chunk_bytes):
     groups = [(shard, i, n) for shard in shards for i, n in enumerate(shard.group_sizes)]
     full, n_documents = [k for k, (*_, n) in enumerate(groups) if n], sum(n for *_, n in groups)
     split = next(k for k in itertools.count(1) if (t := sum(min(k, n) for *_, n in groups)) == n_documents
-                 or (t >= num_lanes and -t % num_lanes <= t // 8))    # lanes have about equally many
+                 or (t >= num_lanes and -t % num_lanes <= t // 4))    # lanes have about equally many
     order = [full[k] for k in permutation(len(full), seed, epoch, 0)]
     turns = [(k, i) for k in order for i in range(min(split, groups[k][2]))]
     chunks, place, filled = {}, None, chunk_bytes    # of the last chunk, which small turns join
