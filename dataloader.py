@@ -585,7 +585,7 @@ class PackedLoader(IterableDataset):
                 return batch
         except BaseException as error:    # also Ctrl-C: the next call begins again from `position`
             with self._lock:
-                if after and self.position is after[0]:    # interrupted after that, before the return
+                if after and self.position is after[0]:    # interrupted between its line and the return
                     self.position, self._delivered = before
                 self._stop()
             if self._closed and isinstance(error, Exception):
@@ -620,7 +620,7 @@ class PackedLoader(IterableDataset):
         more = any(rows) or any(stream.peek() for stream in streams)    # also lanes that B did not reach
         lacking = not all(rows)    # a lane has ended
         if gloo := self._gloo:    # close() may remove it
-            if self._agreed[0] is not self.position:    # else an error: this rank alone repeats the call
+            if self._agreed[0] is not self.position:    # else this rank alone repeats a call
                 flags = torch.tensor([more, lacking], dtype=torch.int64)
                 self._agreed = self.position, flags, gloo.allreduce([flags], dist.ReduceOp.MAX)
             _, flags, work = self._agreed
@@ -829,11 +829,11 @@ def sources_of(data_dir, epochs):
     if isinstance(data_dir, (list, tuple, set)):
         raise ValueError(f"data_dir={data_dir!r}; for a mixture: {dict.fromkeys(map(str, data_dir), 1)}")
     one = not isinstance(data_dir, dict)
-    given = {dataset.find_data(data_dir and os.fspath(data_dir)): 1} if one else data_dir
+    given = {dataset.find_data(data_dir if data_dir is None else os.fspath(data_dir)): 1} if one else data_dir
     weights = {source_name(path): weight for path, weight in given.items()}
     epochs = ({source_name(path): n for path, n in epochs.items()} if isinstance(epochs, dict)
               else dict.fromkeys(weights, epochs))
-    if not weights or len(weights) < len(given) or epochs.keys() - weights.keys() or "" in [data_dir, *given]:
+    if not weights or len(weights) < len(given) or epochs.keys() - weights.keys() or "" in given:
         raise ValueError(f"data_dir={data_dir!r}, epochs for {sorted(epochs)}; expected a folder, or "
                          "{folder: weight}, each folder once, and epochs only for these")
     for name, weight in weights.items():

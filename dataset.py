@@ -371,8 +371,8 @@ BUILTIN_ROW_GROUPS = 16    # in a shard, so that 2, 4, 8 and 16 lanes get an eve
 
 def find_data(data_dir: str | None = None) -> str:
     """The given folder or URI; else downloaded or converted shards; else the built-in corpus."""
-    if data_dir or list_files(default_data_dir()):
-        return data_dir or default_data_dir()
+    if data_dir is not None or list_files(default_data_dir()):
+        return default_data_dir() if data_dir is None else data_dir
     folder = os.path.join(get_base_dir(), f"builtin-v{BUILTIN_VERSION}-python-{sys.version.split()[0]}")
     with locked(folder):
         if not os.path.exists(os.path.join(folder, INDEX)):

@@ -975,7 +975,7 @@ def test_run_that_has_ended_resumes_with_more_epochs(corpus, packing):
 @pytest.mark.parametrize("data_dir, epochs", [
     ({"x": 0}, None), ({"x": -1}, None), ({"x": float("nan")}, None), ({"x": "1"}, None),
     ({"x": math.inf}, None), ({}, None), ({"x": 1, "./x/": 1}, None), ("x", 0),
-    ("x", 1.5), ({"x": 1}, {"y": 1})])
+    ("", None), ({"": 1}, None), ("x", 1.5), ({"x": 1}, {"y": 1})])
 def test_bad_weights_and_epochs_are_errors(tmp_path, monkeypatch, data_dir, epochs):
     monkeypatch.chdir(tmp_path)
     write_shards("x", [[["a", "b"]], [["val"]]])
