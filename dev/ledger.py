@@ -104,12 +104,11 @@ def losses_of(run, sources):
         rows = ledger.filter(pc.field("path").isin([shard.path for shard in source.shards]))
         period, bits = rows["step"].to_numpy() // 50, rows["nats"].to_numpy() / np.log(2)
         usual = np.bincount(period, bits, 1) / np.maximum(1, np.bincount(period, rows["bytes"], 1))
-        rows = rows.append_column("bits", [bits]).append_column("usual", [usual[period] * rows["bytes"]])
-        sums = rows.group_by(Location._fields).aggregate([(key, "sum") for key in ("bits", "usual", "bytes")])
-        sums = sums.filter(pc.field("bytes_sum") >= 200)    # shorter ones say little
-        places = map(Location, *(sums[key].to_pylist() for key in Location._fields))
-        bits, expected, n_bytes = (sums[key].to_numpy() for key in ("bits_sum", "usual_sum", "bytes_sum"))
-        documents = zip((bits - expected) / n_bytes, bits / n_bytes, n_bytes, places, strict=True)
+        above = bits - usual[period] * rows["bytes"]
+        rows = rows.append_column("bits", [bits]).append_column("above", [above])
+        sums = rows.group_by(Location._fields).aggregate([(key, "sum") for key in ("above", "bits", "bytes")])
+        documents = ((one["above_sum"] / n, one["bits_sum"] / n, n, Location(*map(one.get, Location._fields)))
+                     for one in sums.to_pylist() if (n := one["bytes_sum"]) >= 200)    # others say little
         yield name, np.sum(rows["tokens"]), usual, sorted(documents)
 
 def losses(run, n=10):
@@ -131,14 +130,10 @@ def when(run, name=None, text=None):
         if not places:
             raise ValueError(f"no {name or repr(text)} in the run; expected FILE[:GROUP]:ROW or --text WORDS")
         seen = {*seen_in(ledger, places), *replay(saved, begins, places)}
-        for place in sorted(found := {one[2] for one in seen}):
-            mine = sorted(one for one in seen if one[2] == place)
-            yield f"{place}: {beginning_of(place, loader)!r} (in {len(mine):,} of the run's rows)"
-            for step, g, _, epoch, start, stop in mine:
-                yield (f"  step {step}, row {g} of the run, epoch {epoch}, tokens {start:,}-{stop - 1:,}"
-                       + ", to come" * (step >= saved["step"]))
-        if unseen := len(places - found):
-            yield f"documents in none of the run's rows: {unseen:,}"
+        for step, g, place, epoch, start, stop in sorted(seen):
+            yield (f"step {step}, row {g} of the run, epoch {epoch}{', to come' * (step >= saved['step'])}: "
+                   f"{place}, tokens {start:,}-{stop - 1:,}: {beginning_of(place, loader)!r}")
+    yield f"{len(seen):,} pieces; documents in none: {len(places - {place for _, _, place, *_ in seen}):,}"
 
 def find_documents(loader, name, text):
     """Yield the Location of FILE[:GROUP]:ROW in each folder that has it, or of all with these words."""
@@ -152,28 +147,24 @@ def find_documents(loader, name, text):
 
 def seen_in(ledger, places):
     """Yield (step, g, Location, epoch, start, stop) for each piece of these documents."""
-    columns = (column.to_pylist() for column in ledger.columns[:8])    # up to `stop`
-    for step, g, *place, epoch, start, stop in zip(*columns, strict=True):
-        if tuple(place) in places:
-            yield step, g, Location(*place), epoch, start, stop
+    rows = zip(*(column.to_pylist() for column in ledger.columns[:8]), strict=True)    # up to `stop`
+    yield from ((*row[:2], Location(*row[2:5]), *row[5:]) for row in rows if row[2:5] in places)
 
 def replay(saved, begins, places):
-    """What seen_in yields, from the run's beginning or the checkpoint to the run's end: lane by lane."""
+    """Yield what seen_in does, up to the run's end. Packs again those lanes that have such documents."""
     run, now = argparse.Namespace(**saved["flags"]), json.loads(saved["loader"])
     first, end = 0 if begins else now["rows"], now["rows"] + (run.steps - saved["step"]) * run.batch_size
     for rank in range(min(run.num_lanes, end - first)):
         with loader_of(saved, begins, 1, rank, run.num_lanes) as loader:
             [(lane, streams)] = loader.position.lanes.items()
-            last_epochs = {name: state["place"][0] * end // now["rows"] + 1    # the last one, or one more
-                           for name, state in now["lanes"][str(lane)].items()}
-            deals = (loader.sources[name].deal(lane, state.place, last_epochs[name])
-                     for name, state in streams.items())
-            parts = (part for deal in deals for _, parts in deal for part in parts)
-            if not any(places.intersection(part.locations()) for part in parts):
-                continue    # without packing this lane
+            for name, state in streams.items():
+                epochs = now["lanes"][str(lane)][name]["place"][0] * end // max(1, now["rows"])
+                chunks = loader.sources[name].deal(lane, state.place, epochs + 1)
+                if any(places.intersection(part.locations()) for _, parts in chunks for part in parts):
+                    break
+            else:    # none of its documents
+                continue
             for g in range(first + rank, end, run.num_lanes):
                 next(loader)
                 step = saved["step"] + (g - now["rows"]) // run.batch_size
-                for place, epoch, start, stop, _ in loader.pieces()[0]:
-                    if place in places:
-                        yield step, g, place, epoch, start, stop
+                yield from ((step, g, *piece[:4]) for piece in loader.pieces()[0] if piece.location in places)
