@@ -19,6 +19,7 @@ To follow a batch, read dev/reference.py, then the functions above; packings on 
 """
 
 import collections
+import contextlib
 import hashlib
 import itertools
 import json
@@ -284,7 +285,7 @@ class Encoder:
         documents = array.take(pa.array(part.indices))
         try:
             ids, bounds = self._ids(documents, part, epoch, check_every)
-            dataset.check_documents(ids, bounds, documents, self.tokenizer.bos)
+            dataset.check_documents(ids, bounds, documents, self.tokenizer)
             found = [ids[a:b] for a, b in itertools.pairwise(bounds.tolist())]
             if self.transform:
                 found = [self._transform(one, location, epoch)
@@ -321,6 +322,11 @@ class Encoder:
                                 f"t < {self.tokenizer.size}")
         return ids.astype(np.int64)
 
+def unless_ending(function, *arguments):    # Python ends only when all threads have
+    if dataset.ENDING.is_set():
+        raise CancelledError
+    return function(*arguments)
+
 class Packer:
     """Makes Chunks, in its own threads."""
     def __init__(self, loader):
@@ -335,13 +341,11 @@ class Packer:
         reads = []
         for shard, row_group, _ in parts:
             key = shard.path, row_group
-            reads.append(self.reads.get(key) or self.readers.submit(shard.read, row_group))
+            reads.append(self.reads.get(key) or self.readers.submit(unless_ending, shard.read, row_group))
             self.reads[key] = reads[-1]
-        return self.executor.submit(self.make_chunk, place, parts, taken, reads), reads
+        return self.executor.submit(unless_ending, self.make_chunk, place, parts, taken, reads), reads
 
     def make_chunk(self, place, parts, taken, reads):
-        if dataset.ENDING.is_set():    # Python ends only when its threads have
-            raise CancelledError
         found = [ids for part, read in zip(parts, reads, strict=True)
                  for ids in self.encoder.encode(part, read.result(), place.epoch)]
         locations = [location for part in parts for location in part.locations()]
@@ -442,11 +446,10 @@ class Stream:
     """One lane of one source: its rows, from chunks that are made ahead."""
     def __init__(self, source, lane, state, packer, epochs, ahead):
         self.source, self.packer, self.epochs, self.ahead = source, packer, epochs, ahead
-        self.state, self.tasks = state, source.deal(lane, state.place, epochs)
+        self.state, self.tasks = state, () if state.ended else source.deal(lane, state.place, epochs)
         self.chunk, self.i, self.reads = None, 0, None    # i: rows taken of it; reads: the next may need them
         self.futures, self.counts = collections.deque(), collections.Counter()    # futures: of later chunks
-        if not state.ended:
-            self.submit(1)    # the first chunks of all lanes are made before their second ones
+        self.submit(1)    # the first chunks of all lanes are made before their second ones
 
     def submit(self, n):
         """Let `n` chunks be ready or under way."""
@@ -490,7 +493,7 @@ class Stream:
 # g: rows delivered by the whole run; lanes: {lane: {source: StreamState}} of this rank
 Position = collections.namedtuple("Position", ["g", "lanes"])
 
-class PackedLoader(IterableDataset):
+class PackedLoader(IterableDataset, contextlib.AbstractContextManager):
     """
     An iterator over (inputs, targets), int64 (B, T) on `device`; targets are inputs shifted by one, and -100
     (torch's ignore_index) where a row is short or a token has no loss. A yielded batch is never overwritten.
@@ -573,21 +576,25 @@ class PackedLoader(IterableDataset):
         before = after = batch = None    # before, after: (position, rows)
         try:
             with self._lock:
-                if self._streams is None:
-                    self._start()
-                before = self.position, self._delivered
-                after = self._next_rows()
-                self._finished = not self._is_in_run(after[1])
-                if not self._finished:
-                    batch = self._batch(after[1])
-                    self.position, self._delivered = after
+                try:
+                    if self._streams is None:
+                        self._start()
+                    before = self.position, self._delivered
+                    after = self._next_rows()
+                    self._finished = not self._is_in_run(after[1])
+                    if not self._finished:
+                        batch = self._batch(after[1])
+                        self.position, self._delivered = after
+                except BaseException:    # before another thread draws: it begins again from `position`
+                    self._stop()
+                    raise
             if batch:
                 return batch
-        except BaseException as error:    # also Ctrl-C: the next call begins again from `position`
+        except BaseException as error:
             with self._lock:
-                if after and self.position is after[0]:    # interrupted between its line and the return
+                if after and self.position is after[0]:    # Ctrl-C between its line and the return
                     self.position, self._delivered = before
-                self._stop()
+                    self._stop()
             if self._closed and isinstance(error, Exception):
                 raise RuntimeError("this PackedLoader is closed; load its state into a new one") from None
             if isinstance(error, StopIteration):    # would end the caller's loop
@@ -626,9 +633,9 @@ class PackedLoader(IterableDataset):
             _, flags, work = self._agreed
             work.wait()
             more, lacking = flags.tolist()
-        if not more and not self.position.g:
-            raise ValueError("no document of this rank has tokens: all are null, or transform filters them")
-        return more and not (lacking and self.uneven == "stop")
+        if not (is_in_run := more and not (lacking and self.uneven == "stop")) and not self.position.g:
+            raise ValueError("no batch: all documents are null or filtered, or too few for uneven='stop'")
+        return is_in_run
 
     def _batch(self, rows):
         """(inputs, targets): copies of these rows."""
@@ -652,12 +659,10 @@ class PackedLoader(IterableDataset):
 
     def close(self) -> None:
         """Stop the threads. In a finite run on several ranks, the other ranks get an error."""
-        self._closed, self._gloo = True, None
+        self._closed = True
         if self._pid == os.getpid():
+            self._gloo, self._agreed = None, (None,)    # with its connections
             self._stop()
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *error):
         self.close()
@@ -840,7 +845,7 @@ def sources_of(data_dir, epochs):
         n = epochs.get(name)
         is_number = isinstance(weight, (int, float)) and type(weight) is not bool
         if not callable(weight) and not (is_number and 0 < weight < math.inf):
-            raise ValueError(f"weight {weight!r} of {name}; expected a number above 0, or a function of g")
+            raise ValueError(f"weight {weight!r} of {name}; expected an int or float above 0, or a function")
         if n is not None and (type(n) is not int or n < 1):
             raise ValueError(f"epochs={n!r}; expected an int, 1 or more, or None for an endless run")
     return weights, {name: epochs.get(name) for name in weights}
@@ -865,16 +870,11 @@ def check_state(state):
     if seen != f"version {VERSION}":
         raise ValueError(f"expected a loader state of version {VERSION}: what state_dict() returned, or "
                          f"json.loads of its text; got {seen}. An older run needs the files that began it")
-    try:
-        is_whole = with_digest(state)["digest"] == state["digest"]
-    except (KeyError, TypeError, AttributeError, ValueError):
-        is_whole = False
-    if not is_whole:
-        raise ValueError("this state is damaged or was edited; load it as state_dict() returned it")
+    with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
+        if with_digest(state)["digest"] == state["digest"]:
+            return
+    raise ValueError("this state is damaged or was edited; load it as state_dict() returned it")
 
 def check_lanes(needed, lanes):
     if any(str(lane) not in lanes for lane in needed):
-        raise ValueError(f"the state has only {len(lanes)} lanes, of one rank; use gather_states")
-
-if __name__ == "__main__":
-    print(__doc__, "Nothing to run here: see README.md, and python train.py --help", sep="\n")
+        raise ValueError(f"only {len(lanes)} lanes, of one rank; use gather_states or merge_states")

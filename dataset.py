@@ -61,10 +61,8 @@ def split_shards(shards):    # (train, val)
 
 def split_in_name(name):
     """The split that the file's name gives, or else the innermost folder's; None if no name gives one."""
-    for part in reversed(name.lower().split("/")):
-        if found := SPLIT_IN_NAME.match(part):
-            return found[1]
-    return None
+    found = filter(None, map(SPLIT_IN_NAME.match, reversed(name.lower().split("/"))))
+    return next((match[1] for match in found), None)
 
 def describe_split(folder, shards):
     """One line for the screen: how many shards each split has, and why the last file is val if it is."""
@@ -291,19 +289,21 @@ def is_text(kind: pa.DataType) -> bool:
 def column_views(array: pa.Array) -> tuple[memoryview, np.ndarray, np.ndarray]:
     """An Arrow string or binary array as (data, offsets, valid): memoryview, int array, bool array."""
     wide = pa.types.is_large_string(array.type) or pa.types.is_large_binary(array.type)
+    array = array.take(pa.array(range(len(array)))) if array.null_count else array    # no bytes below nulls
     _, offsets, data = array.buffers()
     offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset:][:len(array) + 1]
     return memoryview(data or b""), offsets, ~np.asarray(array.is_null())
 
-def check_documents(ids, bounds, array, bos):
+def check_documents(ids, bounds, array, tokenizer):
     """Check a tokenizer's or token shard's output: document i is ids[bounds[i]:bounds[i + 1]], BOS first."""
     if bounds.dtype.kind not in "iu" or len(bounds) != len(array) + 1 or bounds[0] or bounds[-1] != len(ids):
         raise ValueError(f"expected {len(array) + 1} integer bounds from 0 to {len(ids)}, got {bounds}")
     valid = array.is_valid().to_numpy(zero_copy_only=False)
-    lengths, begins = np.diff(bounds), bounds[:-1][valid]
-    if ((lengths[valid] < 1).any() or lengths[~valid].any()
+    lengths, begins, bos, size = np.diff(bounds), bounds[:-1][valid], tokenizer.bos, tokenizer.size
+    largest = max(int(ids.max()), ~int(ids.min())) if len(ids) else 0
+    if ((lengths[valid] < 1).any() or lengths[~valid].any() or largest >= size
             or not np.isin(ids[begins].astype(np.int64), (bos, ~bos)).all()):
-        raise ValueError(f"a document does not begin with BOS ({bos}), or a null one has tokens")
+        raise ValueError(f"expected BOS ({bos}) first, no tokens of nulls, all below {size}; saw {largest}")
 
 def checksum(array: pa.Array) -> int:
     """
@@ -456,8 +456,8 @@ def list_local(folder):
                 yield f"{name}/", 0, 0
                 (links if entry.is_symlink() else folders).append(f"{name}/")
             else:
-                info = entry.stat(follow_symlinks=bool(SHARD_NAME.fullmatch(name)))
-                yield name, info.st_size, info.st_mtime_ns
+                info = entry.stat() if SHARD_NAME.fullmatch(name) else None    # others may vanish
+                yield name, *((info.st_size, info.st_mtime_ns) if info else (0, 0))
 
 def join_name(folder, name):    # s3://bucket/dir?region=x, f -> s3://bucket/dir/f?region=x
     head, mark, query = folder.partition("?") if "://" in folder else (folder, "", "")
