@@ -40,7 +40,8 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 # Waiting threads sleep: spinning took 3.2 s a step instead of 0.46 (2 cores, load 9). torch reads it now.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")    # of GPUs: fewer holes in memory
+os.environ.setdefault("PYTORCH_ALLOC_CONF",    # of GPUs: fewer holes in memory
+                      os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True"))
 
 import numpy as np
 import pyarrow.parquet
@@ -131,8 +132,10 @@ def check_flags(flags):
     for name in ["lr", "num_lanes", *(name for name, default, *_ in FLAGS if default)]:
         if name in flags.given and not 0 < getattr(flags, name) < math.inf:
             raise ValueError(f"--{name} {getattr(flags, name)}: expected a number above 0")
-    if flags.seed < 0:
-        raise ValueError(f"--seed {flags.seed}: expected a number, at least 0")
+    if not 0 <= flags.seed < 2**63:
+        raise ValueError(f"--seed {flags.seed}: expected a number from 0 to 2**63 - 1")
+    if empty := [name for name in {*flags.given} - {"sample", "chat"} if getattr(flags, name) == ""]:
+        raise ValueError(f"--{empty[0]} is empty: a variable of your shell that is not set?")
     if os.path.isfile(flags.out or ""):
         raise ValueError(f"--out {flags.out} is a file; expected a folder (a checkpoint: --resume FILE)")
 
@@ -198,7 +201,7 @@ def train(flags, sources, out, saved, tokenizer, model, val, at_exit):
     val_files = {path: windows.source.fingerprint for path, windows in val.items()}
     loader = at_exit.enter_context(make_loader(flags, sources, tokenizer, device, saved, val_files))
     settings = {name: value for name, value in vars(flags).items() if name not in NOT_SAVED}
-    check_ranks([settings, first, rows_hash, tokenizer.fingerprint(), val_files,
+    check_ranks([settings, out, first, rows_hash, tokenizer.fingerprint(), val_files,
                  loader.state_dict()["sources"]])
 
     # Optimizers
@@ -240,12 +243,14 @@ def train(flags, sources, out, saved, tokenizer, model, val, at_exit):
             copy = tree_map_only(torch.Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), content)
             saving = writer.submit(write_checkpoint, out, step, copy)
 
-    def report(step, rows, lr, counts, sums, nats, waited, seconds):    # -> was a rank asked to stop?
+    def report(step, rows, lr, counts, sums, targets, nats, copied, waited, seconds):    # -> must it stop?
         nonlocal rows_hash
         began = time.perf_counter()
-        (n_tokens, added, n_signals), (total, norm) = counts.tolist(), sums.tolist()    # waits for the GPU
+        if copied:    # by the GPU, which is computing the next step by now
+            copied.synchronize()
+        (n_tokens, added, n_signals), (total, norm) = counts.tolist(), sums.tolist()
         loss, rows_hash = total / max(1, n_tokens), (rows_hash + added) % 2**64
-        seen = list(ledger_rows(step, *rows, nats.cpu().numpy(), token_bytes))
+        seen = list(ledger_rows(step, *rows, targets.numpy(), nats.numpy(), token_bytes))
         ledger.extend(seen if flags.ledger else ())
         check_loss(step, loss, norm, losses, seen, out)
         losses.append(loss)
@@ -282,12 +287,14 @@ def train(flags, sources, out, saved, tokenizer, model, val, at_exit):
             break
         began = time.perf_counter()
         first_row, (inputs, targets) = loader.position.g, next(loader)
-        rows = first_row, loader.pieces(), targets
+        rows = first_row, loader.pieces()
         waited = time.perf_counter() - began
         counts = count_and_hash(inputs, targets, first_row, len(signals))
         lr = set_rates(optimizers, step, flags.steps)
         sums, nats = train_step(net, model, optimizers, inputs, targets, counts[0], flags.micro_batch_size)
-        unread.append((step, rows, lr, counts, sums, nats, waited, time.perf_counter() - began))
+        results = [one.to("cpu", non_blocking=True) for one in (counts, sums, targets, nats)]
+        copied = torch.cuda.current_stream().record_event() if device.type == "cuda" else None
+        unread.append((step, rows, lr, *results, copied, waited, time.perf_counter() - began))
 
     saving.result()
     if empty := sum(counts["empty_documents"] for counts in loader.stats()["sources"].values()):
@@ -369,7 +376,7 @@ def train_step(net, model, optimizers, inputs, targets, n_tokens, micro):
 
 def ledger_rows(step, first_row, pieces, targets, nats, token_bytes):
     """Yield a row for each piece of a document: its tokens with a loss (not BOS), their bytes and loss."""
-    (rank, world), targets = ranks_of_this_process(), targets.cpu().numpy()
+    rank, world = ranks_of_this_process()
     for b, row in enumerate(pieces):
         for location, epoch, start, stop, offset in row:
             of_piece = b, slice(max(0, offset - (start > 0)), offset + stop - start - 1)
@@ -379,14 +386,11 @@ def ledger_rows(step, first_row, pieces, targets, nats, token_bytes):
                    "bytes": int(token_bytes[tokens].sum()), "nats": float(nats[of_piece].sum())}
 
 def count_and_hash(inputs, targets, first_row, n_signals):
-    """
-    -> int64 (3,), over all ranks: targets, the hash of these rows, signals. The hash is the sum over tokens,
-    each times an odd number that depends on its place in the run, modulo 2**64: equal for all world sizes.
-    """
+    """-> int64 (3,), sums over all ranks: targets, the hash of these rows (modulo 2**64), signals"""
     (B, T), (rank, world) = inputs.shape, ranks_of_this_process()
     rows = first_row + rank + world * torch.arange(B, device=inputs.device)
     places = rows[:, None] * T + torch.arange(T, device=inputs.device)
-    factors = places * 0x1E3779B97F4A7C15 | 1
+    factors = places * 0x1E3779B97F4A7C15 | 1    # odd numbers: of the place in the run, whatever the rank
     added = ((3 * inputs + targets) * factors).sum()
     return sum_over_ranks(torch.stack([(targets >= 0).sum(), added, torch.full_like(added, n_signals)]))
 
@@ -429,7 +433,6 @@ def sum_over_ranks(tensor):
 #   flops_per_token(T): for the MFU that is printed
 #   blocks, read_out: compiled one by one; Muon takes the matrices of `blocks`
 #   embedding, value_embeddings, previous, bigrams, head: have their own rates in make_optimizers
-#   state_dict(), load_state_dict(), parameters(): as every nn.Module has them; for checkpoints
 
 def make_model(flags, tokenizer):
     """For training, --eval and --sample. Weights are drawn from torch's random state."""
@@ -521,11 +524,12 @@ class GPT(nn.Module):
             if self.bos is not None:    # nothing crosses a BOS
                 is_bos = inputs == self.bos
                 document = is_bos.cumsum(1)
-                mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]    # (B, 1, T, T)
                 if self.flex and targets is not None:    # not for samples, which are not compiled
                     def attends(row, head, query, key):
                         return (query >= key) & (document[row, query] == document[row, key])
                     mask = create_block_mask(attends, len(x), None, x.size(1), x.size(1), x.device)
+                else:
+                    mask = (document[:, :, None] == document[:, None, :]).tril()[:, None]    # (B, 1, T, T)
                 before, begins = before.masked_fill(is_bos[..., None], 0), is_bos[:, None, :, None]
             x = x + before.type_as(x)
             cos, sin = rope_tables(inputs.size(1), self.head_dim, x.device, x.dtype)
@@ -563,8 +567,7 @@ def compile_parts(model, choice):
 def orthogonalize(matrices, steps=5):
     """Near U V^T of each SVD U S V^T, by Newton-Schulz steps (coefficients: Keller Jordan, 2024)."""
     x = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
-    # fp32 on a CPU: the demo's 12 matrices take 35 ms of CPU time instead of the 569 ms of torch.optim.Muon's
-    # bfloat16 (1 thread of an EPYC without AMX).
+    # fp32 on a CPU: 35 ms of CPU time for the demo's 12 matrices; bfloat16: 569 (an EPYC without AMX)
     x = x.bfloat16() if x.is_cuda else x.float()
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
@@ -616,14 +619,11 @@ class Muon:
 def make_optimizers(model, lr, tokens_per_step, fine_tunes=False):
     """
     Muon for the matrices of the blocks, AdamW for the rest. Rates are for steps of 2 ** 19 tokens
-    (embeddings: nanochat's scripts/base_train.py); smaller steps take less. Bits per byte after 500 steps of
-    8 rows (--lr 0.012 --eval_rows 1024, 3 seeds): 1.082; `previous` at 0.01: 1.091; seed 1 with the head at
-    0.0025 or without decay: 1.093. Depth 4: 1.015; head's rate falling as 1 / sqrt(width): 1.021.
+    (embeddings: nanochat's scripts/base_train.py); smaller steps take less. What was tried: dev/log.md.
     """
     width = model.embedding.embedding_dim / 768
     embeddings = [model.embedding.weight, model.bigrams.weight, *model.value_embeddings.parameters()]
-    # 0.0090 for steps of 4 rows of 256 tokens, 0.0124 for 8, 0.02 for 2 ** 19 tokens
-    usual = 0.02 / (1 + 1250 / tokens_per_step)
+    usual = 0.02 / (1 + 1250 / tokens_per_step)    # 4 rows of 256: 0.0090, 8: 0.0124, 2 ** 19 tokens: 0.02
     lr = lr or usual * (0.1 if fine_tunes else 1.0)
     share = lr / usual if fine_tunes else 1.0
     batch = share * min(1.0, tokens_per_step / 2 ** 19) ** 0.2
@@ -662,15 +662,15 @@ class Windows(NamedTuple):
 
 def val_windows(tokenizer, source, flags):
     """The first --eval_rows windows of documents: T + 1 tokens each; later ones repeat T // 4 as context."""
-    T, lengths, windows, n_bytes, n_compressed = flags.seq_len, [], [], 0, 0    # windows: ids, context
+    T, lengths, windows, n_bytes, n_packed = flags.seq_len, [], [], 0, 0    # windows: ids, context
     for ids in documents_of(tokenizer, source):
         if len(windows) >= flags.eval_rows:
             break
         lengths.append(len(ids))
         if len(ids) > 1:
             windows.append((ids[:T + 1], 1))
-            data = tokenizer.enc.decode_bytes(ids[1:].tolist()) if ids[0] >= 0 else b""    # no chats
-            n_bytes, n_compressed = n_bytes + len(data), n_compressed + len(zlib.compress(data, 9))
+            data = tokenizer.enc.decode_bytes(ids[1:].tolist()) if ids.min() >= 0 else b""    # no chats
+            n_bytes, n_packed = n_bytes + len(data), n_packed + bool(data) * len(zlib.compress(data, 9))
         for stop in range(T + 1, len(ids), T - T // 4):
             windows.append((ids[stop - T // 4 - 1:][:T + 1], T // 4 + 1))
     if not (windows := windows[:flags.eval_rows]):
@@ -682,7 +682,7 @@ def val_windows(tokenizer, source, flags):
         ids = torch.from_numpy(ids.astype(np.int64))
         inputs[i, :len(ids) - 1] = torch.where(ids < 0, ~ids, ids)[:-1]    # ~t is token t without a loss
         targets[i, given - 1:len(ids) - 1] = ids.where(ids >= 0, -100)[given:]
-    zlib_bpb = 8 * n_compressed / n_bytes if n_bytes else None
+    zlib_bpb = 8 * n_packed / n_bytes if n_bytes else None
     return Windows(source, inputs, targets, zlib_bpb, sum(lengths) / len(lengths))
 
 def documents_of(tokenizer, source):
@@ -768,7 +768,8 @@ def choose_run(flags):
     named, trains = flags.eval or flags.resume, not flags.eval and flags.sample is None
     if named not in ("auto", "none"):
         return flags.out or os.path.dirname(named) or ".", named
-    new = flags.out or datetime.now().strftime("runs/%Y%m%d-%H%M%S-%f")
+    now = sum_over_ranks(torch.tensor((ranks_of_this_process()[0] == 0) * time.time(), dtype=torch.float64))
+    new = flags.out or datetime.fromtimestamp(now.item()).strftime("runs/%Y%m%d-%H%M%S-%f")
     found = (list_checkpoints(flags.out) if flags.out
              else sorted(glob.glob("runs/*/step_*.pt"), key=os.path.getmtime))
     if trains and flags.resume == "none":
@@ -929,7 +930,7 @@ def main(argv=None):
         except RuntimeError as error:
             if type(error.__cause__) is ValueError:    # of a document, which Encoder.encode names
                 raise ValueError(error) from None
-            if "onnection" not in str(error):    # of gloo: "Connection closed by peer", "Connection reset"
+            if not re.search("onnection|Timed out", str(error)):    # of gloo: "Connection closed by peer"
                 raise
             raise ValueError("lost the connection to another rank; see its output") from None
 

@@ -29,7 +29,10 @@ run doc_mask --steps "$steps" "$@" --doc_mask
 run whole --steps "$steps" --save_every "$((steps / 2))" "$@"
 echo "== resumed at step $((steps / 2))" && $launch train.py --out "$out/resumed" \
     --resume "$(ls "$out"/whole/step_*.pt | head -1)" > "$out/resumed.txt" 2>&1
-for name in whole resumed; do grep "^rows: hash" "$out/$name.txt"; tail -1 "$out/$name/log.jsonl"; done
+for name in whole resumed; do
+    grep "^rows: hash" "$out/$name.txt"
+    grep -o '"loss": [^,]*' "$out/$name/log.jsonl" | tail -1
+done
 run recipe --steps "${RECIPE_STEPS:-500}" "$@"
 [ -n "${NANOCHAT:-}" ] && (cd "$NANOCHAT" && python -m scripts.base_train --depth=12 --num-iterations=500 \
     --total-batch-size=524288 --window-pattern=L --core-metric-every=-1 --sample-every=-1) > "$out/nanochat.txt" 2>&1
@@ -40,6 +43,9 @@ print(f"\n{'run':12}{'k tok/s':>9}{'MFU':>8}{'ms/step':>9}{'wait ms':>9}{'mem GB
 for path in sorted(glob.glob(sys.argv[1] + "/*/log.jsonl"), key=os.path.getmtime):
     records = [json.loads(line) for line in open(path)]
     steps = [r for r in records if "loss" in r][-20:]    # the first ones compile
+    if not steps:
+        print(f"{path.split('/')[-2]:12}   failed: see {path.split('/')[-2]}.txt")
+        continue
     tok, mfu, ms, wait = (statistics.median(r[k] for r in steps) for k in ("tokens_per_s", "mfu", "ms", "wait_ms"))
     bpb = next((r["val_bpb"] for r in reversed(records) if "val_bpb" in r), float("nan"))
     print(f"{path.split('/')[-2]:12}{tok / 1e3:9.1f}{mfu:8.1%}{ms:9.1f}{wait:9.2f}{steps[-1]['memory_gb']:8.2f}"

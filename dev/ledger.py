@@ -87,17 +87,22 @@ def lines_of_row(step, number, found, as_json):
 # ---------------------------------------------------------------------------------------------------------
 # What the model saw: the losses of documents, and the steps that have them
 
-def read_ledger(run):
-    """Its rows (see train.ledger_rows), in the order of the run; none without a ledger."""
+def read_ledger(run, sources=None):
+    """Its rows (see train.ledger_rows) of these sources or all, in the order of the run; maybe none."""
     files = glob.glob(f"{glob.escape(run)}/ledger/*.parquet")
-    return pq.read_table(files).sort_by("g") if files else pa.table({"step": []})
+    ledger = pq.read_table(files).sort_by("g") if files else pa.table({"step": [], "path": []})
+    paths = {*ledger["path"].unique().to_pylist()}
+    known = [shard.path for source in (sources or {}).values() for shard in source.shards] or [*paths]
+    if others := paths.difference(known):
+        print(f"left out: {len(others)} files that the run no longer has (moved?), such as {min(others)}")
+    return ledger.filter(pc.field("path").isin(known)) if others else ledger
 
 def losses_of(run, sources):
     """
     Yield for each source: its name, its tokens, bits per byte in every 50 steps; and for its documents of 200
     bytes or more, sorted: (bits per byte above those of the same steps, bits per byte, bytes, Location).
     """
-    ledger = read_ledger(run)
+    ledger = read_ledger(run, sources)
     if not len(ledger):
         raise ValueError(f"{run} has no ledger; train.py writes one with --ledger")
     for name, source in sources.items():
@@ -115,7 +120,8 @@ def losses(run, n=10):
     """Lines: the tokens of each source and how its loss fell, then its n easiest and n hardest documents."""
     with loader_of(newest_of(run), False) as loader:
         for name, n_tokens, usual, documents in losses_of(run, loader.sources):
-            yield (f"{name}: {n_tokens:,} tokens, {usual[0]:.3f} bits per byte in the first 50 steps, "
+            began = next(filter(None, usual), 0)
+            yield (f"{name}: {n_tokens:,} tokens, {began:.3f} bits per byte in the first 50 steps, "
                    f"{usual[-1]:.3f} in the last; documents: {len(documents):,}")
             yield "   above  bits per byte      bytes    (above: more bits per byte than the same 50 steps)"
             for above, bits, n_bytes, place in sorted({*documents[:n], *documents[-n:]}):
@@ -123,9 +129,10 @@ def losses(run, n=10):
 
 def when(run, name=None, text=None):
     """Lines: the rows of a run that have a document, past and to come; packed again if no ledger has them."""
-    saved, ledger = newest_of(run), read_ledger(run)
-    begins = not {*range(saved["step"])} <= {*ledger["step"].unique().to_pylist()}
+    saved = newest_of(run)
     with loader_of(saved, False) as loader:
+        ledger = read_ledger(run, loader.sources)
+        begins = not {*range(saved["step"])} <= {*ledger["step"].unique().to_pylist()}
         places = {*find_documents(loader, name, text)}
         if not places:
             raise ValueError(f"no {name or repr(text)} in the run; expected FILE[:GROUP]:ROW or --text WORDS")

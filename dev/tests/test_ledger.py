@@ -138,7 +138,7 @@ def test_rows_of_the_ledger_count_the_targets_of_each_piece(corpus, packing):
     for step in range(20):
         g, (_, targets) = loader.position.g, next(loader)
         nats = np.arange(90.0).reshape(3, 30) * (targets.numpy() >= 0)
-        rows = [*train.ledger_rows(step, g, loader.pieces(), targets, nats, np.ones(300, int))]
+        rows = [*train.ledger_rows(step, g, loader.pieces(), targets.numpy(), nats, np.ones(300, int))]
         found = []
         for row in rows:
             place, n = (row["path"], row["row_group"], row["row"]), row["tokens"]
@@ -198,7 +198,7 @@ def test_replay_packs_only_the_lanes_that_have_the_document(alone, monkeypatch):
 def test_when_counts_the_documents_in_no_row(alone, monkeypatch):
     """As if the run had ended after its first rows."""
     rows = ledger.read_ledger(alone).slice(0, 40)
-    monkeypatch.setattr(ledger, "read_ledger", lambda run: rows)
+    monkeypatch.setattr(ledger, "read_ledger", lambda run, sources: rows)
     monkeypatch.setattr(ledger, "replay", lambda *_: [])
     n = len({*zip(*(rows[key].to_pylist() for key in Location._fields), strict=True)})
     *lines, last = ledger.when(alone, text=" ")
@@ -213,6 +213,21 @@ def test_when_says_what_it_does_not_find(alone, base, capsys):
         assert "in the run; expected FILE[:GROUP]:ROW" in str(ended.value)
 
 
+def test_ledger_of_data_that_moved_says_what_is_left_out(alone, base, tmp_path, capsys):
+    """Its old paths are not the run's any more."""
+    with ledger.loader_of(ledger.newest_of(alone), False) as loader:
+        sources = {name: source for name, source in loader.sources.items() if name.endswith("/b")}
+    kept = ledger.read_ledger(alone, sources)
+    assert "left out: 2 files that the run no longer has (moved?), such as" in capsys.readouterr().out
+    assert {*kept["path"].to_pylist()} == {f"{base}/b/shard_0000{i}.parquet" for i in range(2)}
+
+
+def test_losses_of_a_ledger_that_begins_late(alone, base, capsys, monkeypatch):
+    monkeypatch.setattr(ledger, "losses_of", lambda run, sources: [("a", 90, [0.0, 2.5, 1.0], [])])
+    bench.main(["losses", alone])
+    assert "2.500 bits per byte in the first 50 steps, 1.000 in the last" in capsys.readouterr().out
+
+
 def test_losses_compare_a_document_with_the_same_steps(monkeypatch):
     """Documents of falling loss; 5 of 80 are harder and 5 easier than those beside them, but not than all."""
     draw = np.random.default_rng(0)
@@ -223,7 +238,7 @@ def test_losses_compare_a_document_with_the_same_steps(monkeypatch):
     rows = {"step": step, "path": ["x"] * n, "row_group": np.zeros(n, int), "row": row, "tokens": [9] * n,
             "bytes": np.full(n, 50), "nats": 50 * level * factor * draw.uniform(0.9, 1.1, n)}
     sources = {name: SimpleNamespace(shards=[SimpleNamespace(path=name)]) for name in "xy"}
-    monkeypatch.setattr(ledger, "read_ledger", pa.table)
+    monkeypatch.setattr(ledger, "read_ledger", lambda rows, sources: pa.table(rows))
     of_x, of_y = ledger.losses_of(rows, sources)
     name, n_tokens, usual, documents = of_x
     assert (name, n_tokens, len(usual)) == ("x", 9 * n, 8)

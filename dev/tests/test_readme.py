@@ -177,11 +177,6 @@ def test_nanogpts_tokens_become_shards(corpus, tmp_path, monkeypatch):
     assert next(make("my_gpt", tokenizer=tokenizer, num_lanes=1))
 
 
-def test_help_of_the_loader_is_its_docstring():
-    ended = subprocess.run([sys.executable, HERE / "dataloader.py", "--help"], capture_output=True, text=True)
-    assert ended.stdout.startswith("\nPack documents") and "python train.py --help" in ended.stdout
-
-
 def test_tests_work_without_dev_and_say_what_they_skip(tmp_path):
     """As the README says: the four files and test_dataloader.py are enough. Arguments go to pytest."""
     for name in ("dataloader", "dataset", "tokenizer", "train", "test_dataloader"):

@@ -27,6 +27,7 @@ import zipfile
 import zlib
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -239,6 +240,11 @@ def test_two_ranks_killed_and_stopped_equal_the_uninterrupted_run(command):
     assert one["loader"] == two["loader"] and one["rows_hash"] == two["rows_hash"]
     evals = [[r["val_bpb"] for r in log_of(folder) if "val_bpb" in r] for folder in ("one", "two")]
     assert evals[0] == pytest.approx(evals[1], abs=5e-4) and len(evals[0]) == 2
+
+
+def test_ranks_share_a_folder_that_was_not_named():
+    outputs_of(start_two(*TOY, "--data", "a", "--ledger"))
+    assert {path[-12:] for path in glob.glob(newest_run() + "/ledger/*")} == {"0000.parquet", "0001.parquet"}
 
 
 def test_ranks_that_differ_end_with_one_line_each():
@@ -495,7 +501,10 @@ def test_log_has_each_step_once_after_a_kill(command, resume):
     (["--batch_size", "0"], "--batch_size 0: expected a number above 0"),
     (["--lr", "0"], "--lr 0.0: expected a number above 0"),
     (["--lr", "nan"], "--lr nan: expected a number above 0"),
-    (["--seed", "-1"], "--seed -1: expected a number, at least 0"),
+    (["--seed", "-1"], "--seed -1: expected a number from 0 to 2**63 - 1"),
+    (["--seed", str(2**63)], "expected a number from 0 to 2**63 - 1"),
+    (["--resume", ""], "--resume is empty"), (["--init", ""], "--init is empty"),
+    (["--eval", ""], "--eval is empty"), (["--out", ""], "--out is empty"),
     (["--depth", "1.5"], "argument --depth: invalid int value: '1.5'"),
     (["--data", "a:0.7", "b"], "--data b lacks a weight: expected PATH, or several of PATH:WEIGHT"),
     (["--data", "a:0", "b:1"], "--data a:0: expected PATH, or several of PATH:WEIGHT"),
@@ -874,6 +883,18 @@ def test_val_windows_ask_for_each_token_once_and_never_for_what_was_given(tmp_pa
     few = train.val_windows(tokenizer, source, flags)
     assert torch.equal(few.inputs[:5], windows.inputs[:5]) and few.inputs.shape == few.targets.shape == (8, T)
     assert (few.targets[5:] == -100).all(), "the last batch is whole, without more targets"
+
+
+def test_val_may_have_documents_with_masked_tokens_behind_bos(base, monkeypatch):
+    tokenizer = RustBPETokenizer.train_from_iterator(["x"], 265)
+    bos, source = tokenizer.get_bos_token_id(), SimpleNamespace(name="masked")
+    documents = [np.array([bos, ~97, ~98, 99, 100]), np.array([bos, 97, 98])]
+    monkeypatch.setattr(train, "documents_of", lambda *_: documents)
+    flags = SimpleNamespace(seq_len=8, eval_rows=9, micro_batch_size=1)
+    windows = train.val_windows(tokenizer, source, flags)
+    assert windows.inputs[0, :4].tolist() == [bos, 97, 98, 99]
+    assert windows.targets[0, :4].tolist() == [-100, -100, 99, 100]
+    assert windows.zlib_bpb == 8 * len(zlib.compress(b"ab", 9)) / 2, "only of what it decodes"
 
 
 def test_checkpoint_is_that_of_its_step_while_the_training_continues(command, monkeypatch):
