@@ -644,8 +644,8 @@ def set_rates(optimizers, step, steps):
             group["lr"] = peak * share
             if "momentum" in group:    # Muon's: a warm-up, as in modded-nanogpt, and a cosine
                 group["momentum"] = 0.85 + 0.10 * min(1.0, step / 300)
-                # Rate x decay x steps is at most 12 (nanochat: 14); in 500 steps, 6: 1.0659, 12: 1.0731
-                most = min(1.0, 12 / (peak * steps))
+                # Rate x decay x steps is at most 6: 0.902 bits per byte (depth 4, 1,000 steps); 12: 0.908
+                most = min(1.0, 6 / (peak * steps))
                 group["decay"] = most * (0.5 + 0.5 * math.cos(math.pi * step / steps))
     return group["lr"]
 

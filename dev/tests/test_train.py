@@ -797,9 +797,9 @@ def test_rate_and_decay_of_matrices_follow_the_tokens_and_steps_of_the_run():
         group = optimizers[1].param_groups[0]
         return group["lr"], group["decay"] / (0.5 + 0.5 * math.cos(math.pi / 10))
     assert [muon(tokens, 500) for tokens in (1024, 2048, 2**19)] == [
-        (pytest.approx(rate, abs=5e-5), pytest.approx(decay)) for rate, decay in
-        ((0.0090, 1), (0.0124, 1), (0.01995, 1))]
-    assert muon(2**19, 2520, 0.02) == (0.02, pytest.approx(12 / (0.02 * 2520)))
+        (pytest.approx(rate, abs=5e-5), pytest.approx(decay, abs=1e-3)) for rate, decay in
+        ((0.0090, 1), (0.0124, 0.967), (0.01995, 0.6015))]
+    assert muon(2**19, 2520, 0.02) == (0.02, pytest.approx(6 / (0.02 * 2520)))
 
 
 # ---------------------------------------------------------------------------------------------------------
