@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from dataloader import PACKINGS, PackedLoader, Place, flat
-from dataset import Parser, column_views, cores, errors_in_one_line, in_order, list_shards
+from dataset import Parser, column_views, cores, errors_in_one_line, list_shards
 from dev.ledger import audit, losses, read_row_group, when
-from dev.prepare import add_folder, at_least_1, counted, folder_of, row_groups_of, tokenize
+from dev.prepare import add_folder, at_least_1, counted, folder_of, in_order, row_groups_of, tokenize
 from tokenizer import find_tokenizer, get_tokenizer
 from train import peak_memory
 

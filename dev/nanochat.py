@@ -21,8 +21,9 @@ import pyarrow as pa
 import torch
 
 from dataloader import ranks_of_this_process
-from dataset import in_order, list_shards
-from tokenizer import as_encoder
+from dataset import list_shards
+from dev.prepare import in_order
+from tokenizer import AnyTokenizer
 
 
 def rows_to_read(groups, buffered, place):
@@ -84,7 +85,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         buffer_size: int = 1000) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict]]:
     """A state is plain JSON and resumes with the next batch: pass this rank's, or the list of all ranks'."""
     rank, world_size = ranks_of_this_process()
-    tokenizer, shards, device = as_encoder(tokenizer), list_shards(None, split), torch.device(device)
+    tokenizer, shards, device = AnyTokenizer(tokenizer), list_shards(None, split), torch.device(device)
     check_shards(shards, world_size)
     contents = repr([(shard.name, shard.text_bytes, shard.group_sizes, shard.digest) for shard in shards])
     config = {"world_size": world_size, "rank": rank, "packing": "bestfit",

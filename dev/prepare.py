@@ -45,10 +45,10 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 import dataset
-from dataset import Parser, all_shards, cores, errors_in_one_line, find_data, in_order, list_shards
+from dataset import Parser, all_shards, cores, errors_in_one_line, find_data, list_shards
 from dev.import_tokenizer import import_tokenizer
 from tokenizer import (
-    TEMPLATES,
+    NANOCHAT,
     RustBPETokenizer,
     encode_conversations,
     find_tokenizer,
@@ -130,6 +130,16 @@ def convert(inputs: list[str], out: str, text_key: str | None = None, keep: Sequ
             "strings": keep if any(file.kind in DELIMITERS for file in files) else ()}
 
 @contextlib.contextmanager
+def locked(path):
+    """Hold the lock of `path`. Without one (Windows, some Lustre mounts), two may do the same work."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            fcntl.flock(held.enter_context(open(path + ".lock", "a")), fcntl.LOCK_EX)
+        yield
+
+@contextlib.contextmanager
 def building_folder(out):
     """A folder beside `out` for this process alone. It is removed at the end, or by the next run."""
     if os.path.isfile(out) or os.path.ismount(out) or out == os.getcwd():
@@ -138,7 +148,7 @@ def building_folder(out):
     parent, building = f"{out}.convert", f"{out}.convert/{os.getpid()}"
     if os.path.exists(parent):
         print(f"{parent} exists: another convert writes there (this one waits), or was killed", flush=True)
-    with dataset.locked(parent + "/lock"):    # without locks, the last to begin wins, others cannot write
+    with locked(parent + "/lock"):    # without locks, the last to begin wins, others cannot write
         try:
             if os.path.isdir(out) and os.listdir(out):
                 raise ValueError(f"{out} is not empty; name a new folder with --out, or remove it first")
@@ -153,6 +163,21 @@ def building_folder(out):
             raise
         finally:
             shutil.rmtree(parent, ignore_errors=True)
+
+def in_order(executor, function, items, ahead):
+    """(item, function(item)) of each item, in order, with at most `ahead` of them in flight."""
+    items, waiting = iter(items), []
+    try:
+        while True:
+            for item in itertools.islice(items, ahead - len(waiting)):
+                waiting.append((item, executor.submit(function, item)))
+            if not waiting:
+                return
+            item, future = waiting.pop(0)
+            yield item, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()
 
 @contextlib.contextmanager
 def pool_of(executor, n):
@@ -529,7 +554,7 @@ def messages_as_json(messages):
         roles = {"human": "user", "gpt": "assistant"}
         messages = [{"role": roles.get(one.get("from"), one.get("from")), "content": one.get("value")}
                     for one in messages]
-    render(messages, TEMPLATES["<|user_start|>"], str)
+    render(messages, NANOCHAT)
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError(f"no message of an assistant in {messages!r:.200}")
     messages = [{"role": message["role"], "content": message["content"]} for message in messages]
@@ -702,7 +727,10 @@ def encode(documents, tokenizer, kind):
     """(ids, bounds) of texts, or of messages, whose ids are ~t where they have no loss."""
     if kind == "messages":
         return encode_conversations(tokenizer, documents)
-    return tokenizer.encode_documents(documents)
+    texts = [text for text in documents if text is not None]
+    ids, bounds = tokenizer.encode_documents(texts)
+    n_texts_before = np.cumsum([0, *(text is not None for text in documents)])
+    return ids, bounds[n_texts_before]
 
 def count_bytes(array):
     return pc.sum(pc.binary_length(array)).as_py() or 0

@@ -17,7 +17,7 @@ import torch
 from dataset import list_shards
 from dev import nanochat
 from test_dataloader import BOS, ByteTokenizer, rows_of, tokenized, write_shards
-from tokenizer import RustBPETokenizer, as_encoder
+from tokenizer import RustBPETokenizer, AnyTokenizer
 
 with_state = nanochat.tokenizing_distributed_data_loader_with_state_bos_bestfit
 without_state = nanochat.tokenizing_distributed_data_loader_bos_bestfit
@@ -216,7 +216,7 @@ def test_documents_in_the_buffer_do_not_keep_others(as_rank):
     as_rank(draw_shards(0))
     groups = [(shard, 0) for shard in list_shards(None, "train")]
     to_read = nanochat.rows_to_read(groups, {}, (0, 0))
-    _, documents = next(nanochat.encode_ahead(groups, to_read, as_encoder(ByteTokenizer()), 2, 128))
+    _, documents = next(nanochat.encode_ahead(groups, to_read, AnyTokenizer(ByteTokenizer()), 2, 128))
     assert len(documents) > 1 and all(ids.base is None for ids in documents.values())
 
 

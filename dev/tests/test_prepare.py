@@ -204,7 +204,7 @@ def test_nine_documents_are_enough_for_eight_lanes(tmp_path):
     for n in (8, 9):
         (tmp_path / f"{n}.jsonl").write_bytes(lines_of(text=make_texts(n)))
         prepare.convert([str(tmp_path / f"{n}.jsonl")], str(tmp_path / f"{n}"))
-        enough = sum(shard.n_documents for shard in dataset.list_shards(str(tmp_path / f"{n}"), "train")) >= 8
+        enough = sum(sum(shard.group_sizes) for shard in dataset.list_shards(str(tmp_path / f"{n}"), "train")) >= 8
         assert enough == (n == 9)
 
 
@@ -264,7 +264,7 @@ def test_workers_of_convert_end_with_it(tmp_path, how, when):
         assert "Traceback" not in words and "stopped" in words, words
         assert sorted(os.listdir(tmp_path)) == ["in"]
     assert command(*arguments) is None
-    assert sum(shard.n_documents for shard in all_of(tmp_path / "out")) == 160_000
+    assert sum(sum(shard.group_sizes) for shard in all_of(tmp_path / "out")) == 160_000
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 
