@@ -48,7 +48,8 @@ def pattern_of(name):
         return getattr(openai_public, name)()["pat_str"]
 
 GPT4 = PATTERNS["gpt4"]
-CL100K, R50K, O200K = map(pattern_of, ("cl100k_base", "r50k_base", "o200k_base"))
+R50K, O200K = pattern_of("r50k_base"), pattern_of("o200k_base")
+PATTERNS_OF_ALL = {**PATTERNS, "gpt2": R50K, "o200k": O200K}
 SOURCES = [path.read_bytes().decode() for path in sorted(Path(os.__file__).parent.glob("*.py"))]
 needs_gigatoken = pytest.mark.skipif(
     not importlib.util.find_spec("gigatoken"), reason="no gigatoken")
@@ -97,6 +98,9 @@ def test_training_gives_rustbpes_merges(name):
     for text in SOURCES[60:70]:
         assert tok.encode(text) == trained.encode(text)
 
+def test_gpt4s_pattern_is_tiktokens():
+    assert pattern_of("cl100k_base") == GPT4
+
 def test_training_survives_hostile_documents():
     texts = [None, "", " " * 1_500_000 + "a", "\ud800", "ab" * 200_000]
     size = RustBPETokenizer.train_from_iterator(iter(texts), 5000).get_vocab_size()
@@ -121,8 +125,6 @@ def test_ids_are_tiktokens_for_lists_and_arrays():
     ids, bounds = tok.encode_documents([])
     assert (ids.tolist(), ids.dtype, bounds.tolist()) == ([], np.uint16, [0])
 
-PATTERNS_OF_ALL = {**PATTERNS, "r50k": R50K, "o200k": O200K}
-
 @pytest.mark.parametrize("name", PATTERNS_OF_ALL)
 def test_every_text_can_be_encoded(name):
     """Where tiktoken's regex fails, the module regex splits as tiktoken would."""
@@ -144,9 +146,9 @@ def test_every_text_can_be_encoded(name):
 # Engines
 
 @needs_gigatoken
-@pytest.mark.parametrize("name, pattern", [("gpt4", CL100K), ("gpt2", R50K), ("o200k", O200K)])
-def test_gigatoken_gives_tiktokens_ids(name, pattern):
-    tok, draw = pairs(pattern), random.Random(1)
+@pytest.mark.parametrize("name", ["gpt4", "gpt2", "o200k"])
+def test_gigatoken_gives_tiktokens_ids(name):
+    tok, draw = pairs(PATTERNS_OF_ALL[name]), random.Random(1)
     texts = ["".join(draw.choices([*HARD, "<|bos|>"], k=draw.randint(0, 40))) for _ in range(3000)]
     codes = [*range(0x600), *range(0x600, 0xD800, 20), *range(0xE000, 0x20000, 16), 0x10FFFF]
     characters = [*map(chr, codes), *module.NEWER_CHARACTERS[1:-1].replace("-", ""), "\U00033000"]
@@ -231,19 +233,13 @@ def test_a_saved_or_pickled_tokenizer_gives_the_same_ids(tmp_path):
     tok.save(folder)
     assert sorted(os.listdir(folder)) == [JSON, RANKS]
     assert tiktoken.load.load_tiktoken_bpe(f"{folder}/{RANKS}") == tok.enc._mergeable_ranks
+    others = [fresh(), fresh(R50K), RustBPETokenizer(tok.enc, "<|user_end|>"), tok]
+    assert len({other.fingerprint() for other in others}) == 4
     of_json = RustBPETokenizer.from_dict(json.loads(json.dumps(tok.as_dict())))
     for other in (of_json, module.get_tokenizer(folder), pickle.loads(pickle.dumps(tok))):
         assert other.fingerprint() == tok.fingerprint()
         assert other.encode(SOURCES[9], "<|bos|>") == tok.encode(SOURCES[9], "<|bos|>")
         assert other.encode_documents(SOURCES[9:10])[0].tolist() == tok(SOURCES[9], "<|bos|>")
-
-def test_fingerprints_differ_where_ids_do():
-    tok = small()
-    special = {**tok.enc._special_tokens, "<|new|>": 2000}
-    more = build_encoding(GPT4, tok.enc._mergeable_ranks, special)
-    others = [tok, fresh(), fresh(R50K), RustBPETokenizer(tok.enc, "<|user_end|>"),
-              RustBPETokenizer(more, "<|bos|>")]
-    assert len({other.fingerprint() for other in others}) == 5
 
 def test_a_saved_tokenizer_is_not_overwritten(tmp_path):
     small().save(tmp_path)
@@ -277,10 +273,9 @@ def test_of_those_that_save_at_once_one_wins(tmp_path, monkeypatch):
     (RANKS, b"", None, "No such file"), (JSON, b"", None, "No such file"),
     (RANKS, b" 500\n", b"", "was changed"), (RANKS, b" 500\n", b" 2500\n", "was changed"),
     (RANKS, b" 500\n", b" 501\n", "two tokens have"), (RANKS, b"AA== 0\n", b"", "not a token"),
-    (JSON, b"\n}", b"", "JSON"), (JSON, b"{", b"\xff", "Error"), (JSON, b"{\n", b"[" * 200_000, ""),
+    (JSON, b"\n}", b"", "JSON"), (JSON, b"{\n", b"[" * 200_000, "Recursion"),
     (JSON, b"{1,3}", b"{1,4}", "was changed"), (JSON, b"pattern", b"pat", "KeyError"),
-    (JSON, b": 1016", b": 8589934592", "Overflow"), (JSON, b'ken": "<|bos|>"', b'ken": "a"', "Key"),
-    (JSON, b": 1015", b": 65", "two tokens have")])
+    (JSON, b": 1016", b": 8589934592", "Overflow")])
 def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
     small().save(tmp_path)
     before = (tmp_path / name).read_bytes()
