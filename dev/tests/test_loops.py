@@ -9,6 +9,8 @@ again, also on another number of ranks. Its model must get the rows of a run tha
 """
 
 import collections
+import contextlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -26,25 +28,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-import tokenizer as tokenizer_module
-from dataloader import PackedLoader
+from dataloader import PACKINGS, PackedLoader
 from dataset import list_shards
 from dev.nanochat import tokenizing_distributed_data_loader_with_state_bos_bestfit
 from test_dataloader import (
-    BOS, ByteTokenizer, grouped, load, make, numbered, show, show_all, texts_of, tokenizer, write)
+    BOS, ByteTokenizer, grouped, make, numbered, show_all, show_token, texts_of, tokenizer, write)
 
 LOOPS = Path(__file__).parents[1] / "loops.md"
 
-def snippet(title, kind="python"):
-    """The code of a section; without a title, the lines that all begin with."""
-    sections = re.split(r"^#+ (.*)\n", LOOPS.read_text(), flags=re.M)
-    text = dict(zip(sections[1::2], sections[2::2], strict=True))[title or "In other loops"]
+def snippets(title, kind="python"):
+    """The blocks of code in a section of loops.md."""
+    sections = re.split("^## (.*)\n", "## First lines\n" + LOOPS.read_text(), flags=re.M)
+    sections = sections[1:]
+    text = dict(zip(sections[::2], sections[1::2], strict=True))[title]
     blocks = re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)
     assert blocks, title
-    return "\n".join(blocks)
+    return blocks
+
+(FIRST_LINES,) = snippets("First lines")
 
 # --------------------------------------------------------------------------------------------------
 # What the snippets leave to their reader
@@ -53,7 +56,6 @@ B, T = 2, 16
 SAVE_EVERY, KILL_AT = 4, 6    # batches of one process
 
 class Model(torch.nn.Module):
-    """Two layers, which note the rows that they get."""
     def __init__(self):
         super().__init__()
         self.embedding, self.head = torch.nn.Embedding(257, 8), torch.nn.Linear(8, 257)
@@ -76,10 +78,20 @@ def names_of_the_reader():
     return {"__name__": "__main__", "tokenizer": ByteTokenizer(), "model": model, "note": note,
             "optimizer": optimizer, "train_step": note, "B": B, "T": T, "save_every": SAVE_EVERY}
 
-def run_here(title, **names):
-    """Run a snippet in this process; returns its names."""
-    names = {**names_of_the_reader(), **names}
-    exec(snippet("") + snippet(title), names)
+class Enough(Exception):
+    pass
+
+def run_here(code, n=1, **names):
+    """Run code in this process until its n-th step; returns its names."""
+    steps = itertools.count(1)
+
+    def train_step(*arguments):
+        if next(steps) == n:
+            raise Enough
+
+    names = {**names_of_the_reader(), "train_step": train_step, **names}
+    with contextlib.suppress(Enough):
+        exec(FIRST_LINES + code, names)
     return names
 
 # --------------------------------------------------------------------------------------------------
@@ -88,8 +100,8 @@ def run_here(title, **names):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    texts = numbered([(7 * i * i + 3) % 41 for i in range(60)])
-    groups = grouped(texts, 5)
+    texts = numbered([(7 * i * i + 3) % 41 for i in range(240)])
+    groups = grouped(texts, 20)
     write("my_shards", *grouped(groups, 4))
     return tmp_path
 
@@ -109,12 +121,12 @@ def run(code, world_size, leg=0):
     """{batch number: the rows of all ranks}"""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        _, port = free.getsockname()
     fork = multiprocessing.get_context("fork")    # what is imported here is imported there
-    ranks = [fork.Process(target=be_a_rank, args=(rank, world_size, leg, port, code))
-             for rank in range(world_size)]
-    for process in ranks:
-        process.start()
+    ranks = []
+    for rank in range(world_size):
+        ranks.append(fork.Process(target=be_a_rank, args=(rank, world_size, leg, port, code)))
+        ranks[-1].start()
     for process in ranks:
         process.join(100)
         assert process.exitcode is not None, logs()
@@ -142,29 +154,30 @@ def check(code, worlds=(2, 2, 1), copies=1, **options):
             rows, want = want[:n], want[n:]
             assert sorted(batches[number]) == sorted(rows * copies), (leg, number, logs())
 
-def check_loop(title, before="", **options):
-    check("\n".join([snippet(""), textwrap.dedent(before), snippet(title)]), **options)
+def script(title, before=""):
+    """before: what this snippet leaves to its reader."""
+    return FIRST_LINES + textwrap.dedent(before) + "\n".join(snippets(title))
 
 # --------------------------------------------------------------------------------------------------
 # Loops
 
 def test_own_loop(folder):
-    check_loop("Your own loop, with DDP")
+    check(script("Your own loop, with DDP"))
 
 GRADIENT = """
-class optimizer:
-    def step():
-        print("gradient", model.module.head.bias.grad.norm().item())
-    def zero_grad():
-        model.zero_grad()
+    class optimizer:
+        def step():
+            print("gradient", model.module.head.bias.grad.norm().item())
+        def zero_grad():
+            model.zero_grad()
 """
 
 def test_gradient_of_the_ddp_loop_is_that_of_one_process(folder):
     """2 ranks of 2 rows, 1 of 4: ranks have unequally many targets."""
     found = []
     for world_size in (2, 1):
-        before = f"{snippet('')}{GRADIENT}B = {4 // world_size}\n"
-        run(before + snippet("Your own loop, with DDP"), world_size, leg=world_size)
+        before = f"{GRADIENT}\n    B = {4 // world_size}\n"
+        run(script("Your own loop, with DDP", before), world_size, leg=world_size)
         Path("loader.json").unlink()
         log = Path(f"log-{world_size}-0").read_text()
         found.append([float(norm) for norm in re.findall("gradient (.*)", log)])
@@ -177,31 +190,29 @@ MESH = """
 """
 
 def test_tensor_parallel_ranks_get_the_same_rows(folder):
-    check_loop("Tensor parallel", MESH, worlds=(4, 2), copies=2)
+    check(script("Tensor parallel", MESH), worlds=(4, 2), copies=2)
 
 CONTEXT = """
-    def train_step(inputs, targets, positions):
-        note(torch.stack([inputs, targets, positions]))
+    def train_step(*parts):
+        note(torch.stack(parts))
 """
 
 def test_context_parallel_parts_make_the_batch(folder):
-    """Sorted by position, the parts are the rows; each has an early and a late quarter."""
-    code = textwrap.dedent(MESH + CONTEXT) + snippet("Context parallel")
-    run(snippet("") + code, 4)
+    """Sorted by position, the parts are the rows. Each part has an early and a late quarter."""
+    run(script("Context parallel", MESH + CONTEXT), 4)
     want = rows_of_one_process(4)
     for data_rank in range(2):
-        both = []
+        parts = []
         for rank in (2 * data_rank, 2 * data_rank + 1):
             first = Path(f"rows-0-{rank}").read_text().splitlines()[0]
-            both.append(np.array(json.loads(first)))
-        inputs, targets, positions = np.concatenate(both, axis=2)
+            parts.append(np.array(json.loads(first)))
+        inputs, targets, positions = np.concatenate(parts, axis=2)
         assert positions[0].tolist() == [*range(4), *range(12, 16), *range(4, 12)]
         order = positions.argsort(axis=1)
         inputs = np.take_along_axis(inputs, order, axis=1)
-        targets = np.take_along_axis(targets, order, axis=1)
+        targets = np.take_along_axis(targets, order, axis=1)[:, :-1]
         assert inputs.tolist() == want[data_rank::2]
-        follows = targets[:, :-1] == inputs[:, 1:]
-        assert (follows | (targets[:, :-1] == -100)).all()
+        assert ((targets == inputs[:, 1:]) | (targets == -100)).all()
 
 STAGES = """
     readers = dist.new_group({readers})
@@ -211,39 +222,37 @@ STAGES = """
 """
 
 def test_pipeline_stages_without_a_loader_are_not_waited_for(folder):
-    """Three stages of two ranks; resumed as two stages, of which the last has a loader."""
-    want = rows_of_one_process(60)
-    code = snippet("Pipeline parallel")
-    alone = code.replace("(0, last)", "(last,)")
-    for leg, (code, world_size, readers) in enumerate([
-            (code, 6, [0, 1, 4, 5]), (alone, 4, [2, 3])]):
-        stages = textwrap.dedent(MESH + STAGES.format(readers=readers))
-        batches = run(snippet("") + stages + code + "\ndist.barrier()", world_size, leg)
+    """Two stages of two ranks; resumed with a loader in the last stage alone."""
+    want = rows_of_one_process(32)
+    both, last = (script("Pipeline parallel", MESH + STAGES.format(readers=readers))
+                  for readers in ([0, 1, 2, 3], [2, 3]))
+    last = last.replace("(0, last)", "(last,)")
+    for leg, (code, copies) in enumerate([(both, 2), (last, 1)]):
+        batches = run(code + "dist.barrier()", 4, leg)
         for number in range(SAVE_EVERY):
             rows, want = want[:4], want[4:]
-            assert sorted(batches[number]) == sorted(rows * (len(readers) // 2)), logs()
+            assert sorted(batches[number]) == sorted(rows * copies), logs()
 
 def test_dcp_loads_a_state_on_another_number_of_ranks(folder):
-    check_loop("FSDP2 and DCP", worlds=(4, 3, 1), num_lanes=96)
+    check(script("FSDP2 and DCP"), worlds=(4, 3, 1), num_lanes=96)
 
 def test_torchdata(folder):
     pytest.importorskip("torchdata")
-    check_loop("torchdata", worlds=(1, 1, 1))
+    check(script("torchdata"), worlds=(1, 1, 1))
 
 def test_accelerate(folder):
     pytest.importorskip("accelerate")
-    check_loop("Accelerate and Fabric")
+    check(script("Accelerate and Fabric"))
 
 FABRIC = """
     import accelerate, lightning
     class Accelerator(lightning.Fabric):
         def __init__(self):
-            super().__init__(accelerator="cpu", devices=dist_world_size)
+            super().__init__(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
             self.launch()
         prepare = lightning.Fabric.setup
         def save_state(self, path):
             self.save(f"{path}/model.pt", {"model": model})
-    dist_world_size = int(os.environ["WORLD_SIZE"])
     accelerate.Accelerator = Accelerator
 """
 
@@ -251,7 +260,7 @@ def test_fabric(folder):
     """The same snippet."""
     pytest.importorskip("accelerate")
     pytest.importorskip("lightning")
-    check_loop("Accelerate and Fabric", FABRIC)
+    check(script("Accelerate and Fabric", FABRIC))
 
 LIGHTNING = """
     import glob
@@ -275,7 +284,7 @@ LIGHTNING = """
 
 def test_lightning(folder):
     pytest.importorskip("lightning")
-    check_loop("Lightning", LIGHTNING)
+    check(script("Lightning", LIGHTNING))
 
 TRAINER = """
     import glob
@@ -287,14 +296,13 @@ TRAINER = """
     model = Llama(LlamaConfig(vocab_size=257, hidden_size=8, intermediate_size=8,
                               num_hidden_layers=1, num_attention_heads=1))
     options = {"save_steps": save_every, "use_cpu": True, "report_to": [], "disable_tqdm": True}
-    options["per_device_train_batch_size"] = B
     last_checkpoint = max(glob.glob("out/checkpoint-*"), key=os.path.getmtime, default=None)
 """
 
 def test_trainer(folder):
     pytest.importorskip("accelerate")
     pytest.importorskip("transformers")
-    check_loop("transformers.Trainer", TRAINER)
+    check(script("transformers.Trainer", TRAINER))
 
 JAX = """
     import jax
@@ -309,7 +317,7 @@ JAX = """
 
 def test_jax(folder):
     pytest.importorskip("jax")
-    check_loop("JAX", JAX)
+    check(script("JAX", JAX))
 
 SRUN = """#!/bin/sh
 for SLURM_PROCID in 0 1; do
@@ -319,20 +327,22 @@ done
 """
 
 def test_slurm_script_starts_each_rank(tmp_path):
-    """Fakes of srun, scontrol and python on the PATH."""
+    """Fakes of srun, scontrol and python are on the PATH."""
     variables = "$RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT $*"
     fakes = {"srun": SRUN, "scontrol": "#!/bin/sh\nprintf 'node1\\nnode2\\n'\n",
              "python": f"#!/bin/sh\necho {variables}\n"}
     for name, text in fakes.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
+    (job,) = snippets("Slurm", "bash")
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = ["bash", "-c", snippet("Slurm", "bash")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == ["0 2 0 node1 29500 train.py", "1 2 1 node1 29500 train.py"]
+    done = subprocess.run(["bash", "-c", job], env=environment, capture_output=True, check=True)
+    assert done.stdout.decode().splitlines() == [
+        "0 2 0 node1 29500 train.py",
+        "1 2 1 node1 29500 train.py"]
 
 def test_interrupted_save_keeps_the_previous_state(folder, monkeypatch):
-    names = run_here("", os=os)
+    names = run_here("")
     loader = make("my_shards")
     names["save"](loader)
     before = loader.state_dict()
@@ -343,45 +353,107 @@ def test_interrupted_save_keeps_the_previous_state(folder, monkeypatch):
     assert loader.state_dict() == before
 
 def test_validation_always_begins_again(folder):
-    val = run_here("Validation")["Val"]()
+    (code,) = snippets("Validation")
+    val = run_here(code)["Val"]()
     next(iter(val))
     assert show_all(val) == show_all(val) != []
 
 # --------------------------------------------------------------------------------------------------
 # Rows, fields and transforms
 
-class Enough(Exception):
-    pass
-
-def steps(n, found):
-    """A train_step that keeps what it gets, n times."""
-    def train_step(*arguments):
-        found.append(arguments)
-        if len(found) == n:
-            raise Enough
-    return train_step
-
 def test_rows_of_all_ranks_are_those_of_one(folder, monkeypatch):
-    lines = []
-    for world_size, n in [(2, 5), (1, 10)]:
-        lines.append([])
-        for rank in range(world_size):
-            monkeypatch.setenv("RANK", f"{rank}")
-            monkeypatch.setenv("WORLD_SIZE", f"{world_size}")
-            with pytest.raises(Enough):
-                run_here("Which documents were in which row", train_step=steps(n, []))
-            lines[-1] += Path(f"rows-{rank}.txt").read_text().splitlines()
-    two, one = (sorted(part, key=lambda line: int(line.split()[0])) for part in lines)
-    assert len(two) == 16 and two == one[:16]    # the last step is not written
-    assert re.fullmatch(r"0\ttrain-\d.parquet:\d:\d 0-\d+.*", one[0])
+    (code,) = snippets("Which documents were in which row")
+    lines = {1: [], 2: []}
+    for world_size, rank in [(2, 0), (2, 1), (1, 0)]:
+        monkeypatch.setenv("RANK", f"{rank}")
+        monkeypatch.setenv("WORLD_SIZE", f"{world_size}")
+        names = run_here(code, n=1 + 8 // world_size)    # the last step is not written
+        names["log"].close()
+        lines[world_size] += Path(f"rows-{rank}.txt").read_text().splitlines()
+    lines[2].sort(key=lambda line: int(line.split()[0]))
+    assert len(lines[1]) == 16 and lines[1] == lines[2]
+    assert re.fullmatch(r"0(\ttrain-\d\.parquet:\d+:\d+ \d+-\d+)+", lines[1][0])
 
 def test_each_token_has_the_weight_of_its_document(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("scored", [["val"]])
-    table = pa.table({"text": [letter * 9 for letter in "abcd"], "score": [0.25, 0.5, 1.0, 2.0]})
+    scores = [i % 4 / 4 + 0.25 for i in range(200)]
+    table = pa.table({"text": numbered(200 * [9]), "score": scores})
     pq.write_table(table, "scored/train-0.parquet")
-    losses = []
-    with pytest.raises(Enough):
-        run_here("A loss weight for each token", train_step=steps(3, losses), note=print,
-                 model=lambda inputs: torch.zeros(B, T, 257))
-    assert [loss.item() for loss, in losses] == pytest.approx(3 * [np.log(257)])
+    (code,) = snippets("A loss weight for each token")
+    names = run_here(code, model=lambda inputs: torch.zeros(B, T, 257))
+    assert names["loss"].item() == pytest.approx(np.log(257))
+    want = torch.zeros(B, T + 1)
+    for row, pieces in enumerate(names["loader"].pieces()):
+        for piece in pieces:
+            end = piece.offset + piece.stop - piece.start
+            want[row, piece.offset:end] = scores[piece.location.row]
+    has_target = names["targets"] >= 0
+    assert torch.equal(names["weight"], want[:, 1:] * has_target)
+
+def test_a_random_transform_depends_on_the_document_and_the_epoch(folder):
+    """It is the same for a folder that has moved, and loses no token."""
+    (code,) = snippets("A random transform")
+    names = run_here(code, fim_start=300, fim_end=301, fim_middle=302)
+    transform, n_told, n_new = names["fill_in_the_middle"], 0, 0
+    for location, text in texts_of("my_shards").items():
+        ids = np.array([BOS, *text.encode()])
+        moved = location._replace(path=f"/moved/{location.path}")
+        told = transform(ids, location, 1)
+        assert np.array_equal(told, transform(ids, moved, 1))
+        n_new += not np.array_equal(told, transform(ids, location, 2))
+        if len(told) > len(ids):
+            n_told += 1
+            bos, start, end, middle = np.split(told, np.flatnonzero(told >= 300))
+            assert np.array_equal(ids, [*bos, *start[1:], *middle[1:], *end[1:]])
+    assert 80 < n_told < 140 < n_new
+    next(names["loader"])
+
+def test_only_the_last_answer_has_a_loss(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    words = [("user", "Hi"), ("assistant", "Yo"), ("user", "Bye"), ("assistant", "So long")]
+    messages = [{"role": role, "content": content} for role, content in words]
+    write("my_chats", [200 * [json.dumps(messages)]], column="messages")
+    (code,) = snippets("Chats")
+    inputs, targets = next(run_here(code, tokenizer=tokenizer, T=40)["loader"])
+    assert "<|user_start|>Hi<|user_end|>" in tokenizer.decode(inputs[0].tolist())
+    answers = targets[targets >= 0].tolist()
+    assert tokenizer.decode(answers) == B * "So long<|assistant_end|>"
+
+# --------------------------------------------------------------------------------------------------
+# Attention inside documents
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_attention_stays_inside_documents(folder, packing, monkeypatch):
+    """By a dense mask, by flex attention, and document by document, as varlen_attn does on CUDA."""
+    flex_module = "torch.nn.attention.flex_attention"
+    monkeypatch.setattr(f"{flex_module}._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    first, dense, flex, varlen = snippets("Attention inside documents")
+    names = run_here(first, B=6, n_documents=96)
+    batches = [*make("my_shards", B=6, T=T, packing=packing, epochs=1, chunk_bytes=500)]
+    for inputs, _ in [*batches[::9], batches[-1]]:
+        q, k, v = torch.randn(3, 6, 2, T, 8)
+        names |= {"inputs": inputs, "q": q, "k": k, "v": v}
+        exec(dense, names)
+        output = names["output"]
+        exec(flex, names)
+        torch.testing.assert_close(names["output"], output)
+        exec(varlen, names)
+
+        lengths, positions = [], []
+        for b, row in enumerate(inputs.tolist()):
+            text = "".join(map(show_token, row))
+            end = 0
+            for document in re.findall(r"^[^|]+|\|+[^|]*", text):
+                begin, end = end, end + len(document)
+                lengths.append(end - begin)
+                positions += range(end - begin)
+                alone = [x[b, :, begin:end] for x in (q, k, v)]
+                want = F.scaled_dot_product_attention(*alone, is_causal=True)
+                torch.testing.assert_close(output[b, :, begin:end], want)
+        lengths += (96 - len(lengths)) * [0]
+        assert names["cu_seqlens"].diff().tolist() == lengths
+        assert names["positions"].tolist() == positions
+    names["n_documents"] = 5    # fewer than rows
+    with pytest.raises(AssertionError, match="raise n_documents"):
+        exec(varlen, names)

@@ -275,8 +275,9 @@ def test_filters_mixtures_and_buffers_are_restored_exactly(even_odd):
         assert show_all(load(start(data_dir, **options), state), 20) == show_all(loader, 20)
 
 def test_without_a_seed_epochs_repeat_their_order(data):
-    rows = numbers_of(start(data, shuffle_seed=None, epochs=2))
-    assert rows[:120] == rows[120:]
+    """Ours: with one lane. With more, lanes take other chunks in each epoch."""
+    rows = numbers_of(start(data, shuffle_seed=None, num_lanes=1, epochs=2))
+    assert rows == [*range(120), *range(120)]
 
 def test_a_random_transform_is_the_same_in_each_run(data):
     """Theirs: a generator is passed along. Ours: seeded by the document's place on disk."""
@@ -310,7 +311,7 @@ def test_packed_rows_are_restored_at_any_step_and_at_the_end(tmp_path, packing):
     options = {"num_lanes": 1, "chunk_bytes": 20, "packing": packing}
     want = show_all(start(letters, **options))
     loader, rows = start(letters, **options), []
-    for row in want:
+    for _ in want:
         loader = load(start(letters, **options), loader.state_dict())
         rows += show(next(loader))
     assert rows == want
@@ -325,7 +326,7 @@ def test_a_document_is_cut_many_times_or_kept_whole(tmp_path):
     rows = PACKINGS["flat"]([7, 25], 10)
     assert sizes(rows) == [10, 10, 10, 5], "three tokens are in two rows"
     rows = PACKINGS["wholefit"]([5, 5, 10, 5, 5], 10)
-    assert [*map(len, rows)] == [1, 2, 2], "what fills a row is not cut"
+    assert sorted(map(len, rows)) == [1, 2, 2], "what fills a row is not cut"
     long = write(tmp_path, [["abcdefghij"]])
     assert show_all(start(long, num_lanes=1)) == ["|abcdefg", "|hij...."]
 
@@ -338,7 +339,8 @@ def test_a_document_is_cut_many_times_or_kept_whole(tmp_path):
 def test_wholefit_has_the_rows_of_bfd(lengths, R, theirs):
     """The lengths of the pieces in each row: the longest first, each where it leaves least room."""
     rows = PACKINGS["wholefit"](lengths, R)
-    assert [sorted(stop - start for _, start, stop in row) for row in rows] == theirs
+    found = [sorted(stop - start for _, start, stop in row) for row in rows]
+    assert sorted(found) == sorted(theirs)
 
 @pytest.mark.parametrize("lengths", [[5, 2, 4, 1], [6, 3, 3, 4]])
 def test_what_is_longer_than_a_row_is_cut_and_begins_with_bos_again(lengths):
@@ -451,7 +453,7 @@ def test_the_row_length_changes_rows_but_loses_no_token(tmp_path):
 def test_other_data_is_refused(data, tmp_path):
     """Theirs: a flag ignores it. Ours: no flag; train.py's --init begins a new run."""
     other = write_numbers(tmp_path / "other", *range(100, 220))
-    with pytest.raises(ValueError, match="do not match the state's"):
+    with pytest.raises(ValueError, match="none of the sources"):
         start(other).load_state_dict(gather_states(start(data)))
 
 def test_rows_are_chosen_by_their_number_alone():
