@@ -306,11 +306,13 @@ def test_trainer(folder):
 
 JAX = """
     import jax
+    from jax.experimental.multihost_utils import sync_global_devices
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if os.environ["WORLD_SIZE"] == "2":
         address = "127.0.0.1:" + os.environ["MASTER_PORT"]
         jax.distributed.initialize(address, 2, int(os.environ["RANK"]))
     def train_step(inputs, targets):
+        sync_global_devices("a step waits for all processes")
         assert inputs.shape == (B * jax.process_count(), T)
         note(inputs.addressable_shards[0].data)
 """
@@ -457,3 +459,164 @@ def test_attention_stays_inside_documents(folder, packing, monkeypatch):
     names["n_documents"] = 5    # fewer than rows
     with pytest.raises(AssertionError, match="raise n_documents"):
         exec(varlen, names)
+
+# --------------------------------------------------------------------------------------------------
+# nanoGPT and nanochat
+
+def apply_diff(diff, files):
+    """Edit files, {name: lines}. A line "-..." deletes all lines up to the diff's next one."""
+    deletes_until_next = False
+    for line in diff.splitlines():
+        sign, text = line[:1], line[1:]
+        if sign == "#":
+            name, _, _ = text.strip().partition(":")
+            lines, at = files[name], 0
+        elif line.strip("- ") == "...":
+            deletes_until_next = True
+        elif sign == "+":
+            lines.insert(at, text)
+            at += 1
+        else:
+            i = lines.index(text, at)
+            if deletes_until_next:
+                del lines[at:i]
+                i, deletes_until_next = at, False
+            if sign == "-":
+                del lines[i]
+            at = i + (sign == " ")
+
+NANOGPT = """
+import os
+import torch
+import torch.distributed as dist
+from model import GPTConfig, GPT
+eval_interval, batch_size, block_size, gradient_accumulation_steps = 2, B, T, 2
+ddp = os.environ["WORLD_SIZE"] == "2"
+if ddp:
+    dist.init_process_group()
+    gradient_accumulation_steps //= dist.get_world_size()
+master_process = os.environ["RANK"] == "0"
+device = "cpu"
+def get_batch(split):
+    x = y = torch.zeros(B, T, dtype=torch.int64)
+    return x, y
+iter_num, meta_vocab_size = 0, None
+# model init
+model = GPT(GPTConfig(vocab_size=meta_vocab_size))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+checkpoint = None
+if os.path.exists("ckpt.pt"):
+    checkpoint = torch.load("ckpt.pt")
+    model.load_state_dict(checkpoint["model"])
+    iter_num = checkpoint["iter_num"]
+    optimizer.load_state_dict(checkpoint['optimizer'])
+def estimate_loss():
+    for split in ['train', 'val']:
+        for k in range(3):
+            X, Y = get_batch(split)
+            print("eval", split, k, Y.tolist())
+X, Y = get_batch('train') # fetch the very first batch
+while True:
+    # evaluate the loss on train/val sets and write checkpoints
+    if iter_num % eval_interval == 0 and master_process:
+        estimate_loss()
+        if iter_num > 0:
+                checkpoint = {
+                    "model": model.state_dict(),
+                    "optimizer": optimizer.state_dict(),
+                    "iter_num": iter_num,
+                }
+                torch.save(checkpoint, "ckpt.pt")
+    for micro_step in range(gradient_accumulation_steps):
+        logits, loss = model(X, Y)
+        # immediately async prefetch next batch while model is doing the forward pass on the GPU
+        X, Y = get_batch('train')
+        note(X)
+    iter_num += 1
+"""
+NANOGPT_MODEL = """
+import torch
+import torch.nn.functional as F
+GPTConfig = dict
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        n = config["vocab_size"]
+        self.embedding, self.head = torch.nn.Embedding(n, 8), torch.nn.Linear(8, n)
+    def forward(self, inputs, targets):
+        logits = self.head(self.embedding(inputs))
+        if targets is not None:
+            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
+        return logits, loss
+"""
+NANOGPT_TOKENIZER = """
+import sys
+import tokenizer as module
+sys.path.insert(0, "")
+tokenizer.get_vocab_size = lambda: 257
+module.get_tokenizer = lambda path: tokenizer
+"""
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nanogpt_resumes_with_the_next_rows(folder, world_size):
+    """The diff is applied to its loop in miniature. Each evaluation gets the same batches."""
+    files = {"train.py": NANOGPT.splitlines(), "model.py": NANOGPT_MODEL.splitlines()}
+    (diff,) = snippets("nanoGPT", "diff")
+    apply_diff(diff, files)
+    Path("model.py").write_text("\n".join(files["model.py"]))
+    check(NANOGPT_TOKENIZER + "\n".join(files["train.py"]), worlds=(world_size, world_size, 1))
+    lines = "".join(path.read_text() for path in Path().glob("log-*")).splitlines()
+    evaluations = [line for line in lines if line.startswith("eval")]
+    assert len(evaluations) > 12 and evaluations == evaluations[:6] * (len(evaluations) // 6)
+
+def test_tokens_of_nanogpt_become_shards(tmp_path, monkeypatch, tokenizer):
+    """Each document of train.bin and val.bin once, with its end mark in front."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save("my_tokenizer")
+    bos = tokenizer.get_bos_token_id()
+    documents = [tokenizer.encode(f"document {i}") for i in range(1500)]
+    for split, part in [("train", documents[:1400]), ("val", documents[1400:])]:
+        ids = [[*document, bos] for document in part]
+        np.concatenate(ids).astype(np.uint16).tofile(f"{split}.bin")
+    (code,) = snippets("nanoGPT's tokens")
+    exec(code, {})
+    for split, part in [("train", documents[:1400]), ("val", documents[1400:])]:
+        (shard,) = list_shards("my_gpt", split)
+        groups = [shard.read(i).to_pylist() for i in range(len(shard.group_sizes))]
+        found = [np.frombuffer(raw, shard.dtype) for raw in itertools.chain(*groups)]
+        assert [ids.tolist() for ids in found] == [[bos, *ids] for ids in part]
+    next(make("my_gpt", tokenizer=tokenizer))
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nanochat_saves_the_state_before_the_batch_it_fetched(folder, world_size, monkeypatch):
+    """A resumed run begins with that batch. dev/tests/test_nanochat.py checks the rows."""
+    (diff,) = snippets("nanochat", "diff")
+    added = re.findall(r"^\+( .*(?:states|is_init).*)", diff, re.M)
+    *gathering, saved = textwrap.dedent("\n".join(added)).splitlines()
+    assert saved.strip() == '"dataloader_state_dict": states,'
+    os.rename("my_shards", "base_data")
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(folder))
+    monkeypatch.setenv("WORLD_SIZE", f"{world_size}")
+
+    def start(rank, state=None):
+        monkeypatch.setenv("RANK", f"{rank}")
+        loader = tokenizing_distributed_data_loader_with_state_bos_bestfit(
+            ByteTokenizer(), B, T, "train", device="cpu", resume_state_dict=state, buffer_size=5)
+        return loader, next(loader)
+
+    loaders, batches = zip(*map(start, range(world_size)), strict=True)
+    for _ in range(3):
+        before = [state for _, _, state in batches]
+        batches = [next(loader) for loader in loaders]
+
+    def all_gather_object(states, state):
+        states[:] = before
+
+    fake = SimpleNamespace(is_initialized=lambda: world_size > 1,
+                           all_gather_object=all_gather_object)
+    for rank, (inputs, targets, _) in enumerate(batches):
+        names = {"dist": fake, "ddp_world_size": world_size, "state_before": before[rank]}
+        exec("\n".join(gathering), names)
+        states = json.loads(json.dumps(names["states"]))
+        _, (resumed, resumed_targets, _) = start(rank, states)
+        assert torch.equal(inputs, resumed) and torch.equal(targets, resumed_targets)
