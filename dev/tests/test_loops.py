@@ -252,6 +252,8 @@ FABRIC = """
         prepare = lightning.Fabric.setup
         def save_state(self, path):
             self.save(f"{path}/model.pt", {"model": model})
+        def load_state(self, path):
+            self.load(f"{path}/model.pt", {"model": model})
     accelerate.Accelerator = Accelerator
 """
 
