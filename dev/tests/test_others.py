@@ -265,7 +265,9 @@ def test_a_mixture_resumes_with_other_sources_and_weights(tmp_path):
     for before, after in cases:
         loader = start(before)
         rows = numbers_of(loader, 20)
-        rows += numbers_of(load(start(after), loader.state_dict()))
+        with pytest.warns(UserWarning, match="is new|gives no more rows|was 1, and is 3"):
+            other = load(start(after), loader.state_dict())
+        rows += numbers_of(other)
         of_a = [number for number in rows if number % 3 == 0]
         assert sorted(of_a) == list(range(0, 150, 3))
 
@@ -372,7 +374,8 @@ def test_wrapped_is_flat_but_rows_share_a_token():
 def with_second_field(ids, location, epoch):
     fields = np.zeros(len(ids), "i8, i8")
     fields.dtype.names = "id", "minus"
-    fields["id"], fields["minus"] = ids, -ids
+    fields["id"] = np.append(ids[:-1], ~ids[-1:])    # the last token has no loss
+    fields["minus"] = -ids
     return fields
 
 def test_a_second_column_travels_along(tmp_path):
