@@ -57,7 +57,8 @@ SAVE_EVERY, KILL_AT = 4, 6    # batches of one process
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = torch.nn.Embedding(257, 8), torch.nn.Linear(8, 257)
+        self.embedding = torch.nn.Embedding(257, 8)
+        self.head = torch.nn.Linear(8, 257)
 
     def forward(self, inputs):
         note(inputs)
@@ -124,8 +125,10 @@ def run(code, world_size, leg=0):
     fork = multiprocessing.get_context("fork")    # what is imported here is imported there
     ranks = []
     for rank in range(world_size):
-        ranks.append(fork.Process(target=be_a_rank, args=(rank, world_size, leg, port, code)))
-        ranks[-1].start()
+        arguments = rank, world_size, leg, port, code
+        process = fork.Process(target=be_a_rank, args=arguments)
+        process.start()
+        ranks.append(process)
     for process in ranks:
         process.join(100)
         assert process.exitcode is not None, logs()
@@ -137,7 +140,8 @@ def run(code, world_size, leg=0):
 
 def logs():
     """What a failed test shows."""
-    return "\n".join(path.read_text()[-3000:] for path in sorted(Path().glob("log-*")))
+    texts = [path.read_text() for path in sorted(Path().glob("log-*"))]
+    return "\n".join(text[-3000:] for text in texts)
 
 def rows_of_one_process(n, **options):
     with PackedLoader(ByteTokenizer(), 1, T, "train", data_dir="my_shards", **options) as loader:
@@ -180,7 +184,9 @@ def test_gradient_of_the_ddp_loop_is_that_of_one_process(folder):
         Path("loader.json").unlink()
         log = Path(f"log-{world_size}-0").read_text()
         found.append([float(norm) for norm in re.findall("gradient (.*)", log)])
-    assert len(found[0]) >= SAVE_EVERY and found[0] == pytest.approx(found[1]), logs()
+    of_two, of_one = found
+    assert len(of_two) >= SAVE_EVERY
+    assert of_two == pytest.approx(of_one), logs()
 
 MESH = """
     from torch.distributed.device_mesh import init_device_mesh
@@ -208,7 +214,8 @@ def test_context_parallel_parts_make_the_batch(folder):
         inputs, targets, positions = np.concatenate(parts, axis=2)
         order = [*range(4), *range(12, 16), *range(4, 12)]
         assert positions.tolist() == B * [order]
-        inputs, targets = inputs[:, np.argsort(order)], targets[:, np.argsort(order)]
+        inputs = inputs[:, np.argsort(order)]
+        targets = targets[:, np.argsort(order)]
         assert inputs.tolist() == want[data_rank::2]
         follows = targets[:, :-1] == inputs[:, 1:]
         assert (follows | (targets[:, :-1] == -100)).all()
@@ -536,7 +543,9 @@ def test_nanogpt_resumes_with_the_next_rows(folder, world_size):
     check(NANOGPT_TOKENIZER + "\n".join(files["train.py"]), worlds=(world_size, world_size, 1))
     lines = "".join(path.read_text() for path in Path().glob("log-*")).splitlines()
     evaluations = [line for line in lines if line.startswith("eval")]
-    assert len(evaluations) > 12 and evaluations == evaluations[:6] * (len(evaluations) // 6)
+    n = len(evaluations) // 6
+    assert n > 2
+    assert evaluations == evaluations[:6] * n
 
 def test_tokens_of_nanogpt_become_shards(tmp_path, monkeypatch, tokenizer):
     """Each document of train.bin and val.bin once, with its end mark in front."""
@@ -544,12 +553,13 @@ def test_tokens_of_nanogpt_become_shards(tmp_path, monkeypatch, tokenizer):
     tokenizer.save("my_tokenizer")
     bos = tokenizer.get_bos_token_id()
     documents = [tokenizer.encode(f"document {i}") for i in range(1500)]
-    for split, part in [("train", documents[:1400]), ("val", documents[1400:])]:
+    parts = {"train": documents[:1400], "val": documents[1400:]}
+    for split, part in parts.items():
         ids = [[*document, bos] for document in part]
         np.concatenate(ids).astype(np.uint16).tofile(f"{split}.bin")
     (code,) = snippets("nanoGPT's tokens")
     exec(code, {})
-    for split, part in [("train", documents[:1400]), ("val", documents[1400:])]:
+    for split, part in parts.items():
         (shard,) = list_shards("my_gpt", split)
         groups = [shard.read(i).to_pylist() for i in range(len(shard.group_sizes))]
         found = [np.frombuffer(raw, shard.dtype) for raw in itertools.chain(*groups)]

@@ -361,7 +361,7 @@ def test_wholefit_has_the_rows_of_bfd(lengths, R, rows):
 
 @pytest.mark.parametrize("lengths", [(5, 2, 4, 1), (6, 3, 3, 4)])
 def test_what_is_longer_than_a_row_is_cut_and_begins_with_bos_again(lengths):
-    """Theirs: bfd, the default, drops the rest; bfd_split goes on without BOS. Ours: a token more."""
+    """Theirs: bfd drops the rest; bfd_split goes on without BOS. Ours: BOS again, a token more."""
     found = sizes(PACKINGS["wholefit"](lengths, 4))
     assert max(found) == 4
     assert sum(found) == sum(lengths) + 1
