@@ -370,6 +370,8 @@ def test_base_directory_that_cannot_be_written_costs_only_time(tmp_path, monkeyp
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(base))
     if trouble == "a file":
         base.write_text("")
+        with pytest.raises(UserError, match=r"builtin.*; choose .* NANOLOADER_BASE_DIR=FOLDER"):
+            dataset.find_data()
     else:
         monkeypatch.setattr(dataset, "write_atomic", mock.Mock(side_effect=OSError(28, "full")))
     assert read_all(folder) == ["a", "bb", "ccc"] * 2
