@@ -213,6 +213,14 @@ def test_shards_of_other_tools_read_the_same(tmp_path, kind):
     data, offsets, _ = dataset.column_views(shard.read(1).slice(1))
     assert data[offsets[0]:offsets[1]] == b"b" * 9000
     assert dataset.column_views(shard.read(0))[2].tolist() == [True, False, True]
+    shard.group_sizes[0] = 4
+    with pytest.raises(ShardError, match="it has 3 documents, 4 in the index"):
+        shard.read(0)
+    footer = dataset.parse_footer(shard.folder, shard.name, shard.file_size)
+    metadata = mock.Mock(wraps=footer.metadata, num_row_groups=2, num_rows=6)
+    with (mock.patch("dataset.parse_footer", return_value=footer._replace(metadata=metadata)),
+          pytest.raises(ShardError, match=r"a.parquet, footer: its footer contradicts itself")):
+        dataset.make_index(shard.folder, dataset.list_files(shard.folder))
 
 def test_a_location_has_a_key_that_survives_a_move():
     here = Location("/data/train-00000.parquet", 3, 17)
@@ -298,6 +306,10 @@ def test_checksum_differs_for_other_documents_and_never_changes():
     array = pa.array(["x", "a", None, "", "bc" * 5000, "y"])
     for kind in (pa.string(), pa.large_string()):
         assert dataset.checksum(array.cast(kind).slice(1, 4)) == 596_729_577
+    offsets = pa.py_buffer(np.array([0, 2, 3], "<i4"))
+    buffers = [pa.py_buffer(b"\2"), offsets, pa.py_buffer(b"xxa")]    # bytes below a null
+    array = pa.Array.from_buffers(pa.string(), 2, buffers)
+    assert dataset.checksum(array) == dataset.checksum(pa.array([None, "a"]))
 
 # --------------------------------------------------------------------------------------------------
 # The index
