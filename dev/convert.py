@@ -1,0 +1,987 @@
+"""
+Make shuffled shards from your own text or chats.
+
+    python -m dev.convert my_folder --out my_shards                   # all files that we can read
+    python -m dev.convert 'my/**/*.jsonl.gz' --text_key data.content  # a key in a key
+    python -m dev.convert book.txt --cut_bytes 2000                   # cut at blank lines
+    python -m dev.convert chats.jsonl --out my_chats                  # see find_messages
+
+All text is written twice, so any amount of it is shuffled in bounded memory: about 200 MB of JSON
+lines a second on one core (193 MB of Python sources, 2026-11).
+
+In this order: convert; reading documents; conversations; the shuffle; which files; processes and
+folders; the command.
+"""
+
+import sys
+
+if __name__ == "__main__":    # here, since the imports below take half a second
+    if not __package__:
+        sys.exit("usage: python -m dev.convert FILES --out FOLDER, typed where dataset.py is")
+    sys.excepthook = lambda kind, *error: (
+        print("\nstopped", file=sys.stderr) if kind is KeyboardInterrupt
+        else sys.__excepthook__(kind, *error))
+
+import argparse
+import collections
+import contextlib
+import csv
+import difflib
+import fnmatch
+import functools
+import glob
+import hashlib
+import importlib
+import io
+import itertools
+import json
+import lzma
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import threading
+from codecs import BOM_UTF8
+from collections.abc import Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+import dataset
+from dataset import UserError, cores, errors_in_one_line, printable
+
+RUN_BYTES = 32 << 20
+BYTES_PER_PROCESS = 100_000_000    # while a process starts, another one converts so much
+SHARD_BYTES = 300_000_000          # of text: about 100 MB as zstd
+ROW_GROUP_DOCUMENTS = 1024
+ROW_GROUP_BYTES = 32 << 20         # long documents: fewer of them in a row group
+VAL_DOCUMENTS = 64                 # at least, if there are ten times as many
+LONGEST_DOCUMENT = 1 << 30         # bytes
+BAD_SHOWN = 5
+
+# --------------------------------------------------------------------------------------------------
+# Convert: files -> sorted runs -> shards
+#
+# A document's key is a hash of its position in the inputs. The shards hold all documents in the
+# order of their keys: a shuffle that is the same for any number of processes. First, processes
+# parse the files into runs on disk, RUN_BYTES of text each, sorted by key. The keys and lengths of
+# all documents (16 bytes each) decide which of them a row group holds. Then each shard collects its
+# documents from all runs.
+
+class Options(NamedTuple):
+    """How documents are read."""
+    kind: str = "text"               # what shards hold: 'text' or 'messages'
+    key: str | None = None           # of a document in a record; None: see find_messages
+    keep: Sequence[str] = ()         # columns beside the documents
+    ignore_keys: Sequence[str] = ()  # of messages
+    delimiter: str | None = None
+    cut_bytes: int | None = None
+    skip_bad: bool = False
+    seed: int = 0
+    longest_val: int = 0             # bytes of a document in val
+
+@dataclass
+class Report:
+    """What was read and written, and what was not."""
+    kind: str = "text"
+    files: int = 0
+    shards: int = 0
+    documents: int = 0
+    bytes: int = 0
+    empty: int = 0
+    bad: int = 0
+    shown: list = field(default_factory=list)      # the first problems
+    columns: set = field(default_factory=set)      # names in the first records of each task
+    dropped: collections.Counter = field(default_factory=collections.Counter)    # keys of messages
+    examples: dict = field(default_factory=dict)   # the first of each of them
+    ignored: list = field(default_factory=list)    # files
+
+    def add_problem(self, message):
+        self.bad += 1
+        self.shown = [*self.shown, message][:BAD_SHOWN]
+
+    def add_document(self, path, document):
+        self.documents += 1
+        self.bytes += len(document.text)
+        self.empty += not document.text
+        for key, value in document.dropped:
+            self.dropped[key] += 1
+            self.examples.setdefault(key, f"{path}, {document.where}: {value!r:.60}")
+
+    def merge(self, other):
+        self.documents += other.documents
+        self.bytes += other.bytes
+        self.empty += other.empty
+        self.bad += other.bad
+        self.shown = [*self.shown, *other.shown][:BAD_SHOWN]
+        self.columns |= other.columns
+        self.dropped += other.dropped
+        self.examples = other.examples | self.examples
+
+def convert(inputs, out, text_key=None, messages_key=None, *, keep=(), as_text=(), delimiter=None,
+            cut_bytes=None, ignore_keys=(), skip_bad=False, seed=0, workers=None,
+            shard_bytes=SHARD_BYTES, executor=None):
+    """
+    Write the documents of files, folders and globs as shards; returns a Report. The last shard,
+    about 1 % of the documents, is val. `out` appears atomically, once complete.
+
+    UserError names file and line of the first bad document; skip_bad reports bad documents and
+    unreadable files instead. as_text: see find_inputs. The other arguments: see Options. The
+    workers of an `executor` must see the same paths; `workers` says how many there are.
+    """
+    out = os.path.realpath(out)    # a link stays, and its target appears
+    check_arguments(out, keep, (text_key, messages_key))
+    files, ignored = find_inputs(inputs, as_text)
+    if cut_bytes and not any(file.suffix in PLAIN for file in files):
+        raise UserError("--cut_bytes cuts plain text, and here is none; name it by --as_text")
+    total = sum(file.size for file in files)
+    options = Options("text", text_key, keep, ignore_keys, delimiter, cut_bytes, skip_bad, seed,
+                      longest_val=total // 20)
+    if messages_key or (not text_key and holds_messages(files[0], options)):
+        options = options._replace(kind="messages", key=messages_key)
+    elif not text_key:
+        options = options._replace(key="text")
+    report = Report(options.kind, len(files), ignored=ignored)
+    n_processes = min(workers or max(1, total // BYTES_PER_PROCESS), cores())
+    with pool_of(executor, n_processes) as pool, building_folder(out) as building:
+        ahead = 4 * (workers if executor else n_processes)
+        scatter = functools.partial(scatter_files, options=options, building=building)
+        for part in run_all(pool, scatter, list(group_files(files, total)), ahead, "read"):
+            report.merge(part)
+        keys, lengths = keys_and_lengths(building)
+        check_enough(report, files)
+        shards = list(plan_shards(keys, lengths, shard_bytes))
+        gather = functools.partial(gather_shard, building=building, kind=options.kind)
+        run_all(pool, gather, list(enumerate(shards)), ahead, "write")
+        index = dataset.write_index(f"{building}/shards")
+        n_written = sum(sum(entry["rows"]) for entry in index["shards"].values())
+        assert n_written == report.documents
+        os.rename(f"{building}/shards", out)    # also onto an empty folder
+    report.shards = len(shards)
+    return report
+
+def check_arguments(out, keep, keys):
+    if "://" in out:
+        raise UserError(f"cannot write to {out}; name a local folder, then copy it there")
+    clash = {"text", "messages", "tokens", *keys} & {*keep}
+    if clash:
+        raise UserError(f"--keep {min(clash)}: shards hold the documents in a column of that name")
+    if os.path.isfile(out) or os.path.ismount(out) or out == os.getcwd():
+        raise UserError(
+            f"cannot make {out} anew: it is a file, a mount point or the folder you are in; name a "
+            "folder in or beside it with --out")
+    if os.path.isdir(out) and os.listdir(out):
+        raise UserError(f"{out} is not empty; name a new folder with --out, or remove it first")
+
+def check_enough(report, files):
+    """A train and a val shard need a document each."""
+    if report.documents >= 2:
+        return
+    message = f"{counted(report.documents, 'document')}, but train and val need at least one each"
+    if report.documents and files[0].suffix in PLAIN and report.bytes > 1:
+        cut = min(10_000, 1 + report.bytes // 16)
+        message += f"; to cut a long one at its blank lines, add --cut_bytes {cut}"
+    if report.shown:
+        message += f"; skipped: {report.shown[0]}"
+    raise UserError(message)
+
+# --------------------------------------------------------------------------------------------------
+# Reading documents
+
+class Document(NamedTuple):
+    where: str                    # 'line 3'
+    text: bytes | None            # UTF-8
+    record: dict | None = None    # the columns of its line or row
+    dropped: Sequence = ()        # (key, value) of what messages lose
+    problem: str | None = None    # instead of a text
+
+UNREADABLE = (
+    OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, csv.Error, pa.ArrowException)
+
+def documents_of(file, options):
+    """Each Document of a file; of a bad one, or of the rest of an unreadable file, its problem."""
+    place = "unreadable"
+    try:
+        for where, record in records_of(file, options):
+            place = f"unreadable after {where}"
+            try:
+                record = parse(record)
+                text, dropped = text_of(record, options)
+                yield Document(where, text, record, dropped)
+            except (ValueError, RecursionError) as error:
+                yield Document(where, None, problem=explain(error))
+    except UNREADABLE as error:
+        yield Document(place, None, problem=explain(error))
+
+def records_of(file, options):
+    """(where, record) of each line, row or plain text; a record is a dict, or JSON as bytes."""
+    suffix = os.path.splitext(file.path.lower())[1]
+    with pa.OSFile(file.path) as raw:
+        if suffix == ".xz":
+            stream = lzma.LZMAFile(raw)  # noqa: SIM115, closed with the stream below it
+        elif suffix in CODECS:    # pyarrow's gzip reads 495 MB/s of JSON lines, Python's 353
+            stream = pa.CompressedInputStream(raw, CODECS[suffix])
+        else:
+            stream = raw
+        if file.suffix not in TABLES:
+            stream = io.BufferedReader(stream, 1 << 16)    # a truncated file loses less than this
+            if stream.peek(3).startswith(BOM_UTF8):
+                stream.read(3)
+        yield from READERS[file.suffix](stream, options)
+
+def read_json(stream, options):
+    """One array of records, or one record in each line, which may be an array of messages."""
+    start = stream.peek(100)
+    if re.match(rb'\s*\[(?!\s*{\s*"(role|content|from|value|name|weight)")', start):
+        records = json.loads(read_whole(stream).decode())
+        for number, record in enumerate(records):
+            yield f"document {number}", record
+    else:
+        for number, line in enumerate(lines_of(stream), 1):
+            if not line.isspace():
+                yield f"line {number}", line
+
+def read_csv(stream, options, delimiter=None):
+    """By default, the delimiter is the comma, semicolon or tab that is most frequent in line 1."""
+    csv.field_size_limit(LONGEST_DOCUMENT)
+    lines = (line.decode() for line in lines_of(stream))
+    header = next(lines, "")
+    delimiter = options.delimiter or delimiter or max(",;\t", key=header.count)
+    rows = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
+    columns_to_read(rows.fieldnames or [], options)
+    for row in rows:
+        if None in row:
+            row = UserError(f"{len(row[None])} fields more than the first line names: quote texts")
+        yield f"line {rows.line_num}", row
+
+def read_text(stream, options):
+    yield from cut_text(read_whole(stream), options.cut_bytes)
+
+def read_parquet(stream, options):
+    file = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
+    columns = columns_to_read(file.schema_arrow.names, options)
+    batches = file.iter_batches(ROW_GROUP_DOCUMENTS, columns=columns, use_threads=False)
+    yield from rows_of(batches, file.schema_arrow.names, columns)
+
+def read_arrow(stream, options):
+    """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
+    is_file = stream.read(6) == b"ARROW1"
+    stream.seek(0)
+    if is_file:
+        file = pa.ipc.open_file(stream)
+        batches = map(file.get_batch, range(file.num_record_batches))
+    else:
+        file = batches = pa.ipc.open_stream(stream)
+    columns = columns_to_read(file.schema.names, options)
+    yield from rows_of(batches, file.schema.names, columns)
+
+def rows_of(batches, names, columns):
+    unread = dict.fromkeys(names)
+    row = itertools.count()
+    for batch in batches:
+        for record in batch.select(columns).to_pylist():
+            yield f"row {next(row)}", unread | record
+
+# How a file is read, by the end of its name. Compressed text: .jsonl.gz, .txt.zst and so on
+READERS = {
+    ".jsonl": read_json, ".ndjson": read_json, ".json": read_json,
+    ".csv": read_csv, ".tsv": functools.partial(read_csv, delimiter="\t"),
+    ".txt": read_text, ".md": read_text,
+    ".parquet": read_parquet, ".pq": read_parquet,
+    ".arrow": read_arrow, ".feather": read_arrow}
+CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".lz4": "lz4", ".xz": "Python's"}
+PLAIN = (".txt", ".md")
+TABLES = (".parquet", ".pq", ".arrow", ".feather")
+
+def lines_of(stream):
+    return iter(lambda: stream.readline(LONGEST_DOCUMENT), b"")    # memory is bounded
+
+def read_whole(stream):
+    data = stream.read(LONGEST_DOCUMENT + 1)
+    if len(data) > LONGEST_DOCUMENT:
+        raise UserError(f"over {LONGEST_DOCUMENT:,} bytes in one piece; write JSON lines instead")
+    return data
+
+def cut_text(data, cut_bytes):
+    """(where, {"text": part}) of at most cut_bytes; cut_bytes None: all in one part."""
+    cut_bytes = cut_bytes or len(data)
+    start = 0
+    if not data:
+        yield "byte 0", {"text": b""}
+    while start < len(data):
+        stop = start + cut_bytes
+        if stop < len(data):
+            stop = find_end(data, start, stop)
+        yield f"byte {start}", {"text": data[start:stop]}
+        start = stop
+
+def find_end(data, start, stop):
+    """The end of the last blank line, else line, else word, else character before `stop`."""
+    for mark in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
+        at = data.rfind(mark, start, stop)
+        if at >= 0:
+            return at + len(mark)
+    while stop > start + 1 and data[stop] & 0xC0 == 0x80:    # not in the middle of a character
+        stop -= 1
+    return stop
+
+def parse(record):
+    """A record as a dict, or as a list of messages."""
+    if isinstance(record, Exception):
+        raise record
+    if not isinstance(record, bytes):
+        return record
+    try:
+        return json.loads(record.decode())
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{error}; expected one whole JSON document in a line (jq -c . FILE)") from error
+
+def text_of(record, options):
+    """(its document as UTF-8, what messages lose)"""
+    dropped = ()
+    if options.kind == "messages":
+        messages, dropped = clean_messages(find_messages(record, options.key), options.ignore_keys)
+        text = json.dumps(messages, ensure_ascii=False)
+    else:
+        text = find_text(record, options.key)
+    if isinstance(text, bytes):    # old versions of Hive and Impala write them for strings
+        text.decode()    # an error, unless it is UTF-8
+    else:
+        text = text.encode()
+    if len(text) > LONGEST_DOCUMENT:
+        raise UserError(f"it has more than {LONGEST_DOCUMENT:,} bytes; cut it into documents")
+    return text, dropped
+
+def find_text(record, key):
+    text = lookup(record, key)
+    if isinstance(text, str | bytes):
+        return text
+    if text is not None:
+        raise UserError(
+            f"{key!r} holds {type(text).__name__}, not a string; for conversations, add "
+            f"--messages_key {key}")
+    if find_messages(record) is not None:
+        raise UserError(
+            "a conversation among texts; convert conversations apart (train.py mixes: --data "
+            "TEXTS:0.7 CHATS:0.3)")
+    raise missing(key, record)
+
+def lookup(record, key):
+    """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
+    if not isinstance(record, dict):
+        return None
+    if key in record:
+        return record[key]
+    head, _, rest = key.partition(".")
+    return lookup(record.get(head), rest) if rest else None
+
+def columns_to_read(names, options):
+    """The columns with documents, and those to keep; UserError unless each is there once."""
+    keys = [options.key] if options.key else [name for name in CHAT_COLUMNS if name in names]
+    if not keys:
+        raise missing("messages", names)
+    columns = {}
+    for key in [*keys, *options.keep]:
+        column = key if key in names else key.partition(".")[0]
+        if names.count(column) > 1:
+            raise UserError(f"{names.count(column)} columns are named {column!r}; rename them")
+        if column not in names:
+            raise missing(key, names, "--keep" if key in options.keep else None)
+        columns[column] = True
+    return list(columns)
+
+def missing(key, names, flag=None):
+    """The error that there is nothing under a key."""
+    seen = ", ".join(map(repr, names)) if isinstance(names, dict | list) else type(names).__name__
+    message = f"nothing under {key!r}; there is {seen:.200}"
+    if isinstance(names, dict | list) and key not in names:
+        near = difflib.get_close_matches(key.partition(".")[0], map(str, names), 1)
+        message += "".join(f"; did you mean {name!r}?" for name in near)
+    flag = flag or "--text_key, or for conversations --messages_key"
+    return UserError(f"{message}; name it by {flag}")
+
+def explain(error):
+    """What an error says, in one line, and what to do."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"{error}; expected UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW (or -f UTF-16)"
+    return printable(error)
+
+# --------------------------------------------------------------------------------------------------
+# Conversations
+#
+# Shards hold them as JSON: [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}, ...].
+# An assistant's content may be a list of parts, {"type": "text", "text": "Hello"}, of PARTS. With
+# "weight": 0, a message is read and not learned. Which roles and parts a model knows depends on its
+# template: encoding checks that.
+
+PARTS = ("text", "python", "python_output")
+PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"))
+CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "response", "instruction",
+                "input", "output")
+ROLES = {"human": "user", "gpt": "assistant"}    # ShareGPT's names
+CONTENT_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking",
+                "refusal", "audio")
+
+def holds_messages(file, options):
+    """Whether the first records of a file are conversations, and have no `text`."""
+    records = records_of(file, options)
+    with contextlib.closing(records), contextlib.suppress(*UNREADABLE):
+        for _, record in itertools.islice(records, 10):
+            with contextlib.suppress(ValueError, RecursionError):    # named when it is read again
+                record = parse(record)
+                if isinstance(record, dict) and "text" in record:
+                    return False
+                if find_messages(record) is not None:
+                    return True
+    return False
+
+def find_messages(record, key=None):
+    """
+    A record's messages: under the key, else under `messages` or `conversations`, or the record
+    itself, or one of PAIRS, such as a prompt and its completion. None if there are none.
+    """
+    if isinstance(record, list):
+        return record
+    if key:
+        return lookup(record, key)
+    if not isinstance(record, dict):
+        return None
+    for name in ("messages", "conversations"):
+        if record.get(name) is not None:
+            return record[name]
+    for question, answer in PAIRS:
+        if record.get(question) is not None and record.get(answer) is not None:
+            asked = as_messages(record[question], "user")
+            if question == "instruction" and record.get("input"):
+                asked[0]["content"] += f"\n\n{record['input']}"
+            return asked + as_messages(record[answer], "assistant")
+    return None
+
+def as_messages(content, role):
+    return content if isinstance(content, list) else [{"role": role, "content": content}]
+
+def clean_messages(messages, ignore_keys):
+    """(messages as shards hold them, (key, value) of each that they lose)"""
+    if isinstance(messages, str | bytes):
+        messages = json.loads(messages)
+    if not isinstance(messages, list) or not messages:
+        raise UserError(
+            "expected a list of messages, [{'role': 'user', 'content': 'Hi'}, ...], under "
+            f"`messages` or --messages_key; saw {messages!r:.200}")
+    cleaned = []
+    dropped = []
+    for i, message in enumerate(messages):
+        try:
+            kept, rest = clean_message(message)
+            lost = [key for key in CONTENT_KEYS if rest.get(key) and key not in ignore_keys]
+            if lost:
+                raise UserError(f"its {lost[0]} would be lost (or: --ignore_keys {lost[0]})")
+        except UserError as error:
+            raise UserError(f"message {i}: {error}; saw {message!r:.300}") from error
+        cleaned.append(kept)
+        dropped += rest.items()
+    if not any(message["role"] == "assistant" for message in cleaned):
+        raise UserError(f"no message of an assistant, so nothing to learn; saw {messages!r:.200}")
+    return cleaned, dropped
+
+def clean_message(message):
+    """(its role, content and weight; all else)"""
+    if not isinstance(message, dict):
+        raise UserError("expected {'role': 'user', 'content': 'Hi'}")
+    rest = {key: value for key, value in message.items() if value is not None}    # parquet's nulls
+    if "from" in rest and "value" in rest:
+        sender = rest.pop("from")
+        rest |= {"role": ROLES.get(sender, sender), "content": rest.pop("value")}
+    kept = {"role": rest.pop("role", None), "content": rest.pop("content", None)}
+    if not isinstance(kept["role"], str):
+        raise UserError("expected a role, such as 'user'")
+    if isinstance(kept["content"], list):
+        kept["content"] = clean_parts(kept["content"], kept["role"] == "assistant")
+    elif not isinstance(kept["content"], str):
+        raise UserError("expected a string or a list of parts as its content")
+    if "weight" in rest:
+        kept["weight"] = rest.pop("weight")
+        if kept["weight"] not in (0, 1):
+            raise UserError("expected a weight of 0 or 1")
+    return kept, rest
+
+def clean_parts(parts, is_answer):
+    """Parts of an answer; the text of other parts."""
+    known = PARTS if is_answer else ("text",)
+    cleaned = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind not in known or not isinstance(part.get("text"), str):
+            raise UserError(f"expected parts {{'type': T, 'text': ...}} with T of {', '.join(known)}")
+        cleaned.append({"type": kind, "text": part["text"]})
+    return cleaned if is_answer else "".join(part["text"] for part in cleaned)
+
+# --------------------------------------------------------------------------------------------------
+# The shuffle
+
+KEY, DOCUMENT = "nanoloader.key", "nanoloader.text"    # columns of a run
+
+class Run:
+    """Documents in memory; written, sorted by key, when they have RUN_BYTES, and at the end."""
+    def __init__(self, path, keep):
+        self.path = path
+        self.keep = keep
+        self.n_written = 0
+        self.clear()
+
+    def clear(self):
+        self.keys, self.texts, self.kept, self.size = [], [], [], 0
+
+    def add(self, key, document):
+        self.keys.append(key)
+        self.texts.append(document.text)
+        self.kept.append([lookup(document.record, name) for name in self.keep])
+        self.size += len(document.text)
+
+    def write(self, last_file):
+        keys = np.array(self.keys, np.uint64)
+        order = np.argsort(keys, kind="stable").tolist()
+        texts = [self.texts[i] for i in order]
+        columns = {KEY: pa.array(keys[order]), DOCUMENT: join_texts(texts, pa.large_binary())}
+        for i, name in enumerate(self.keep):
+            try:
+                columns[name] = pa.array([self.kept[row][i] for row in order])
+            except (pa.ArrowException, OverflowError) as error:
+                raise UserError(
+                    f"--keep {name}: {error}; expected one type, in {last_file} or before it"
+                ) from error
+        table = pa.table(columns)
+        path = f"{self.path}-{self.n_written:05d}.arrow"
+        with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        self.n_written += 1
+        self.clear()
+
+def group_files(files, total):
+    """Small files share a run: (task number, [(file number, file), ...])"""
+    number, group, size = 0, [], 0
+    for file_number, file in enumerate(files):
+        group.append((file_number, file))
+        size += file.size
+        if size >= min(RUN_BYTES, total // 64) or file_number == len(files) - 1:
+            yield number, group
+            number, group, size = number + 1, [], 0
+
+def scatter_files(task, options, building):
+    """Write the documents of some files as sorted runs. Returns a Report."""
+    number, files = task
+    report = Report()
+    run = Run(f"{building}/runs/{number:08d}", options.keep)
+    for file_number, file in files:
+        for index, document in enumerate(documents_of(file, options)):
+            if document.problem:
+                problem = f"{file.path}, {document.where}: {document.problem}"
+                if not options.skip_bad:
+                    raise UserError(f"{problem} (to skip what is bad: --skip_bad)")
+                report.add_problem(problem)
+                continue
+            if len(report.columns) < 100 and isinstance(document.record, dict):
+                report.columns.update(document.record)
+            report.add_document(file.path, document)
+            run.add(key_of(document, file_number, index, options), document)
+            if run.size >= RUN_BYTES:
+                run.write(file.path)
+    if run.keys:
+        run.write(files[-1][1].path)
+    return report
+
+def key_of(document, file_number, index, options):
+    """A hash of its position. Val has the largest; halves keep a large document out of it."""
+    position = b"%d %d %d" % (options.seed, file_number, index)
+    digest = hashlib.blake2b(position, digest_size=8).digest()
+    key = int.from_bytes(digest, "big")
+    return key // 2 if len(document.text) > options.longest_val else key
+
+def join_texts(texts, kind):
+    """Bytes objects or memoryviews as an Arrow array; by one join, see dev/log.md."""
+    dtype = np.int32 if kind == pa.string() else np.int64
+    offsets = np.cumsum([0, *map(len, texts)], dtype=dtype)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))]
+    return pa.Array.from_buffers(kind, len(texts), buffers)
+
+def open_runs(building):
+    """Memory-mapped batches, each sorted by key."""
+    paths = sorted(glob.glob(f"{glob.escape(building)}/runs/*.arrow"))
+    return [pa.ipc.open_file(pa.memory_map(path)).get_batch(0) for path in paths]
+
+def keys_and_lengths(building):
+    """(keys, lengths) of all documents, sorted by key."""
+    keys = [np.zeros(0, np.uint64)]
+    lengths = [np.zeros(0, np.int64)]
+    for run in open_runs(building):
+        keys.append(run[KEY].to_numpy())
+        lengths.append(pc.binary_length(run[DOCUMENT]).to_numpy())
+    keys = np.concatenate(keys)
+    lengths = np.concatenate(lengths)
+    order = np.argsort(keys, kind="stable")
+    return keys[order], lengths[order]
+
+def plan_shards(keys, lengths, shard_bytes):
+    """
+    For each shard, the (first key, last key) of its row groups. The last shard is val: 1 % of the
+    documents, or VAL_DOCUMENTS, or a tenth, if that is fewer. The others have equal bytes.
+    """
+    n = len(keys)
+    n_val = max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
+    n_train = n - n_val
+    ends = np.cumsum(lengths + 1)    # + 1: all documents may be empty
+    n_shards = max(4, round(int(lengths.sum()) / shard_bytes) - 1)    # 4: cores share a small corpus
+    targets = ends[n_train - 1] * np.arange(1, n_shards) / n_shards
+    cuts = np.searchsorted(ends[:n_train], targets) + 1
+    for first, last in itertools.pairwise(np.unique([0, *cuts, n_train, n])):
+        rows = min(ROW_GROUP_DOCUMENTS, max(1, (last - first) // 16))
+        groups = plan_row_groups(lengths[first:last], rows)
+        yield [(keys[first + start], keys[first + stop - 1]) for start, stop in groups]
+
+def plan_row_groups(lengths, rows):
+    """(start, stop) of row groups of `rows` documents, ROW_GROUP_BYTES, or one longer document."""
+    ends = np.cumsum(lengths)
+    start = 0
+    while start < len(lengths):
+        limit = ends[start] - lengths[start] + ROW_GROUP_BYTES
+        n_fit = int(np.searchsorted(ends, limit, "right"))
+        stop = min(start + rows, max(start + 1, n_fit))
+        yield start, stop
+        start = stop
+
+def gather_shard(shard, building, kind):
+    """Write one shard, a row group at a time."""
+    number, row_groups = shard
+    runs = open_runs(building)
+    try:
+        schema = pa.unify_schemas([run.schema for run in runs], promote_options="permissive")
+    except pa.ArrowException as error:
+        raise UserError(f"--keep: {error}; expected values of one type in all files") from error
+    kept = list(schema)[2:]
+    for column in kept:
+        if pa.types.is_null(column.type):
+            raise UserError(f"--keep {column.name}: no document has a value there")
+    tables = (gather_row_group(runs, first, last, kept, kind) for first, last in row_groups)
+    dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables, kind)
+
+def gather_row_group(runs, first, last, kept, kind):
+    """A table of all documents with keys from first to last, in the order of their keys."""
+    parts, texts = [], []
+    for run in runs:
+        keys = run[KEY].to_numpy()
+        start = keys.searchsorted(first)
+        stop = keys.searchsorted(last, "right")
+        part = run[start:stop]
+        parts.append(part)
+        data, offsets, _ = dataset.column_views(part[DOCUMENT])
+        texts += [data[a:b] for a, b in itertools.pairwise(offsets.tolist())]
+    order = np.argsort(np.concatenate([part[KEY] for part in parts]), kind="stable")
+    columns = {kind: join_texts([texts[i] for i in order.tolist()], pa.string())}
+    for column in kept:
+        values = [part[column.name].cast(column.type) for part in parts]
+        columns[column.name] = pa.concat_arrays(values).take(order)
+    return pa.table(columns)
+
+# --------------------------------------------------------------------------------------------------
+# Which files
+
+# Not documents; the last three are Hugging Face's
+ABOUT_DATA = (dataset.INDEX, "dataset_info.json", "dataset_dict.json", "state.json")
+
+class Input(NamedTuple):
+    path: str
+    size: int
+    suffix: str    # of READERS
+
+def find_inputs(inputs, as_text=()):
+    """
+    ([Input, ...], paths that are ignored). A file that is named is read, each file once. Of folders
+    and globs, files are ignored that are hidden, empty, about the data, of a val or test split
+    beside train, of other kinds than READERS, or in shards of ours. as_text: patterns of names; only
+    such files are read then, as plain text.
+    """
+    found, ignored = {}, []
+    for given in inputs:
+        if os.path.isfile(given):
+            paths = [given]
+            if not suffix_of(given, as_text):
+                raise UserError(f"cannot read {given}; {expected(as_text)}")
+        else:
+            paths, others = choose_files(given, as_text)
+            ignored += others
+        for path in paths:
+            if not path.isprintable():
+                raise UserError(f"rename {path!a}: it is not UTF-8, or has control characters")
+            suffix = suffix_of(path, as_text) or suffix_of(path)
+            found.setdefault(
+                os.path.realpath(path), Input(os.path.abspath(path), os.path.getsize(path), suffix))
+    ignored = [path for path in ignored if os.path.realpath(path) not in found]
+    return sorted(found.values(), key=lambda file: os.path.split(file.path)), ignored
+
+def expected(as_text):
+    names = ", ".join(as_text or READERS)
+    return (
+        f"expected names with {names} (of text also with {', '.join(CODECS)}): a file, a folder or "
+        "a glob in quotes; other plain text: --as_text '*.SUFFIX'; unpack archives first")
+
+def choose_files(given, as_text):
+    """(paths to read, paths to ignore) of a folder or glob"""
+    if os.path.isdir(given):
+        dataset.list_files(given)    # refuses tables and caches that also hold older versions
+        root, paths = given, files_below(given)
+    else:
+        root = re.split(r"[^/]*[*?[]", given)[0]
+        paths = [path for path in glob.glob(given, recursive=True) if os.path.isfile(path)]
+    names = {}
+    ignored = []
+    for path in paths:
+        name = os.path.relpath(path, root or ".").replace(os.sep, "/")
+        if is_document(path, name, as_text) and not is_in_our_shards(name, root):
+            names[path] = name
+        else:
+            ignored.append(path)
+    splits = {path: dataset.split_in_name(name) for path, name in names.items()}
+    is_plain = {suffix_of(path, as_text) for path in names} <= {*PLAIN}
+    chosen = []
+    for path in names:
+        is_other_split = "train" in splits.values() and splits[path] in ("val", "test")
+        is_about_data = os.path.basename(path) == "README.md" and not is_plain
+        (ignored if is_other_split or is_about_data else chosen).append(path)
+    if not chosen:
+        raise UserError(f"{given}: no such files; {expected(as_text)}")
+    return chosen, ignored
+
+def is_document(path, name, as_text):
+    is_hidden = "/." in f"/{name}"
+    is_about_data = os.path.basename(name) in ABOUT_DATA
+    return (not is_hidden and not is_about_data and suffix_of(name, as_text) is not None
+            and os.path.getsize(path) > 0)
+
+def suffix_of(path, as_text=()):
+    """The one of READERS that says how to read a file: 'a/B.JSON.gz' -> '.json', or None."""
+    name = os.path.basename(path)
+    if as_text:
+        is_text = any(fnmatch.fnmatch(name, pattern) for pattern in as_text)
+        return ".txt" if is_text else None
+    stem, suffix = os.path.splitext(name.lower())
+    if suffix in CODECS:
+        suffix = os.path.splitext(stem)[1]
+    return suffix if suffix in READERS else None
+
+def is_in_our_shards(name, root):
+    """Whether a folder between root and the file has an index of ours."""
+    folders = name.split("/")[:-1]
+    return any(has_index(os.path.join(root, *folders[:i + 1])) for i in range(len(folders)))
+
+@functools.lru_cache(maxsize=10_000)
+def has_index(folder):
+    with contextlib.suppress(OSError, ValueError), open(f"{folder}/{dataset.INDEX}", "rb") as file:
+        return {"format", "kind", "shards"} <= {*json.load(file)}
+    return False
+
+def files_below(folder):
+    """Follows links, and enters each folder once. One that cannot be read is an error."""
+    def fail(error):
+        raise error
+
+    seen = set()
+    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        real = os.path.realpath(root)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        for name in names:
+            yield os.path.join(root, name)
+
+# --------------------------------------------------------------------------------------------------
+# Processes, and the folder that becomes `out`
+
+@contextlib.contextmanager
+def building_folder(out):
+    """A hidden folder beside `out`. It is removed at the end; if we are killed, by the next run."""
+    parent = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.convert")
+    building, removed = f"{parent}/building", f"{parent}/removed"
+    lock = FileLock(f"{parent}/lock", timeout=0)
+    try:
+        with contextlib.suppress(NotImplementedError):    # some file systems have no locks
+            lock.acquire()
+        for old in (building, removed):
+            shutil.rmtree(old, ignore_errors=True)
+        os.makedirs(f"{building}/runs")
+        os.makedirs(f"{building}/shards")
+        yield building
+    except Timeout as error:
+        raise UserError(f"another convert writes {out}; wait, or name another --out") from error
+    except OSError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(
+            f"{error}, in {parent}; to write elsewhere, name another folder with --out") from error
+    finally:
+        if lock.is_locked:
+            with ctrl_c_ignored():
+                with contextlib.suppress(OSError):
+                    os.rename(building, removed)    # so that workers end at their next write
+                shutil.rmtree(parent, ignore_errors=True)
+                lock.release()
+
+@contextlib.contextmanager
+def pool_of(executor, n):
+    """The given executor, else n processes, or one thread if n is 1."""
+    if executor:
+        yield executor
+        return
+    context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
+    with ctrl_c_ignored():    # also by the processes, while they import
+        if n == 1:
+            pool = ThreadPoolExecutor(1)
+        else:
+            pool = ProcessPoolExecutor(n, context, end_with_parent)
+        for _ in range(n):    # n tasks start n processes
+            pool.submit(int)
+    try:
+        yield pool
+    except BrokenExecutor as error:
+        raise UserError("a process was killed; if memory is short: -w 1") from error
+    finally:
+        with ctrl_c_ignored():    # a second one would hang the exit
+            pool.shutdown(cancel_futures=True)
+
+@contextlib.contextmanager
+def ctrl_c_ignored():
+    """Also in processes that start meanwhile. Python delivers Ctrl-C to the main thread only."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGINT, before)
+
+def end_with_parent():
+    """In a worker: exit with the parent, and leave Ctrl-C to the parent."""
+    def wait():
+        multiprocessing.parent_process().join()
+        os._exit(1)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)    # for those that start late
+    threading.Thread(target=wait, daemon=True).start()
+
+@contextlib.contextmanager
+def dask_executor(address):
+    """(an executor on a Dask cluster, the threads of all its workers); they see the same files."""
+    if not address:
+        yield None, None
+        return
+    from distributed import Client  # pip install distributed
+
+    with Client(address) as client:
+        try:
+            client.run(importlib.import_module, "dev.convert")
+        except ImportError as error:
+            folder = os.path.dirname(os.path.abspath(dataset.__file__))
+            raise UserError(
+                f"a worker of {address} says: {error}; start all with our code and its packages: "
+                f"PYTHONPATH={folder} dask worker {address}") from error
+        yield client.get_executor(), sum(client.nthreads().values())
+
+def in_order(executor, function, items, ahead):
+    """(item, function(item)) of each item, in order, with at most `ahead` of them in flight."""
+    items = iter(items)
+    waiting = []
+    try:
+        while True:
+            for item in itertools.islice(items, ahead - len(waiting)):
+                waiting.append((item, executor.submit(function, item)))
+            if not waiting:
+                return
+            item, future = waiting.pop(0)
+            yield item, future.result()
+    finally:
+        for _, future in waiting:
+            future.cancel()
+
+def run_all(pool, function, tasks, ahead, label):
+    """[function(task), ...] in order, with a bar and at most `ahead` tasks in flight."""
+    done = in_order(pool, function, tasks, ahead)
+    return [result for _, result in tqdm(done, label, len(tasks), unit=" tasks", delay=1)]
+
+# --------------------------------------------------------------------------------------------------
+# The command
+
+def main(argv=None):
+    parser = dataset.Parser(
+        "python -m dev.convert", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    names = {"nargs": "+", "action": "extend", "default": []}
+    add("inputs", nargs="+", metavar="IN", help="files, folders, globs in quotes: " + ", ".join(READERS))
+    add("--out", help="folder, new or empty (default: where train.py looks)")
+    add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
+    add("--messages_key", help="that of conversations (default: see find_messages)")
+    add("--keep", **names, metavar="NAME", help="columns kept beside the text")
+    add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
+    add("--delimiter", help="of CSV (default: , or ; or tab, by its first line)")
+    add("--cut_bytes", type=at_least_1, help="cut plain text to this size, at blank lines")
+    add("--ignore_keys", **names, metavar="NAME", help="drop these of messages: reasoning_content")
+    add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
+    add("--seed", type=int, default=0, help="of the shuffle (default 0)")
+    add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
+    add("--dask", metavar="ADDRESS", help="run on a Dask cluster. Its workers see the same files and "
+        "our code: PYTHONPATH=HERE dask worker ADDRESS")
+    with errors_in_one_line():
+        flags = parser.parse_args(argv)
+        out = flags.out or dataset.default_data_dir()
+        with dask_executor(flags.dask) as (executor, n_threads):
+            report = convert(
+                flags.inputs, out, flags.text_key, flags.messages_key, keep=flags.keep,
+                as_text=flags.as_text, delimiter=flags.delimiter, cut_bytes=flags.cut_bytes,
+                ignore_keys=flags.ignore_keys, skip_bad=flags.skip_bad, seed=flags.seed,
+                workers=n_threads or flags.num_workers, executor=executor)
+        print_report(report, out, flags.keep)
+
+def print_report(report, out, keep):
+    noun = "document" if report.kind == "text" else "conversation"
+    empty = f" ({report.empty:,} of them empty)" if report.empty else ""
+    print(f"{counted(report.files, 'file')} -> {counted(report.documents, noun)}{empty}, "
+          f"{report.bytes / 1e6:,.1f} MB, in {report.shards:,} shards, the last for val, in {out}")
+    print_dropped(report.columns - {*keep})
+    for key, n in report.dropped.most_common(BAD_SHOWN):
+        example = printable(report.examples[key])
+        print(f"dropped from messages: {key}, {n:,} times, such as {example}")
+    if report.ignored:
+        suffixes = {os.path.splitext(path)[1] or "none" for path in report.ignored}
+        print(f"ignored {counted(len(report.ignored), 'file')} with suffix "
+              f"{printable(', '.join(sorted(suffixes))):.200}, such as "
+              f"{printable(report.ignored[0])}: hidden, empty, about the data, of a val or test "
+              "split, of other kinds, or shards of ours; to convert one, name its path")
+    if report.bad:
+        print(f"skipped bad documents or files: {report.bad:,}; the first:")
+        print(*(f"  {message}" for message in report.shown), sep="\n")
+
+def print_dropped(columns):
+    if columns:
+        names = printable(", ".join(sorted(columns)))[:200]
+        print(f"dropped columns: {names} (to keep some: --keep NAME ...)", flush=True)
+
+def at_least_1(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
+    return int(text)
+
+def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
+    return f"{n:,} {noun}{'s' * (n != 1)}"
+
+if __name__ == "__main__":
+    from dev.convert import main  # under its own name, which workers can import
+    main()
