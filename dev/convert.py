@@ -78,40 +78,44 @@ BAD_SHOWN = 5
 
 class Options(NamedTuple):
     """How documents are read."""
-    kind: str = "text"               # what shards hold: 'text' or 'messages'
-    key: str | None = None           # of a document in a record; None: see find_messages
-    keep: Sequence[str] = ()         # columns beside the documents
-    ignore_keys: Sequence[str] = ()  # of messages
-    delimiter: str | None = None
-    cut_bytes: int | None = None
+    text_key: str | None = None       # where a record has its text: 'a.b' is b in a
+    messages_key: str | None = None   # ... its conversation; None: one of SHAPES
+    keep: Sequence[str] = ()          # columns beside the documents
+    as_text: Sequence[str] = ()       # patterns of names of plain text
+    delimiter: str | None = None      # of CSV
+    cut_bytes: int | None = None      # of plain text
+    ignore_keys: Sequence[str] = ()   # of messages
     skip_bad: bool = False
     seed: int = 0
-    longest_val: int = 0             # bytes of a document in val
+    longest_val: int = 0              # bytes of a document in val; convert sets it
+
+    @property
+    def kind(self):
+        """The column of the documents in a shard."""
+        return "text" if self.text_key else "messages"
 
 @dataclass
 class Report:
-    """What was read and written, and what was not."""
-    kind: str = "text"
-    files: int = 0
-    shards: int = 0
+    """What was read and what was not."""
     documents: int = 0
     bytes: int = 0
     empty: int = 0
     bad: int = 0
     shown: list = field(default_factory=list)      # the first problems
-    columns: set = field(default_factory=set)      # names in the first records of each task
+    columns: set = field(default_factory=set)      # those that were dropped
     dropped: collections.Counter = field(default_factory=collections.Counter)    # keys of messages
-    examples: dict = field(default_factory=dict)   # the first of each of them
-    ignored: list = field(default_factory=list)    # files
+    examples: dict = field(default_factory=dict)   # of the dropped keys
 
     def add_problem(self, message):
         self.bad += 1
         self.shown = [*self.shown, message][:BAD_SHOWN]
 
-    def add_document(self, path, document):
+    def add_document(self, document, path):
         self.documents += 1
         self.bytes += len(document.text)
         self.empty += not document.text
+        if len(self.columns) < 100:
+            self.columns.update(document.columns)
         for key, value in document.dropped:
             self.dropped[key] += 1
             self.examples.setdefault(key, f"{path}, {document.where}: {value!r:.60}")
@@ -126,60 +130,59 @@ class Report:
         self.dropped += other.dropped
         self.examples = other.examples | self.examples
 
-def convert(inputs, out, text_key=None, messages_key=None, *, keep=(), as_text=(), delimiter=None,
-            cut_bytes=None, ignore_keys=(), skip_bad=False, seed=0, workers=None,
-            shard_bytes=SHARD_BYTES, executor=None):
+def convert(inputs, out, options=Options(), workers=None, executor=None):  # noqa: B008, a tuple
     """
-    Write the documents of files, folders and globs as shards; returns a Report. The last shard,
-    about 1 % of the documents, is val. `out` appears atomically, once complete.
+    Write the documents of files, folders and globs as shards; the last, about 1 % of them, is val.
+    `out` appears atomically, once complete. Returns (Report, files read, files ignored, shards).
 
     UserError names file and line of the first bad document; skip_bad reports bad documents and
-    unreadable files instead. as_text: see find_inputs. The other arguments: see Options. The
-    workers of an `executor` must see the same paths; `workers` says how many there are.
+    unreadable files instead. The workers of an `executor` must see the same paths; `workers` says
+    how many there are.
     """
-    out = os.path.realpath(out)    # a link stays, and its target appears
-    check_arguments(out, keep, (text_key, messages_key))
-    files, ignored = find_inputs(inputs, as_text)
-    if cut_bytes and not any(file.suffix in PLAIN for file in files):
-        raise UserError("--cut_bytes cuts plain text, and here is none; name it by --as_text")
+    out = check_out(out)
+    files, ignored = find_inputs(inputs, options.as_text)
+    check_options(options, files)
     total = sum(file.size for file in files)
-    options = Options("text", text_key, keep, ignore_keys, delimiter, cut_bytes, skip_bad, seed,
-                      longest_val=total // 20)
-    if messages_key or (not text_key and holds_messages(files[0], options)):
-        options = options._replace(kind="messages", key=messages_key)
-    elif not text_key:
-        options = options._replace(key="text")
-    report = Report(options.kind, len(files), ignored=ignored)
+    if not (options.text_key or options.messages_key or holds_messages(files[0], options)):
+        options = options._replace(text_key="text")
+    options = options._replace(longest_val=total // 20)
     n_processes = min(workers or max(1, total // BYTES_PER_PROCESS), cores())
+    ahead = 4 * (workers if executor else n_processes)
+    report = Report()
     with pool_of(executor, n_processes) as pool, building_folder(out) as building:
-        ahead = 4 * (workers if executor else n_processes)
         scatter = functools.partial(scatter_files, options=options, building=building)
         for part in run_all(pool, scatter, list(group_files(files, total)), ahead, "read"):
             report.merge(part)
-        keys, lengths = keys_and_lengths(building)
         check_enough(report, files)
-        shards = list(plan_shards(keys, lengths, shard_bytes))
+        shards = list(plan_shards(*keys_and_lengths(building)))
         gather = functools.partial(gather_shard, building=building, kind=options.kind)
         run_all(pool, gather, list(enumerate(shards)), ahead, "write")
         index = dataset.write_index(f"{building}/shards")
         n_written = sum(sum(entry["rows"]) for entry in index["shards"].values())
         assert n_written == report.documents
         os.rename(f"{building}/shards", out)    # also onto an empty folder
-    report.shards = len(shards)
-    return report
+    return report, files, ignored, len(shards)
 
-def check_arguments(out, keep, keys):
+def check_out(out):
+    """The target of a link stays where it is, and is what appears."""
     if "://" in out:
         raise UserError(f"cannot write to {out}; name a local folder, then copy it there")
-    clash = {"text", "messages", "tokens", *keys} & {*keep}
-    if clash:
-        raise UserError(f"--keep {min(clash)}: shards hold the documents in a column of that name")
+    out = os.path.realpath(out)
     if os.path.isfile(out) or os.path.ismount(out) or out == os.getcwd():
         raise UserError(
             f"cannot make {out} anew: it is a file, a mount point or the folder you are in; name a "
             "folder in or beside it with --out")
     if os.path.isdir(out) and os.listdir(out):
         raise UserError(f"{out} is not empty; name a new folder with --out, or remove it first")
+    return out
+
+def check_options(options, files):
+    reserved = {"text", "messages", "tokens", options.text_key, options.messages_key}
+    clash = reserved & {*options.keep}
+    if clash:
+        raise UserError(f"--keep {min(clash)}: shards hold the documents in a column of that name")
+    if options.cut_bytes and not any(file.suffix in PLAIN for file in files):
+        raise UserError("--cut_bytes cuts plain text, and here is none; name it by --as_text")
 
 def check_enough(report, files):
     """A train and a val shard need a document each."""
@@ -197,11 +200,12 @@ def check_enough(report, files):
 # Reading documents
 
 class Document(NamedTuple):
-    where: str                    # 'line 3'
-    text: bytes | None            # UTF-8
-    record: dict | None = None    # the columns of its line or row
-    dropped: Sequence = ()        # (key, value) of what messages lose
-    problem: str | None = None    # instead of a text
+    where: str               # 'line 3'
+    text: bytes | None       # UTF-8
+    kept: Sequence = ()      # values of the columns to keep
+    columns: Sequence = ()   # names of those that are lost
+    dropped: Sequence = ()   # (key, value) of what messages lose
+    problem: str = ""        # instead of a text
 
 UNREADABLE = (
     OSError, EOFError, ValueError, RecursionError, lzma.LZMAError, csv.Error, pa.ArrowException)
@@ -213,9 +217,7 @@ def documents_of(file, options):
         for where, record in records_of(file, options):
             place = f"unreadable after {where}"
             try:
-                record = parse(record)
-                text, dropped = text_of(record, options)
-                yield Document(where, text, record, dropped)
+                yield make_document(where, parse(record), options)
             except (ValueError, RecursionError) as error:
                 yield Document(where, None, problem=explain(error))
     except UNREADABLE as error:
@@ -263,7 +265,8 @@ def read_csv(stream, options, delimiter=None):
         yield f"line {rows.line_num}", row
 
 def read_text(stream, options):
-    yield from cut_text(read_whole(stream), options.cut_bytes)
+    for start, part in cut_text(read_whole(stream), options.cut_bytes):
+        yield f"byte {start}", {options.text_key or "text": part}
 
 def read_parquet(stream, options):
     file = pq.ParquetFile(stream, page_checksum_verification=True, pre_buffer=False)
@@ -311,17 +314,16 @@ def read_whole(stream):
     return data
 
 def cut_text(data, cut_bytes):
-    """(where, {"text": part}) of at most cut_bytes; cut_bytes None: all in one part."""
-    cut_bytes = cut_bytes or len(data)
+    """(start, part) of at most cut_bytes, or all in one part."""
     start = 0
-    if not data:
-        yield "byte 0", {"text": b""}
-    while start < len(data):
-        stop = start + cut_bytes
+    while True:
+        stop = start + (cut_bytes or len(data))
         if stop < len(data):
             stop = find_end(data, start, stop)
-        yield f"byte {start}", {"text": data[start:stop]}
+        yield start, data[start:stop]
         start = stop
+        if start >= len(data):
+            return
 
 def find_end(data, start, stop):
     """The end of the last blank line, else line, else word, else character before `stop`."""
@@ -345,21 +347,27 @@ def parse(record):
         raise UserError(
             f"{error}; expected one whole JSON document in a line (jq -c . FILE)") from error
 
-def text_of(record, options):
-    """(its document as UTF-8, what messages lose)"""
-    dropped = ()
-    if options.kind == "messages":
-        messages, dropped = clean_messages(find_messages(record, options.key), options.ignore_keys)
-        text = json.dumps(messages, ensure_ascii=False)
+def make_document(where, record, options):
+    """The Document of a dict, or of a list of messages; UserError if it has none."""
+    if options.text_key:
+        text, used, dropped = find_text(record, options.text_key), [options.text_key], ()
     else:
-        text = find_text(record, options.key)
+        messages, used = find_messages(record, options.messages_key)
+        messages, dropped = clean_messages(messages, options.ignore_keys)
+        text = json.dumps(messages, ensure_ascii=False)
     if isinstance(text, bytes):    # old versions of Hive and Impala write them for strings
         text.decode()    # an error, unless it is UTF-8
     else:
         text = text.encode()
     if len(text) > LONGEST_DOCUMENT:
         raise UserError(f"it has more than {LONGEST_DOCUMENT:,} bytes; cut it into documents")
-    return text, dropped
+    kept = [lookup(record, name) for name in options.keep]
+    columns = [*record] if isinstance(record, dict) else []
+    for name in [*used, *options.keep]:
+        column = name if name in columns else name.partition(".")[0]
+        if column in columns:
+            columns.remove(column)
+    return Document(where, text, kept, columns, dropped)
 
 def find_text(record, key):
     text = lookup(record, key)
@@ -369,7 +377,7 @@ def find_text(record, key):
         raise UserError(
             f"{key!r} holds {type(text).__name__}, not a string; for conversations, add "
             f"--messages_key {key}")
-    if find_messages(record) is not None:
+    if find_shape(record):
         raise UserError(
             "a conversation among texts; convert conversations apart (train.py mixes: --data "
             "TEXTS:0.7 CHATS:0.3)")
@@ -386,18 +394,17 @@ def lookup(record, key):
 
 def columns_to_read(names, options):
     """The columns with documents, and those to keep; UserError unless each is there once."""
-    keys = [options.key] if options.key else [name for name in CHAT_COLUMNS if name in names]
-    if not keys:
-        raise missing("messages", names)
-    columns = {}
+    key = options.text_key or options.messages_key
+    keys = [key] if key else find_shape(dict.fromkeys(names, ""))
+    columns = []
     for key in [*keys, *options.keep]:
         column = key if key in names else key.partition(".")[0]
         if names.count(column) > 1:
             raise UserError(f"{names.count(column)} columns are named {column!r}; rename them")
         if column not in names:
             raise missing(key, names, "--keep" if key in options.keep else None)
-        columns[column] = True
-    return list(columns)
+        columns.append(column)
+    return list(dict.fromkeys(columns))
 
 def missing(key, names, flag=None):
     """The error that there is nothing under a key."""
@@ -423,13 +430,15 @@ def explain(error):
 # "weight": 0, a message is read and not learned. Which roles and parts a model knows depends on its
 # template: encoding checks that.
 
+# The columns of a conversation: the first of these that a record has
+SHAPES = (
+    ("messages",), ("conversations",),
+    ("prompt", "completion"), ("prompt", "response"),
+    ("instruction", "input", "output"), ("instruction", "output"))
 PARTS = ("text", "python", "python_output")
-PAIRS = (("prompt", "completion"), ("prompt", "response"), ("instruction", "output"))
-CHAT_COLUMNS = ("messages", "conversations", "prompt", "completion", "response", "instruction",
-                "input", "output")
 ROLES = {"human": "user", "gpt": "assistant"}    # ShareGPT's names
-CONTENT_KEYS = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking",
-                "refusal", "audio")
+CONTENT_KEYS = (
+    "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal", "audio")
 
 def holds_messages(file, options):
     """Whether the first records of a file are conversations, and have no `text`."""
@@ -438,36 +447,35 @@ def holds_messages(file, options):
         for _, record in itertools.islice(records, 10):
             with contextlib.suppress(ValueError, RecursionError):    # named when it is read again
                 record = parse(record)
-                if isinstance(record, dict) and "text" in record:
-                    return False
-                if find_messages(record) is not None:
-                    return True
+                if isinstance(record, list) or "text" in record or find_shape(record):
+                    return "text" not in record
     return False
 
-def find_messages(record, key=None):
-    """
-    A record's messages: under the key, else under `messages` or `conversations`, or the record
-    itself, or one of PAIRS, such as a prompt and its completion. None if there are none.
-    """
-    if isinstance(record, list):
-        return record
-    if key:
-        return lookup(record, key)
-    if not isinstance(record, dict):
-        return None
-    for name in ("messages", "conversations"):
-        if record.get(name) is not None:
-            return record[name]
-    for question, answer in PAIRS:
-        if record.get(question) is not None and record.get(answer) is not None:
-            asked = as_messages(record[question], "user")
-            if question == "instruction" and record.get("input"):
-                asked[0]["content"] += f"\n\n{record['input']}"
-            return asked + as_messages(record[answer], "assistant")
-    return None
+def find_shape(record):
+    """The columns in which a record has a conversation; none if it has none."""
+    if isinstance(record, dict):
+        for columns in SHAPES:
+            if all(record.get(name) is not None for name in columns):
+                return columns
+    return ()
 
-def as_messages(content, role):
-    return content if isinstance(content, list) else [{"role": role, "content": content}]
+def find_messages(record, key):
+    """(its messages, their columns). A prompt and its completion are two of them."""
+    if isinstance(record, list):
+        return record, ()
+    columns = (key,) if key else find_shape(record)
+    if not columns:
+        raise missing("messages", record)
+    *questions, answer = [lookup(record, column) for column in columns]
+    if not questions:
+        return answer, columns
+    if isinstance(questions[0], str):
+        questions = [{"role": "user", "content": "\n\n".join(filter(None, questions))}]
+    else:
+        questions = questions[0]
+    if isinstance(answer, str):
+        answer = [{"role": "assistant", "content": answer}]
+    return questions + answer, columns
 
 def clean_messages(messages, ignore_keys):
     """(messages as shards hold them, (key, value) of each that they lose)"""
@@ -544,7 +552,7 @@ class Run:
     def add(self, key, document):
         self.keys.append(key)
         self.texts.append(document.text)
-        self.kept.append([lookup(document.record, name) for name in self.keep])
+        self.kept.append(document.kept)
         self.size += len(document.text)
 
     def write(self, last_file):
@@ -589,9 +597,7 @@ def scatter_files(task, options, building):
                     raise UserError(f"{problem} (to skip what is bad: --skip_bad)")
                 report.add_problem(problem)
                 continue
-            if len(report.columns) < 100 and isinstance(document.record, dict):
-                report.columns.update(document.record)
-            report.add_document(file.path, document)
+            report.add_document(document, file.path)
             run.add(key_of(document, file_number, index, options), document)
             if run.size >= RUN_BYTES:
                 run.write(file.path)
@@ -630,7 +636,7 @@ def keys_and_lengths(building):
     order = np.argsort(keys, kind="stable")
     return keys[order], lengths[order]
 
-def plan_shards(keys, lengths, shard_bytes):
+def plan_shards(keys, lengths):
     """
     For each shard, the (first key, last key) of its row groups. The last shard is val: 1 % of the
     documents, or VAL_DOCUMENTS, or a tenth, if that is fewer. The others have equal bytes.
@@ -639,7 +645,7 @@ def plan_shards(keys, lengths, shard_bytes):
     n_val = max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
     n_train = n - n_val
     ends = np.cumsum(lengths + 1)    # + 1: all documents may be empty
-    n_shards = max(4, round(int(lengths.sum()) / shard_bytes) - 1)    # 4: cores share a small corpus
+    n_shards = max(4, round(int(lengths.sum()) / SHARD_BYTES) - 1)    # 4: cores share a small corpus
     targets = ends[n_train - 1] * np.arange(1, n_shards) / n_shards
     cuts = np.searchsorted(ends[:n_train], targets) + 1
     for first, last in itertools.pairwise(np.unique([0, *cuts, n_train, n])):
@@ -713,7 +719,7 @@ def find_inputs(inputs, as_text=()):
     for given in inputs:
         if os.path.isfile(given):
             paths = [given]
-            if not suffix_of(given, as_text):
+            if not (suffix_of(given, as_text) or suffix_of(given)):
                 raise UserError(f"cannot read {given}; {expected(as_text)}")
         else:
             paths, others = choose_files(given, as_text)
@@ -843,10 +849,9 @@ def pool_of(executor, n):
         return
     context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
     with ctrl_c_ignored():    # also by the processes, while they import
-        if n == 1:
-            pool = ThreadPoolExecutor(1)
-        else:
-            pool = ProcessPoolExecutor(n, context, end_with_parent)
+        is_small = n == 1
+        pool = ThreadPoolExecutor(1) if is_small else ProcessPoolExecutor(
+            n, context, end_with_parent)
         for _ in range(n):    # n tasks start n processes
             pool.submit(int)
     try:
@@ -943,31 +948,29 @@ def main(argv=None):
         flags = parser.parse_args(argv)
         out = flags.out or dataset.default_data_dir()
         with dask_executor(flags.dask) as (executor, n_threads):
-            report = convert(
-                flags.inputs, out, flags.text_key, flags.messages_key, keep=flags.keep,
-                as_text=flags.as_text, delimiter=flags.delimiter, cut_bytes=flags.cut_bytes,
-                ignore_keys=flags.ignore_keys, skip_bad=flags.skip_bad, seed=flags.seed,
-                workers=n_threads or flags.num_workers, executor=executor)
-        print_report(report, out, flags.keep)
+            options = Options(
+                flags.text_key, flags.messages_key, flags.keep, flags.as_text, flags.delimiter,
+                flags.cut_bytes, flags.ignore_keys, flags.skip_bad, flags.seed)
+            workers = n_threads or flags.num_workers
+            print_report(out, *convert(flags.inputs, out, options, workers, executor))
 
-def print_report(report, out, keep):
-    noun = "document" if report.kind == "text" else "conversation"
+def print_report(out, report, files, ignored, n_shards):
     empty = f" ({report.empty:,} of them empty)" if report.empty else ""
-    print(f"{counted(report.files, 'file')} -> {counted(report.documents, noun)}{empty}, "
-          f"{report.bytes / 1e6:,.1f} MB, in {report.shards:,} shards, the last for val, in {out}")
-    print_dropped(report.columns - {*keep})
+    print(f"{counted(len(files), 'file')} -> {counted(report.documents, 'document')}{empty}, "
+          f"{report.bytes / 1e6:,.1f} MB, in {n_shards:,} shards, the last for val, in {out}")
+    print_dropped(report.columns)
     for key, n in report.dropped.most_common(BAD_SHOWN):
-        example = printable(report.examples[key])
-        print(f"dropped from messages: {key}, {n:,} times, such as {example}")
-    if report.ignored:
-        suffixes = {os.path.splitext(path)[1] or "none" for path in report.ignored}
-        print(f"ignored {counted(len(report.ignored), 'file')} with suffix "
-              f"{printable(', '.join(sorted(suffixes))):.200}, such as "
-              f"{printable(report.ignored[0])}: hidden, empty, about the data, of a val or test "
-              "split, of other kinds, or shards of ours; to convert one, name its path")
+        print(f"dropped from messages: {key}, {n:,} times, {printable(report.examples[key])}")
+    if ignored:
+        suffixes = {os.path.splitext(path)[1] or "none" for path in ignored}
+        print(f"ignored {counted(len(ignored), 'file')}, such as {printable(ignored[0])}, with "
+              f"suffix {printable(', '.join(sorted(suffixes))):.100}: hidden, empty, about the "
+              "data, of a val or test split, of other kinds, or shards of ours; to convert one, "
+              "name its path")
     if report.bad:
         print(f"skipped bad documents or files: {report.bad:,}; the first:")
-        print(*(f"  {message}" for message in report.shown), sep="\n")
+        for message in report.shown:
+            print(f"  {message}")
 
 def print_dropped(columns):
     if columns:
