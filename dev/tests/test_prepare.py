@@ -1,0 +1,275 @@
+"""
+tokenize, verify, stats and head of dev/prepare.py.
+
+    python -m pytest dev/tests/test_prepare.py
+"""
+
+import functools
+import glob
+import itertools
+import json
+import os
+import re
+import shutil
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import dataset
+from dev import prepare
+from dev.tests.test_convert import ANSWER, USER, all_of, make_texts, read_all
+from dev.tests.test_convert import command as run_command
+from test_dataloader import ByteTokenizer, make, show_all
+from tokenizer import RustBPETokenizer, encode_conversations
+
+command = functools.partial(run_command, main=prepare.main)
+
+def make_shards(folder, counts=(40, 40, 12), column="text"):
+    """Shards with these numbers of documents, 8 in a row group. Returns all documents in order."""
+    texts = make_texts(sum(counts))
+    if column == "messages":
+        texts = [json.dumps([{**USER, "content": text}, ANSWER]) for text in texts]
+    rest = iter(texts)
+    for number, count in enumerate(counts):
+        part = list(itertools.islice(rest, count))
+        groups = [pa.array(part[i:i + 8], pa.string()) for i in range(0, count, 8)]
+        dataset.write_shard(f"{folder}/shard_{number:05d}.parquet", groups, column)
+    return texts
+
+@pytest.fixture
+def byte_tokenizer(monkeypatch):
+    """All commands use a ByteTokenizer that can decode."""
+    made = ByteTokenizer()
+    made.decode = lambda ids: bytes(ids).decode()
+    monkeypatch.setattr(prepare, "find_tokenizer", lambda folder, sources, size: (made, "bytes"))
+    monkeypatch.setattr(prepare, "get_tokenizer", lambda folder: made)
+    return made
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """Text, its tokens, and a tokenizer of 300 tokens that was trained on it and made the tokens."""
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "base"))
+    monkeypatch.setattr(prepare, "VOCAB_SIZE", 300)
+    make_shards(tmp_path / "text")
+    assert command("tokenize", tmp_path / "text", "--out", tmp_path / "tokens") is None
+    folder, = glob.glob(f"{tmp_path}/base/tokenizer-text-*-300")
+    return folder
+
+# --------------------------------------------------------------------------------------------------
+# tokenize
+
+def test_two_documents_as_tokens(tmp_path, byte_tokenizer):
+    """BOS is 256; two bytes each, the lower one first."""
+    dataset.write_shard(f"{tmp_path}/text/a.parquet", [pa.array(["Hi", None])])
+    dataset.write_shard(f"{tmp_path}/text/b.parquet", [pa.array([""])])
+    assert prepare.tokenize(f"{tmp_path}/text", f"{tmp_path}/out") == 4
+    assert read_all(tmp_path / "out") == [b"\x00\x01H\x00i\x00", None, b"\x00\x01"]
+
+@pytest.mark.parametrize("compression", ["none", "zstd"])
+def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
+    """Same names, row groups, rows, sizes and digests; the loader delivers the same rows."""
+    texts = make_shards(tmp_path / "text")
+    words = "--out", tmp_path / "tokens", "--compression", compression
+    assert command("tokenize", tmp_path / "text", *words) is None
+    for text, tokens in zip(all_of(tmp_path / "text"), all_of(tmp_path / "tokens"), strict=True):
+        assert (text.name, text.text_bytes, text.group_sizes, text.digest) == (
+            tokens.name, tokens.text_bytes, tokens.group_sizes, tokens.digest)
+        assert (tokens.kind, tokens.dtype, tokens.fingerprint) == ("tokens", "<u2", "bytes")
+    ids = [np.frombuffer(raw, "<u2").tolist() for raw in read_all(tmp_path / "tokens")]
+    assert ids == [[256, *text.encode()] for text in texts]
+    loaders = [make(f"{tmp_path}/{kind}", num_lanes=2) for kind in ("text", "tokens")]
+    rows = [show_all(loader, 5) for loader in loaders]
+    assert rows[0] == rows[1]
+
+def test_ids_are_compared_with_tiktokens(tmp_path, trained, monkeypatch):
+    """An engine that makes a mistake in every document is found out."""
+    import tokenizer
+    original = RustBPETokenizer.encode_documents
+
+    def wrong(self, texts, *check):
+        with monkeypatch.context() as patch:
+            encode = tokenizer.encode_text
+            patch.setattr(tokenizer, "encode_text", lambda enc, text: encode(enc, text)[::-1])
+            return original(self, texts, *check)
+
+    monkeypatch.setenv("NANOLOADER_ENGINE", "gigatoken")
+    pytest.importorskip("gigatoken")
+    monkeypatch.setattr(RustBPETokenizer, "encode_documents", wrong)
+    line = command("tokenize", tmp_path / "text", "--out", tmp_path / "more", "--tokenizer", trained)
+    assert "its ids differ from tiktoken's" in line
+
+def test_messages_as_tokens(tmp_path, trained):
+    """int32; ~t is a token t without a loss."""
+    make_shards(tmp_path / "chats", column="messages")
+    words = "--out", tmp_path / "ids", "--tokenizer", trained
+    assert command("tokenize", tmp_path / "chats", *words) is None
+    ids, bounds = encode_conversations(RustBPETokenizer.from_directory(trained), read_all(tmp_path / "chats"))
+    assert all_of(tmp_path / "ids")[0].dtype == "<i4"
+    stored = [np.frombuffer(raw, "<i4").tolist() for raw in read_all(tmp_path / "ids")]
+    assert stored == [ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+
+def test_tokenize_resumes(tmp_path, byte_tokenizer, monkeypatch):
+    """Stopped midway, the folder has no index; the same command keeps what is done."""
+    make_shards(tmp_path / "text")
+    text, out = f"{tmp_path}/text", f"{tmp_path}/out"
+    total = prepare.tokenize(text, out)
+    os.unlink(f"{out}/shard_00002.parquet")
+    with monkeypatch.context() as patch:
+        patch.setattr(dataset, "write_shard", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare.tokenize(text, out)
+    assert sorted(os.listdir(out)) == ["shard_00000.parquet", "shard_00001.parquet"]
+    with pytest.raises(dataset.UserError, match="index"):
+        dataset.list_shards(out, "val")
+    before = os.stat(f"{out}/shard_00000.parquet").st_mtime_ns
+    assert prepare.tokenize(text, out) == total
+    assert os.stat(f"{out}/shard_00000.parquet").st_mtime_ns == before
+
+def test_what_tokenize_refuses_leaves_the_folder_as_it_was(tmp_path, byte_tokenizer):
+    make_shards(tmp_path / "text")
+    make_shards(tmp_path / "less", (40, 40))
+    make_shards(tmp_path / "other", (40, 24, 12))
+    text, out = f"{tmp_path}/text", f"{tmp_path}/out"
+    prepare.tokenize(text, out)
+    files = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    changed = "from other text, by another tokenizer, or with other --keep; name a new folder"
+    for folder, target, words in (
+            (out, "more", "holds token ids already"), (text, "out/../text", "cannot write to"),
+            (tmp_path / "less", "out", r"out holds shard_00002\.parquet, which .*less does not"),
+            (tmp_path / "other", "out", changed), (text, "out", None)):
+        line = command("tokenize", folder, "--out", f"{tmp_path}/{target}")
+        assert line is None if words is None else re.search(words, line)
+    byte_tokenizer.name = "another"
+    assert changed in command("tokenize", text, "--out", out)
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == files
+
+def test_kept_columns_stay_beside_the_tokens(tmp_path, byte_tokenizer, capsys):
+    rows = pa.table({"text": ["a", "b"], "score": [1.5, None], "lang": ["de", "en"]})
+    for name in "xy":
+        dataset.write_shard(f"{tmp_path}/text/{name}.parquet", [rows])
+    words = "tokenize", tmp_path / "text", "--out", tmp_path / "out", "--keep"
+    assert re.search("--keep scor: .*/text has only lang, score, text$", command(*words, "scor"))
+    assert command(*words, "score") is None
+    assert "dropped columns: lang (to" in capsys.readouterr().out
+    table = pq.read_table(f"{tmp_path}/out/x.parquet")
+    assert table.column_names == ["tokens", "score"] and table["score"].to_pylist() == [1.5, None]
+    assert "or with other --keep" in command(*words, "lang")
+    assert prepare.verify(f"{tmp_path}/out")
+
+# --------------------------------------------------------------------------------------------------
+# verify, stats, head
+
+def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
+    """Damaged documents, checksums, sizes and kept columns; exit status 1."""
+    make_shards(tmp_path, (8, 8, 8))
+    both, first = tmp_path / "shard_00003.parquet", tmp_path / "shard_00001.parquet"
+    dataset.write_shard(str(both), [pa.table({"text": ["a", None], "n": [5, 6]})])
+    assert command("verify", tmp_path) == 0
+    assert "4 shards, 26 documents, 0 problems\n" in capsys.readouterr().out
+    sound = {path: path.read_bytes() for path in (first, both)}
+    column = pq.read_metadata(both).row_group(0).column(1)
+    documents = pq.read_metadata(first).row_group(0).column(0)
+    for path, at, words in (
+            (first, documents.data_page_offset + documents.total_compressed_size // 2, "row group 0: "),
+            (first, sound[first].rindex(b"checksums") + 12, ""),
+            (first, sound[first].rindex(b"text_bytes") + 12, "its footer says .* bytes, but it has"),
+            (both, column.data_page_offset + column.total_compressed_size - 1, "row group 0: .*CRC")):
+        data = bytearray(sound[path])
+        data[at] ^= 4
+        path.write_bytes(data)
+        assert command("verify", "--data", tmp_path) == 1
+        printed = capsys.readouterr().out
+        assert re.search(f"PROBLEM  .*{path.name}.*{words}", printed) and printed.count("PROBLEM") == 1
+        assert "4 shards, 26 documents, 1 problem\nnext: remove damaged shards" in printed
+        path.write_bytes(sound[path])
+    index = dataset.write_index(str(tmp_path))
+    index["shards"][first.name]["digest"] = "another"
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    assert command("verify", tmp_path) == 1
+    os.truncate(first, 200)
+    assert "shard_00001.parquet is new, missing or resized" in command("verify", tmp_path)
+
+def test_verify_says_which_shards_others_wrote(tmp_path, capsys):
+    for name in "ab":
+        pq.write_table(pa.table({"text": ["x"]}), tmp_path / f"{name}.parquet")
+    assert command("verify", tmp_path) == 0
+    assert capsys.readouterr().out.count("others wrote it; only checksums of its pages") == 2
+
+def test_stats_count_documents_and_tokens(tmp_path, byte_tokenizer, capsys):
+    texts = make_shards(tmp_path / "text")
+    prepare.stats(str(tmp_path / "text"), "bytes")
+    size = sum(len(text.encode()) for text in texts[:80])
+    printed = capsys.readouterr().out
+    assert re.search(rf"train +2 +10 +80 +0 +{size / 1e6:.1f}  about {size + 80:,}\nval +1 +2 +12 ", printed)
+    lengths = [len(text.encode()) for text in texts]
+    assert f"50 % up to {np.median(lengths):,.0f}, 90 % up" in printed
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    prepare.stats(str(tmp_path / "tokens"))
+    assert f"  {size + 80:,}\n" in capsys.readouterr().out
+
+def test_stats_of_chats_know_the_share_with_a_loss(tmp_path, trained, capsys):
+    make_shards(tmp_path / "chats", column="messages")
+    assert command("stats", tmp_path / "chats", "--tokenizer", trained) is None
+    tokenizer = RustBPETokenizer.from_directory(trained)
+    ids, _ = encode_conversations(tokenizer, read_all(tmp_path / "chats")[:80])
+    printed = capsys.readouterr().out
+    assert f"{(ids >= 0).mean():.0%} with a loss" in printed and "bytes of JSON in a docum" in printed
+
+def test_stats_train_no_tokenizer(tmp_path, trained, capsys):
+    """They take the one of this data, else count bytes and say so."""
+    assert command("stats", tmp_path / "text") is None
+    assert f"{tmp_path}/text, tokens by {trained}\n" in capsys.readouterr().out
+    shutil.rmtree(trained)
+    assert command("stats", tmp_path / "text") is None
+    printed = capsys.readouterr().out
+    assert f"{tmp_path}/text: tokens need a tokenizer; add --tokenizer DIR, or " in printed
+    assert re.search(r"train .*  -\nval .*  -\n", printed)
+    assert not glob.glob(f"{tmp_path}/base/tokenizer-*[0-9]")
+
+@pytest.mark.parametrize("kind", ["text", "tokens"])
+def test_head_prints_documents(tmp_path, byte_tokenizer, capsys, kind):
+    texts = make_shards(tmp_path / "text")
+    dataset.write_shard(f"{tmp_path}/text/shard_00002.parquet", [pa.array(["\x1b[2Jval", None])])
+    prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
+    capsys.readouterr()
+    folder = tmp_path / kind
+    assert command("head", folder, "-n", 42, "--tokenizer", "x") is None
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 84
+    for i, place in ((39, "0.parquet, row group 4, row 7"), (40, "1.parquet, row group 0, row 0")):
+        n_bytes = len(texts[i].encode())
+        about = f"{n_bytes:,} bytes, " * (kind == "text") + f"{n_bytes + 1:,} tokens"
+        assert shown[2 * i] == f"{i}    {folder}/shard_0000{place}: {about}"
+        assert shown[2 * i + 1] == f"      {dataset.printable(texts[i][:200])}"
+    assert command("head", folder, "--split", "val", "--tokenizer", "x") is None
+    printed = capsys.readouterr().out
+    assert r"\x1b[2Jval" in printed and "row 1: null" in printed and "add --tok" not in printed
+    assert command("head", folder, "-n", 1) is None
+    printed = capsys.readouterr().out
+    assert ("[256, 48, 46, " in printed) == ("add --tokenizer " in printed) == (kind == "tokens")
+
+def test_raw_head_shows_line_breaks(tmp_path, capsys):
+    texts = pa.array(["def f():\n\treturn \x1b\r\n" + 300 * "x"])
+    for name in "ab":
+        dataset.write_shard(f"{tmp_path}/{name}.parquet", [texts])
+    assert command("head", tmp_path, "--raw") is None
+    lines = ["def f():", r"        return \x1b", 300 * "x"]
+    assert capsys.readouterr().out.splitlines()[1:] == ["      " + line for line in lines]
+
+def test_head_refuses_a_tokenizer_that_did_not_make_the_tokens(tmp_path, trained):
+    make_shards(tmp_path / "more", (50, 20))
+    assert command("tokenize", tmp_path / "more", "--out", tmp_path / "more_tokens") is None
+    wrong, = glob.glob(f"{tmp_path}/base/tokenizer-more-*-300")
+    line = command("head", tmp_path / "tokens", "--tokenizer", wrong)
+    assert line == f"error: {tmp_path}/tokens needs the tokenizer that made it, {trained}, not {wrong}"
+
+@pytest.mark.parametrize("words, line", [
+    ("foo", "invalid choice: 'foo'"), ("head -n x", "argument -n: x: expected a whole number, at le"),
+    ("verify a b", "expected one folder, not a b; type"), ("verify nowhere", "nowhere does not exist"),
+    ("stats --data a b", "one folder, not a b; type"), ("", "required: COMMAND")])
+def test_mistakes_are_one_line(words, line, capsys):
+    end = command(*words.split())
+    printed = capsys.readouterr().err if end == 2 else end
+    assert line in printed and printed.strip().count("\n") == 0
