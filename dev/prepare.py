@@ -5,7 +5,6 @@ Tokenize shards ahead of a run, check them, count them, look at them.
     python -m dev.prepare verify my_shards                      # read all, compare all checksums
     python -m dev.prepare stats my_shards                       # documents, bytes, tokens, lengths
     python -m dev.prepare head my_shards -n 5                   # some documents
-    python -m dev.prepare import_tokenizer tokenizer.json --out DIR    # Hugging Face's -> ours
 
 To make shards from your own text: python -m dev.convert
 """
@@ -42,7 +41,6 @@ from dataset import (
     printable,
 )
 from dev.convert import at_least_1, counted, in_order, print_dropped
-from dev.import_tokenizer import import_tokenizer
 from tokenizer import (
     AnyTokenizer,
     encode_conversations,
@@ -184,12 +182,11 @@ def verify(folder):
 
 def find_problem(shard):
     """None, or what is wrong with a shard."""
-    others = [name for name in columns_of(shard) if name != shard.kind]
     n_bytes = 0
     try:
         for row_group in range(len(shard.group_sizes)):
-            documents = shard.read(row_group)
-            n_bytes += count_bytes(documents)
+            n_bytes += count_bytes(shard.read(row_group))
+            others = [name for name in columns_of(shard) if name != shard.kind]
             if others:
                 read_columns(shard, row_group, others)
     except ShardError as error:
@@ -332,18 +329,11 @@ def main(argv=None):
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
     add("--split", default="train", choices=("train", "val"))
     add("--raw", action="store_true", help="print whole documents, with their line breaks")
-    importing = commands.add_parser("import_tokenizer", help="Hugging Face's byte-level BPE -> ours")
-    importing.add_argument("file", help="a tokenizer.json")
-    importing.add_argument("--out", required=True, help="folder for our two text files")
-    importing.add_argument("--bos", metavar="TOKEN", help="special token that opens each document")
 
     with errors_in_one_line():
         run(parser.parse_args(argv))
 
 def run(flags):
-    if flags.command == "import_tokenizer":
-        print(import_tokenizer(flags.file, flags.out, flags.bos))
-        return
     folder = folder_of(flags)
     if flags.command == "tokenize":
         n_tokens = tokenize(

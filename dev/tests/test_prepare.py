@@ -18,11 +18,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import dataset
+import tokenizer
 from dev import prepare
 from dev.tests.test_convert import ANSWER, USER, all_of, make_texts, read_all
 from dev.tests.test_convert import command as run_command
 from test_dataloader import ByteTokenizer, make, show_all
-from tokenizer import RustBPETokenizer, encode_conversations
+from tokenizer import AnyTokenizer, RustBPETokenizer, encode_conversations
 
 command = functools.partial(run_command, main=prepare.main)
 
@@ -84,28 +85,27 @@ def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
     assert rows[0] == rows[1]
 
 def test_ids_are_compared_with_tiktokens(tmp_path, trained, monkeypatch):
-    """An engine that makes a mistake in every document is found out."""
-    import tokenizer
-    original = RustBPETokenizer.encode_documents
-
-    def wrong(self, texts, *check):
-        with monkeypatch.context() as patch:
-            encode = tokenizer.encode_text
-            patch.setattr(tokenizer, "encode_text", lambda enc, text: encode(enc, text)[::-1])
-            return original(self, texts, *check)
-
-    monkeypatch.setenv("NANOLOADER_ENGINE", "gigatoken")
+    """tiktoken is made wrong here, after it was compared with gigatoken; a thousand texts see it."""
     pytest.importorskip("gigatoken")
-    monkeypatch.setattr(RustBPETokenizer, "encode_documents", wrong)
-    line = command("tokenize", tmp_path / "text", "--out", tmp_path / "more", "--tokenizer", trained)
-    assert "its ids differ from tiktoken's" in line
+
+    def spoil_tiktoken(made):
+        encoder = AnyTokenizer(made)
+        monkeypatch.setattr(tokenizer, "encode_text", lambda enc, text: [])
+        return encoder
+
+    monkeypatch.setattr(prepare, "AnyTokenizer", spoil_tiktoken)
+    for name in "ab":
+        dataset.write_shard(f"{tmp_path}/more/{name}.parquet", [pa.array(["a text"] * 1000)])
+    words = "--out", tmp_path / "out", "--tokenizer", trained
+    assert "its ids differ from tiktoken's" in command("tokenize", tmp_path / "more", *words)
 
 def test_messages_as_tokens(tmp_path, trained):
     """int32; ~t is a token t without a loss."""
     make_shards(tmp_path / "chats", column="messages")
     words = "--out", tmp_path / "ids", "--tokenizer", trained
     assert command("tokenize", tmp_path / "chats", *words) is None
-    ids, bounds = encode_conversations(RustBPETokenizer.from_directory(trained), read_all(tmp_path / "chats"))
+    made = RustBPETokenizer.from_directory(trained)
+    ids, bounds = encode_conversations(made, read_all(tmp_path / "chats"))
     assert all_of(tmp_path / "ids")[0].dtype == "<i4"
     stored = [np.frombuffer(raw, "<i4").tolist() for raw in read_all(tmp_path / "ids")]
     assert stored == [ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
@@ -212,8 +212,8 @@ def test_stats_count_documents_and_tokens(tmp_path, byte_tokenizer, capsys):
 def test_stats_of_chats_know_the_share_with_a_loss(tmp_path, trained, capsys):
     make_shards(tmp_path / "chats", column="messages")
     assert command("stats", tmp_path / "chats", "--tokenizer", trained) is None
-    tokenizer = RustBPETokenizer.from_directory(trained)
-    ids, _ = encode_conversations(tokenizer, read_all(tmp_path / "chats")[:80])
+    made = RustBPETokenizer.from_directory(trained)
+    ids, _ = encode_conversations(made, read_all(tmp_path / "chats")[:80])
     printed = capsys.readouterr().out
     assert f"{(ids >= 0).mean():.0%} with a loss" in printed and "bytes of JSON in a docum" in printed
 
