@@ -31,7 +31,6 @@ import fnmatch
 import functools
 import glob
 import hashlib
-import importlib
 import io
 import itertools
 import json
@@ -151,7 +150,8 @@ def convert(inputs, out, options=Options(), workers=None, executor=None):  # noq
     report = Report()
     with pool_of(executor, n_processes) as pool, building_folder(out) as building:
         scatter = functools.partial(scatter_files, options=options, building=building)
-        for part in run_all(pool, scatter, list(group_files(files, total)), ahead, "read"):
+        tasks = list(group_files(files, total))
+        for part in run_all(pool, scatter, tasks, ahead, "read"):
             report.merge(part)
         check_enough(report, files)
         shards = list(plan_shards(*keys_and_lengths(building)))
@@ -168,7 +168,8 @@ def check_out(out):
     if "://" in out:
         raise UserError(f"cannot write to {out}; name a local folder, then copy it there")
     out = os.path.realpath(out)
-    if os.path.isfile(out) or os.path.ismount(out) or out == os.getcwd():
+    is_here = out == os.getcwd()
+    if is_here or os.path.isfile(out) or os.path.ismount(out):
         raise UserError(
             f"cannot make {out} anew: it is a file, a mount point or the folder you are in; name a "
             "folder in or beside it with --out")
@@ -257,7 +258,8 @@ def read_csv(stream, options, delimiter=None):
     lines = (line.decode() for line in lines_of(stream))
     header = next(lines, "")
     delimiter = options.delimiter or delimiter or max(",;\t", key=header.count)
-    rows = csv.DictReader(itertools.chain([header], lines), delimiter=delimiter, strict=True)
+    lines = itertools.chain([header], lines)
+    rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
     columns_to_read(rows.fieldnames or [], options)
     for row in rows:
         if None in row:
@@ -350,7 +352,9 @@ def parse(record):
 def make_document(where, record, options):
     """The Document of a dict, or of a list of messages; UserError if it has none."""
     if options.text_key:
-        text, used, dropped = find_text(record, options.text_key), [options.text_key], ()
+        text = find_text(record, options.text_key)
+        used = [options.text_key]
+        dropped = ()
     else:
         messages, used = find_messages(record, options.messages_key)
         messages, dropped = clean_messages(messages, options.ignore_keys)
@@ -408,11 +412,13 @@ def columns_to_read(names, options):
 
 def missing(key, names, flag=None):
     """The error that there is nothing under a key."""
-    seen = ", ".join(map(repr, names)) if isinstance(names, dict | list) else type(names).__name__
-    message = f"nothing under {key!r}; there is {seen:.200}"
-    if isinstance(names, dict | list) and key not in names:
-        near = difflib.get_close_matches(key.partition(".")[0], map(str, names), 1)
-        message += "".join(f"; did you mean {name!r}?" for name in near)
+    if not isinstance(names, dict | list):
+        names = [f"only a value of type {type(names).__name__}"]
+    message = f"nothing under {key!r}; there is {', '.join(map(str, names)):.200}"
+    if key not in names:
+        head = key.partition(".")[0]
+        for name in difflib.get_close_matches(head, map(str, names), 1):
+            message += f"; did you mean {name}?"
     flag = flag or "--text_key, or for conversations --messages_key"
     return UserError(f"{message}; name it by {flag}")
 
@@ -470,7 +476,8 @@ def find_messages(record, key):
     if not questions:
         return answer, columns
     if isinstance(questions[0], str):
-        questions = [{"role": "user", "content": "\n\n".join(filter(None, questions))}]
+        asked = "\n\n".join(filter(None, questions))
+        questions = [{"role": "user", "content": asked}]
     else:
         questions = questions[0]
     if isinstance(answer, str):
@@ -489,10 +496,7 @@ def clean_messages(messages, ignore_keys):
     dropped = []
     for i, message in enumerate(messages):
         try:
-            kept, rest = clean_message(message)
-            lost = [key for key in CONTENT_KEYS if rest.get(key) and key not in ignore_keys]
-            if lost:
-                raise UserError(f"its {lost[0]} would be lost (or: --ignore_keys {lost[0]})")
+            kept, rest = clean_message(message, ignore_keys)
         except UserError as error:
             raise UserError(f"message {i}: {error}; saw {message!r:.300}") from error
         cleaned.append(kept)
@@ -501,21 +505,28 @@ def clean_messages(messages, ignore_keys):
         raise UserError(f"no message of an assistant, so nothing to learn; saw {messages!r:.200}")
     return cleaned, dropped
 
-def clean_message(message):
+def clean_message(message, ignore_keys):
     """(its role, content and weight; all else)"""
     if not isinstance(message, dict):
         raise UserError("expected {'role': 'user', 'content': 'Hi'}")
     rest = {key: value for key, value in message.items() if value is not None}    # parquet's nulls
     if "from" in rest and "value" in rest:
         sender = rest.pop("from")
-        rest |= {"role": ROLES.get(sender, sender), "content": rest.pop("value")}
-    kept = {"role": rest.pop("role", None), "content": rest.pop("content", None)}
-    if not isinstance(kept["role"], str):
+        rest["role"] = ROLES.get(sender, sender)
+        rest["content"] = rest.pop("value")
+    role, content = rest.pop("role", None), rest.pop("content", None)
+    for key in CONTENT_KEYS:
+        if rest.get(key) and key not in ignore_keys:
+            raise UserError(f"its {key} would be lost (if it may be: --ignore_keys {key})")
+        if rest.get(key) and not content:
+            raise UserError(f"without its {key}, nothing is left")
+    if not isinstance(role, str):
         raise UserError("expected a role, such as 'user'")
-    if isinstance(kept["content"], list):
-        kept["content"] = clean_parts(kept["content"], kept["role"] == "assistant")
-    elif not isinstance(kept["content"], str):
+    if isinstance(content, list):
+        content = clean_parts(content, role == "assistant")
+    elif not isinstance(content, str):
         raise UserError("expected a string or a list of parts as its content")
+    kept = {"role": role, "content": content}
     if "weight" in rest:
         kept["weight"] = rest.pop("weight")
         if kept["weight"] not in (0, 1):
@@ -529,7 +540,8 @@ def clean_parts(parts, is_answer):
     for part in parts:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in known or not isinstance(part.get("text"), str):
-            raise UserError(f"expected parts {{'type': T, 'text': ...}} with T of {', '.join(known)}")
+            raise UserError(
+                f"expected parts as {{'type': T, 'text': '...'}}, T one of {', '.join(known)}")
         cleaned.append({"type": kind, "text": part["text"]})
     return cleaned if is_answer else "".join(part["text"] for part in cleaned)
 
@@ -547,7 +559,10 @@ class Run:
         self.clear()
 
     def clear(self):
-        self.keys, self.texts, self.kept, self.size = [], [], [], 0
+        self.keys = []
+        self.texts = []
+        self.kept = []
+        self.size = 0
 
     def add(self, key, document):
         self.keys.append(key)
@@ -559,10 +574,12 @@ class Run:
         keys = np.array(self.keys, np.uint64)
         order = np.argsort(keys, kind="stable").tolist()
         texts = [self.texts[i] for i in order]
-        columns = {KEY: pa.array(keys[order]), DOCUMENT: join_texts(texts, pa.large_binary())}
+        columns = {KEY: pa.array(keys[order])}
+        columns[DOCUMENT] = join_texts(texts, pa.large_binary())
         for i, name in enumerate(self.keep):
             try:
-                columns[name] = pa.array([self.kept[row][i] for row in order])
+                values = [self.kept[row][i] for row in order]
+                columns[name] = pa.array(values)
             except (pa.ArrowException, OverflowError) as error:
                 raise UserError(
                     f"--keep {name}: {error}; expected one type, in {last_file} or before it"
@@ -645,13 +662,16 @@ def plan_shards(keys, lengths):
     n_val = max(1, n // 100, min(VAL_DOCUMENTS, n // 10))
     n_train = n - n_val
     ends = np.cumsum(lengths + 1)    # + 1: all documents may be empty
-    n_shards = max(4, round(int(lengths.sum()) / SHARD_BYTES) - 1)    # 4: cores share a small corpus
+    n_shards = round(int(lengths.sum()) / SHARD_BYTES) - 1
+    n_shards = max(4, n_shards)    # so that cores share a small corpus
     targets = ends[n_train - 1] * np.arange(1, n_shards) / n_shards
     cuts = np.searchsorted(ends[:n_train], targets) + 1
-    for first, last in itertools.pairwise(np.unique([0, *cuts, n_train, n])):
+    borders = np.unique([0, *cuts, n_train, n])
+    for first, last in itertools.pairwise(borders):
         rows = min(ROW_GROUP_DOCUMENTS, max(1, (last - first) // 16))
         groups = plan_row_groups(lengths[first:last], rows)
-        yield [(keys[first + start], keys[first + stop - 1]) for start, stop in groups]
+        groups = [(first + start, first + stop - 1) for start, stop in groups]
+        yield [(keys[start], keys[end]) for start, end in groups]
 
 def plan_row_groups(lengths, rows):
     """(start, stop) of row groups of `rows` documents, ROW_GROUP_BYTES, or one longer document."""
@@ -690,8 +710,10 @@ def gather_row_group(runs, first, last, kept, kind):
         parts.append(part)
         data, offsets, _ = dataset.column_views(part[DOCUMENT])
         texts += [data[a:b] for a, b in itertools.pairwise(offsets.tolist())]
-    order = np.argsort(np.concatenate([part[KEY] for part in parts]), kind="stable")
-    columns = {kind: join_texts([texts[i] for i in order.tolist()], pa.string())}
+    keys = np.concatenate([part[KEY] for part in parts])
+    order = np.argsort(keys, kind="stable")
+    texts = [texts[i] for i in order.tolist()]
+    columns = {kind: join_texts(texts, pa.string())}
     for column in kept:
         values = [part[column.name].cast(column.type) for part in parts]
         columns[column.name] = pa.concat_arrays(values).take(order)
@@ -700,8 +722,9 @@ def gather_row_group(runs, first, last, kept, kind):
 # --------------------------------------------------------------------------------------------------
 # Which files
 
-# Not documents; the last three are Hugging Face's
-ABOUT_DATA = (dataset.INDEX, "dataset_info.json", "dataset_dict.json", "state.json")
+# Not documents; all but the first are Hugging Face's
+ABOUT_DATA = (
+    dataset.INDEX, "README.md", "dataset_info.json", "dataset_dict.json", "state.json")
 
 class Input(NamedTuple):
     path: str
@@ -710,89 +733,56 @@ class Input(NamedTuple):
 
 def find_inputs(inputs, as_text=()):
     """
-    ([Input, ...], paths that are ignored). A file that is named is read, each file once. Of folders
-    and globs, files are ignored that are hidden, empty, about the data, of a val or test split
-    beside train, of other kinds than READERS, or in shards of ours. as_text: patterns of names; only
-    such files are read then, as plain text.
+    ([Input, ...], paths that are ignored). A file that is named is read; each file is read once.
+    as_text: patterns of names; of folders and globs, only such files are read, as plain text.
     """
-    found, ignored = {}, []
+    found = {}
+    ignored = []
     for given in inputs:
-        if os.path.isfile(given):
-            paths = [given]
-            if not (suffix_of(given, as_text) or suffix_of(given)):
-                raise UserError(f"cannot read {given}; {expected(as_text)}")
-        else:
+        paths = [given]
+        if not os.path.isfile(given):
             paths, others = choose_files(given, as_text)
             ignored += others
         for path in paths:
+            suffix = suffix_of(path, as_text) or suffix_of(path)
+            if not suffix:
+                raise UserError(f"cannot read {path}; {expected(as_text)}")
             if not path.isprintable():
                 raise UserError(f"rename {path!a}: it is not UTF-8, or has control characters")
-            suffix = suffix_of(path, as_text) or suffix_of(path)
-            found.setdefault(
-                os.path.realpath(path), Input(os.path.abspath(path), os.path.getsize(path), suffix))
+            file = Input(os.path.abspath(path), os.path.getsize(path), suffix)
+            found.setdefault(os.path.realpath(path), file)
     ignored = [path for path in ignored if os.path.realpath(path) not in found]
-    return sorted(found.values(), key=lambda file: os.path.split(file.path)), ignored
-
-def expected(as_text):
-    names = ", ".join(as_text or READERS)
-    return (
-        f"expected names with {names} (of text also with {', '.join(CODECS)}): a file, a folder or "
-        "a glob in quotes; other plain text: --as_text '*.SUFFIX'; unpack archives first")
+    files = sorted(found.values(), key=lambda file: os.path.split(file.path))
+    return files, ignored
 
 def choose_files(given, as_text):
-    """(paths to read, paths to ignore) of a folder or glob"""
+    """
+    (paths to read, paths to ignore) of a folder or glob. To ignore: hidden or empty files, those
+    about the data, of a val or test split beside train, of another kind, or below an index of ours.
+    """
     if os.path.isdir(given):
         dataset.list_files(given)    # refuses tables and caches that also hold older versions
-        root, paths = given, files_below(given)
+        root = given
+        paths = files_below(given)
     else:
-        root = re.split(r"[^/]*[*?[]", given)[0]
-        paths = [path for path in glob.glob(given, recursive=True) if os.path.isfile(path)]
-    names = {}
+        root = re.split(r"[^/]*[*?[]", given)[0] or "."
+        paths = filter(os.path.isfile, glob.glob(given, recursive=True))
+    splits = {}
     ignored = []
     for path in paths:
-        name = os.path.relpath(path, root or ".").replace(os.sep, "/")
-        if is_document(path, name, as_text) and not is_in_our_shards(name, root):
-            names[path] = name
+        name = os.path.relpath(path, root).replace(os.sep, "/")
+        if is_document(path, name, as_text):
+            splits[path] = dataset.split_in_name(name)
         else:
             ignored.append(path)
-    splits = {path: dataset.split_in_name(name) for path, name in names.items()}
-    is_plain = {suffix_of(path, as_text) for path in names} <= {*PLAIN}
-    chosen = []
-    for path in names:
-        is_other_split = "train" in splits.values() and splits[path] in ("val", "test")
-        is_about_data = os.path.basename(path) == "README.md" and not is_plain
-        (ignored if is_other_split or is_about_data else chosen).append(path)
-    if not chosen:
+    if "train" in splits.values():
+        for path, split in list(splits.items()):
+            if split in ("val", "test"):
+                ignored.append(path)
+                del splits[path]
+    if not splits:
         raise UserError(f"{given}: no such files; {expected(as_text)}")
-    return chosen, ignored
-
-def is_document(path, name, as_text):
-    is_hidden = "/." in f"/{name}"
-    is_about_data = os.path.basename(name) in ABOUT_DATA
-    return (not is_hidden and not is_about_data and suffix_of(name, as_text) is not None
-            and os.path.getsize(path) > 0)
-
-def suffix_of(path, as_text=()):
-    """The one of READERS that says how to read a file: 'a/B.JSON.gz' -> '.json', or None."""
-    name = os.path.basename(path)
-    if as_text:
-        is_text = any(fnmatch.fnmatch(name, pattern) for pattern in as_text)
-        return ".txt" if is_text else None
-    stem, suffix = os.path.splitext(name.lower())
-    if suffix in CODECS:
-        suffix = os.path.splitext(stem)[1]
-    return suffix if suffix in READERS else None
-
-def is_in_our_shards(name, root):
-    """Whether a folder between root and the file has an index of ours."""
-    folders = name.split("/")[:-1]
-    return any(has_index(os.path.join(root, *folders[:i + 1])) for i in range(len(folders)))
-
-@functools.lru_cache(maxsize=10_000)
-def has_index(folder):
-    with contextlib.suppress(OSError, ValueError), open(f"{folder}/{dataset.INDEX}", "rb") as file:
-        return {"format", "kind", "shards"} <= {*json.load(file)}
-    return False
+    return list(splits), ignored
 
 def files_below(folder):
     """Follows links, and enters each folder once. One that cannot be read is an error."""
@@ -808,6 +798,42 @@ def files_below(folder):
         seen.add(real)
         for name in names:
             yield os.path.join(root, name)
+
+def expected(as_text):
+    names = ", ".join(as_text or READERS)
+    return (
+        f"expected names with {names} (of text also with {', '.join(CODECS)}): a file, a folder or "
+        "a glob in quotes; other plain text: --as_text '*.SUFFIX'; unpack archives first")
+
+def is_document(path, name, as_text):
+    """name: below the folder that was named, whose own index does not count."""
+    if "/." in f"/{name}" or not suffix_of(path, as_text) or not os.path.getsize(path):
+        return False
+    if os.path.basename(path) in ABOUT_DATA and not as_text:
+        return False
+    for _ in range(name.count("/")):
+        path = os.path.dirname(path)
+        if has_index(path):
+            return False
+    return True
+
+@functools.lru_cache(maxsize=10_000)
+def has_index(folder):
+    """Whether it is a folder of shards that we wrote."""
+    with contextlib.suppress(OSError, ValueError), open(f"{folder}/{dataset.INDEX}", "rb") as file:
+        return {"format", "kind", "shards"} <= {*json.load(file)}
+    return False
+
+def suffix_of(path, as_text=()):
+    """The one of READERS that says how to read a file: 'a/B.JSON.gz' -> '.json', or None."""
+    name = os.path.basename(path)
+    if as_text:
+        is_text = any(fnmatch.fnmatch(name, pattern) for pattern in as_text)
+        return ".txt" if is_text else None
+    stem, suffix = os.path.splitext(name.lower())
+    if suffix in CODECS:
+        suffix = os.path.splitext(stem)[1]
+    return suffix if suffix in READERS else None
 
 # --------------------------------------------------------------------------------------------------
 # Processes, and the folder that becomes `out`
@@ -892,7 +918,7 @@ def dask_executor(address):
 
     with Client(address) as client:
         try:
-            client.run(importlib.import_module, "dev.convert")
+            client.run(exec, "import dev.convert")
         except ImportError as error:
             folder = os.path.dirname(os.path.abspath(dataset.__file__))
             raise UserError(
@@ -919,7 +945,8 @@ def in_order(executor, function, items, ahead):
 def run_all(pool, function, tasks, ahead, label):
     """[function(task), ...] in order, with a bar and at most `ahead` tasks in flight."""
     done = in_order(pool, function, tasks, ahead)
-    return [result for _, result in tqdm(done, label, len(tasks), unit=" tasks", delay=1)]
+    done = tqdm(done, label, len(tasks), unit=" tasks", delay=1)
+    return [result for _, result in done]
 
 # --------------------------------------------------------------------------------------------------
 # The command
@@ -930,7 +957,8 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     names = {"nargs": "+", "action": "extend", "default": []}
-    add("inputs", nargs="+", metavar="IN", help="files, folders, globs in quotes: " + ", ".join(READERS))
+    kinds = ", ".join(READERS)
+    add("inputs", nargs="+", metavar="IN", help=f"files, folders, globs in quotes: {kinds}")
     add("--out", help="folder, new or empty (default: where train.py looks)")
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
     add("--messages_key", help="that of conversations (default: see find_messages)")
@@ -942,8 +970,8 @@ def main(argv=None):
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
     add("--seed", type=int, default=0, help="of the shuffle (default 0)")
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
-    add("--dask", metavar="ADDRESS", help="run on a Dask cluster. Its workers see the same files and "
-        "our code: PYTHONPATH=HERE dask worker ADDRESS")
+    add("--dask", metavar="ADDRESS", help="run on a Dask cluster, whose workers see the same files "
+        "and our code: PYTHONPATH=HERE dask worker ADDRESS")
     with errors_in_one_line():
         flags = parser.parse_args(argv)
         out = flags.out or dataset.default_data_dir()

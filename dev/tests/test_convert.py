@@ -260,17 +260,17 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.json", b"[" * 200_000, "unreadable: maximum recursion depth", 0),
     ("a.csv", b'text\n"one more"\n"never ends\n', "unreadable after line 2: unexpected end", 1),
     ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8: iconv -f LATIN1", 0),
-    ("a.csv", b"n,txt\n1,x\n", r"unreadable: nothing under 'text'; there is 'n', 'txt'; did you "
-     r"mean 'txt'\?; name it by --text_key", 0),
+    ("a.csv", b"n,txt\n1,x\n", r"unreadable: nothing under 'text'; there is n, txt; did you "
+     r"mean txt\?; name it by --text_key", 0),
     ("a.csv", b"text,text\nx,y\n", "unreadable: 2 columns are named 'text'", 0),
     ("a.csv", b"n,text\n1,x\n2,Well, I said\n", "line 3: 1 fields more than the first line names", 1),
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one whole", 1),
-    ("a.jsonl", b'\n\n{"txt": "x"}\n', r"line 3: nothing under 'text'; .* did you mean 'txt'\?", 0),
-    ("a.jsonl", b'{"text": null}\n', "line 1: nothing under 'text'; there is 'text'; name it", 0),
+    ("a.jsonl", b'\n\n{"txt": "x"}\n', r"line 3: nothing under 'text'; .* did you mean txt\?", 0),
+    ("a.jsonl", b'{"text": null}\n', "line 1: nothing under 'text'; there is text; name it", 0),
     ("a.jsonl", b'{"text": ["x"]}\n', "line 1: 'text' holds list, .* add --messages_key text", 0),
     ("a.jsonl", b'{"text": "\xff"}\n', "line 1: .* can't decode byte 0xff", 0),
     ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: .* surrogates not allowed", 0),
-    ("a.jsonl", b"3\n", "line 1: nothing under 'text'; there is int", 0),
+    ("a.jsonl", b"3\n", "line 1: nothing under 'text'; there is only a value of type int", 0),
     ("a.json", b'[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
     ("a.md", "cafe".encode("utf-16"), "byte 0: .*; expected UTF-8: iconv .*UTF-16", 0),
     ("a.parquet", as_parquet(pa.table({"text": ["a", None, "b"]})), "row 1: nothing under 'text'", 2),
@@ -422,9 +422,14 @@ def test_a_key_that_carries_content_is_refused(tmp_path, key):
     thought = {**ANSWER, key: "I think"}
     write(tmp_path / "in", {"a.jsonl": as_json([USER, ANSWER], {"messages": [USER, thought]})})
     line = command(tmp_path / "in", "--out", tmp_path / "out")
-    words = rf"line 2: message 1: its {key} would be lost \(or: --ignore_keys {key}\); saw .*I think"
+    words = rf"line 2: message 1: its {key} would be lost \(.*: --ignore_keys {key}\); saw .*I think"
     assert re.search(words, line)
     assert len(converted(tmp_path, "--ignore_keys", key)) == 2
+    for content in ("", None):    # an empty answer is not learned in its place
+        write(tmp_path / "in", {"b.jsonl": as_json([USER, {**thought, "content": content}])})
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        line = command(tmp_path / "in", "--out", tmp_path / "out", "--ignore_keys", key)
+        assert f"b.jsonl, line 1: message 1: without its {key}, nothing is left; saw " in line
 
 BAD_CHATS = [
     ([], "expected a list of messages"), ({"a": 1}, "expected a list of .* saw {'a': 1}"),
@@ -451,7 +456,7 @@ def test_texts_and_conversations_do_not_mix(tmp_path):
     line = command(tmp_path / "a.jsonl", "--out", tmp_path / "out")
     assert "line 2: a conversation among texts; convert conversations apart" in line
     line = command(tmp_path / "b.jsonl", "--out", tmp_path / "out")
-    assert "line 2: nothing under 'messages'; there is 'text'" in line
+    assert "line 2: nothing under 'messages'; there is text" in line
 
 # --------------------------------------------------------------------------------------------------
 # Processes
@@ -554,7 +559,10 @@ def test_convert_on_a_cluster(tmp_path):
         executor = SimpleNamespace(submit=submit)
         convert.convert(inputs, f"{tmp_path}/out", Options("raw_content"), 1, executor)
         assert next(tasks) > 4 and group_of(victim) is None
-    assert read_all(tmp_path / "out") == read_all(tmp_path / "alone") != []
+        words = "--text_key", "raw_content", "--dask", cluster.scheduler_address
+        assert command(*inputs, *words, "--out", tmp_path / "typed") is None
+    for out in ("out", "typed"):
+        assert read_all(tmp_path / out) == read_all(tmp_path / "alone") != []
 
 def test_dask_workers_that_cannot_import_us_are_named(tmp_path):
     """Started elsewhere, without PYTHONPATH."""
