@@ -96,23 +96,20 @@ class Options(NamedTuple):
 @dataclass
 class Report:
     """What was read and what was not."""
-    documents: int = 0
-    bytes: int = 0
-    empty: int = 0
-    bad: int = 0
-    shown: list = field(default_factory=list)      # the first problems
-    columns: set = field(default_factory=set)      # those that were dropped
+    counts: collections.Counter = field(default_factory=collections.Counter)
+    problems: list = field(default_factory=list)    # the first bad documents
+    columns: set = field(default_factory=set)       # those that were dropped
     dropped: collections.Counter = field(default_factory=collections.Counter)    # keys of messages
-    examples: dict = field(default_factory=dict)   # of the dropped keys
+    examples: dict = field(default_factory=dict)    # of dropped keys
 
     def add_problem(self, message):
-        self.bad += 1
-        self.shown = [*self.shown, message][:BAD_SHOWN]
+        self.counts["bad"] += 1
+        self.problems = [*self.problems, message][:BAD_SHOWN]
 
     def add_document(self, document, path):
-        self.documents += 1
-        self.bytes += len(document.text)
-        self.empty += not document.text
+        self.counts["documents"] += 1
+        self.counts["bytes"] += len(document.text)
+        self.counts["empty"] += not document.text
         if len(self.columns) < 100:
             self.columns.update(document.columns)
         for key, value in document.dropped:
@@ -120,11 +117,8 @@ class Report:
             self.examples.setdefault(key, f"{path}, {document.where}: {value!r:.60}")
 
     def merge(self, other):
-        self.documents += other.documents
-        self.bytes += other.bytes
-        self.empty += other.empty
-        self.bad += other.bad
-        self.shown = [*self.shown, *other.shown][:BAD_SHOWN]
+        self.counts += other.counts
+        self.problems = (self.problems + other.problems)[:BAD_SHOWN]
         self.columns |= other.columns
         self.dropped += other.dropped
         self.examples = other.examples | self.examples
@@ -159,7 +153,7 @@ def convert(inputs, out, options=Options(), workers=None, executor=None):  # noq
         run_all(pool, gather, list(enumerate(shards)), ahead, "write")
         index = dataset.write_index(f"{building}/shards")
         n_written = sum(sum(entry["rows"]) for entry in index["shards"].values())
-        assert n_written == report.documents
+        assert n_written == report.counts["documents"]
         os.rename(f"{building}/shards", out)    # also onto an empty folder
     return report, files, ignored, len(shards)
 
@@ -187,14 +181,15 @@ def check_options(options, files):
 
 def check_enough(report, files):
     """A train and a val shard need a document each."""
-    if report.documents >= 2:
+    n = report.counts["documents"]
+    if n >= 2:
         return
-    message = f"{counted(report.documents, 'document')}, but train and val need at least one each"
-    if report.documents and files[0].suffix in PLAIN and report.bytes > 1:
-        cut = min(10_000, 1 + report.bytes // 16)
+    message = f"{counted(n, 'document')}, but train and val need at least one each"
+    if report.counts["bytes"] > 1 and files[0].suffix in PLAIN:
+        cut = min(10_000, 1 + report.counts["bytes"] // 16)
         message += f"; to cut a long one at its blank lines, add --cut_bytes {cut}"
-    if report.shown:
-        message += f"; skipped: {report.shown[0]}"
+    if report.problems:
+        message += f"; skipped: {report.problems[0]}"
     raise UserError(message)
 
 # --------------------------------------------------------------------------------------------------
@@ -550,47 +545,6 @@ def clean_parts(parts, is_answer):
 
 KEY, DOCUMENT = "nanoloader.key", "nanoloader.text"    # columns of a run
 
-class Run:
-    """Documents in memory; written, sorted by key, when they have RUN_BYTES, and at the end."""
-    def __init__(self, path, keep):
-        self.path = path
-        self.keep = keep
-        self.n_written = 0
-        self.clear()
-
-    def clear(self):
-        self.keys = []
-        self.texts = []
-        self.kept = []
-        self.size = 0
-
-    def add(self, key, document):
-        self.keys.append(key)
-        self.texts.append(document.text)
-        self.kept.append(document.kept)
-        self.size += len(document.text)
-
-    def write(self, last_file):
-        keys = np.array(self.keys, np.uint64)
-        order = np.argsort(keys, kind="stable").tolist()
-        texts = [self.texts[i] for i in order]
-        columns = {KEY: pa.array(keys[order])}
-        columns[DOCUMENT] = join_texts(texts, pa.large_binary())
-        for i, name in enumerate(self.keep):
-            try:
-                values = [self.kept[row][i] for row in order]
-                columns[name] = pa.array(values)
-            except (pa.ArrowException, OverflowError) as error:
-                raise UserError(
-                    f"--keep {name}: {error}; expected one type, in {last_file} or before it"
-                ) from error
-        table = pa.table(columns)
-        path = f"{self.path}-{self.n_written:05d}.arrow"
-        with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-            writer.write_table(table)
-        self.n_written += 1
-        self.clear()
-
 def group_files(files, total):
     """Small files share a run: (task number, [(file number, file), ...])"""
     number, group, size = 0, [], 0
@@ -604,8 +558,10 @@ def group_files(files, total):
 def scatter_files(task, options, building):
     """Write the documents of some files as sorted runs. Returns a Report."""
     number, files = task
+    path = f"{building}/runs/{number:08d}"
     report = Report()
-    run = Run(f"{building}/runs/{number:08d}", options.keep)
+    run = []
+    size = n_runs = 0
     for file_number, file in files:
         for index, document in enumerate(documents_of(file, options)):
             if document.problem:
@@ -615,12 +571,34 @@ def scatter_files(task, options, building):
                 report.add_problem(problem)
                 continue
             report.add_document(document, file.path)
-            run.add(key_of(document, file_number, index, options), document)
-            if run.size >= RUN_BYTES:
-                run.write(file.path)
-    if run.keys:
-        run.write(files[-1][1].path)
+            key = key_of(document, file_number, index, options)
+            run.append((key, document.text, document.kept))
+            size += len(document.text)
+            if size >= RUN_BYTES:
+                write_run(f"{path}-{n_runs:05d}.arrow", run, options.keep, file)
+                run = []
+                size = 0
+                n_runs += 1
+    if run:
+        write_run(f"{path}-{n_runs:05d}.arrow", run, options.keep, file)
     return report
+
+def write_run(path, run, keep, last_file):
+    """run: (key, text, kept values) of each document."""
+    run.sort(key=lambda document: document[0])
+    keys, texts, kept = zip(*run, strict=True)
+    columns = {KEY: pa.array(keys, pa.uint64())}
+    columns[DOCUMENT] = join_texts(texts, pa.large_binary())
+    for name, values in zip(keep, zip(*kept, strict=True), strict=True):
+        try:
+            columns[name] = pa.array(values)
+        except (pa.ArrowException, OverflowError) as error:
+            raise UserError(
+                f"--keep {name}: {error}; expected values of one type, in {last_file.path} or "
+                "before it") from error
+    table = pa.table(columns)
+    with pa.OSFile(path, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
 
 def key_of(document, file_number, index, options):
     """A hash of its position. Val has the largest; halves keep a large document out of it."""
@@ -691,7 +669,7 @@ def gather_shard(shard, building, kind):
     try:
         schema = pa.unify_schemas([run.schema for run in runs], promote_options="permissive")
     except pa.ArrowException as error:
-        raise UserError(f"--keep: {error}; expected values of one type in all files") from error
+        raise UserError(f"--keep: {error}; expected values of one type") from error
     kept = list(schema)[2:]
     for column in kept:
         if pa.types.is_null(column.type):
@@ -983,11 +961,12 @@ def main(argv=None):
             print_report(out, *convert(flags.inputs, out, options, workers, executor))
 
 def print_report(out, report, files, ignored, n_shards):
-    empty = f" ({report.empty:,} of them empty)" if report.empty else ""
-    print(f"{counted(len(files), 'file')} -> {counted(report.documents, 'document')}{empty}, "
-          f"{report.bytes / 1e6:,.1f} MB, in {n_shards:,} shards, the last for val, in {out}")
+    counts = report.counts
+    empty = f" ({counts['empty']:,} of them empty)" if counts["empty"] else ""
+    print(f"{counted(len(files), 'file')} -> {counted(counts['documents'], 'document')}{empty}, "
+          f"{counts['bytes'] / 1e6:,.1f} MB, in {n_shards:,} shards, the last for val, in {out}")
     print_dropped(report.columns)
-    for key, n in report.dropped.most_common(BAD_SHOWN):
+    for key, n in report.dropped.most_common():
         print(f"dropped from messages: {key}, {n:,} times, {printable(report.examples[key])}")
     if ignored:
         suffixes = {os.path.splitext(path)[1] or "none" for path in ignored}
@@ -995,9 +974,9 @@ def print_report(out, report, files, ignored, n_shards):
               f"suffix {printable(', '.join(sorted(suffixes))):.100}: hidden, empty, about the "
               "data, of a val or test split, of other kinds, or shards of ours; to convert one, "
               "name its path")
-    if report.bad:
-        print(f"skipped bad documents or files: {report.bad:,}; the first:")
-        for message in report.shown:
+    if counts["bad"]:
+        print(f"skipped bad documents or files: {counts['bad']:,}; the first:")
+        for message in report.problems:
             print(f"  {message}")
 
 def print_dropped(columns):

@@ -232,9 +232,9 @@ def test_kept_columns_stay_beside_their_documents(tmp_path, capsys):
     assert len(rows) == 800 and all(row == {"text": str(row["n"]), "n": row["n"]} for row in rows)
 
 @pytest.mark.parametrize("values, words", [
-    ([1, "a"], "--keep n: .*; expected one type, in .*a.jsonl or before it"),
-    ([1, 2**70], "--keep n: .*; expected one type"), ([None, None], "--keep n: no document has a"),
-    ([1, 2], "--keep: .*; expected values of one type in all files")])
+    ([1, "a"], "--keep n: .*; expected .* one type, in .*/a.jsonl or before it"), ([1, 2**70], "--keep n: .*; expected"),
+    ([None, None], "--keep n: no document has a value"),
+    ([1, 2], "--keep: .* n .*; expected values of one type")])
 def test_columns_that_cannot_be_kept(tmp_path, values, words):
     write(tmp_path, {"a.jsonl": lines_of(text=["a", "b"], n=values)})
     if values == [1, 2]:    # each in a run of its own
@@ -493,7 +493,7 @@ def group_of(pid):
 def test_workers_end_with_convert(tmp_path, how, when):
     """Killed, or stopped by Ctrl-C, Ctrl-C: no worker or shard stays; the same command starts anew."""
     for i in range(4):
-        write(tmp_path / "in", {f"{i}.jsonl": lines_of(text=["some text " * 50] * 40_000)})
+        write(tmp_path / "in", {f"{i}.jsonl": lines_of(text=["some text " * 50] * 20_000)})
     words = [f"{tmp_path}/in", "--out", f"{tmp_path}/out", "-w", "2"]
     stuck = ("import signal, time; from dev import convert\n"
              "convert.cores = lambda: 2\n"
@@ -524,7 +524,7 @@ def test_workers_end_with_convert(tmp_path, how, when):
         assert os.listdir(tmp_path) == ["in"]
     assert not (tmp_path / "out").exists()
     assert command(*words) is None
-    assert sum(sum(shard.group_sizes) for shard in all_of(tmp_path / "out")) == 160_000
+    assert sum(sum(shard.group_sizes) for shard in all_of(tmp_path / "out")) == 80_000
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 def test_ctrl_c_while_it_starts_is_one_line(tmp_path):

@@ -4,6 +4,7 @@ tokenize, verify, stats and head of dev/prepare.py.
     python -m pytest dev/tests/test_prepare.py
 """
 
+import collections
 import functools
 import glob
 import itertools
@@ -109,6 +110,23 @@ def test_messages_as_tokens(tmp_path, trained):
     assert all_of(tmp_path / "ids")[0].dtype == "<i4"
     stored = [np.frombuffer(raw, "<i4").tolist() for raw in read_all(tmp_path / "ids")]
     assert stored == [ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
+
+@pytest.mark.parametrize("kind", ["chats", "ids"])
+def test_an_epoch_has_each_token_of_an_answer_as_a_target_once(tmp_path, trained, kind):
+    make_shards(tmp_path / "chats", column="messages")
+    words = "--out", tmp_path / "ids", "--tokenizer", trained
+    assert command("tokenize", tmp_path / "chats", *words) is None
+    made = RustBPETokenizer.from_directory(trained)
+    expected = collections.Counter()
+    for shard in dataset.list_shards(str(tmp_path / "chats"), "train"):
+        for row_group in range(len(shard.group_sizes)):
+            ids, _ = encode_conversations(made, shard.read(row_group).to_pylist())
+            expected.update(ids[ids >= 0].tolist())
+    found = collections.Counter()
+    for inputs, targets in make(f"{tmp_path}/{kind}", 2, 40, made, epochs=1):
+        assert inputs.min() >= 0
+        found.update(targets[targets >= 0].tolist())
+    assert found == expected and found.total() > 100
 
 def test_tokenize_resumes(tmp_path, byte_tokenizer, monkeypatch):
     """Stopped midway, the folder has no index; the same command keeps what is done."""
