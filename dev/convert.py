@@ -820,13 +820,12 @@ def suffix_of(path, as_text=()):
 def building_folder(out):
     """A hidden folder beside `out`. It is removed at the end; if we are killed, by the next run."""
     parent = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.convert")
-    building, removed = f"{parent}/building", f"{parent}/removed"
+    building = f"{parent}/building"
     lock = FileLock(f"{parent}/lock", timeout=0)
     try:
         with contextlib.suppress(NotImplementedError):    # some file systems have no locks
             lock.acquire()
-        for old in (building, removed):
-            shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(building, ignore_errors=True)    # of a killed run
         os.makedirs(f"{building}/runs")
         os.makedirs(f"{building}/shards")
         yield building
@@ -839,9 +838,7 @@ def building_folder(out):
             f"{error}, in {parent}; to write elsewhere, name another folder with --out") from error
     finally:
         if lock.is_locked:
-            with ctrl_c_ignored():
-                with contextlib.suppress(OSError):
-                    os.rename(building, removed)    # so that workers end at their next write
+            with ctrl_c_ignored():    # workers end at their next write
                 shutil.rmtree(parent, ignore_errors=True)
                 lock.release()
 

@@ -51,7 +51,7 @@ def byte_tokenizer(monkeypatch):
 
 @pytest.fixture
 def trained(tmp_path, monkeypatch):
-    """Text, its tokens, and a tokenizer of 300 tokens that was trained on it and made the tokens."""
+    """Makes text and its tokens. -> the folder of their tokenizer, which has 300 tokens."""
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setattr(prepare, "VOCAB_SIZE", 300)
     make_shards(tmp_path / "text")
@@ -86,7 +86,7 @@ def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
     assert rows[0] == rows[1]
 
 def test_ids_are_compared_with_tiktokens(tmp_path, trained, monkeypatch):
-    """tiktoken is made wrong here, after it was compared with gigatoken; a thousand texts see it."""
+    """tiktoken is made wrong after it was compared with gigatoken; a thousand texts see it."""
     pytest.importorskip("gigatoken")
 
     def spoil_tiktoken(made):
@@ -100,7 +100,7 @@ def test_ids_are_compared_with_tiktokens(tmp_path, trained, monkeypatch):
     words = "--out", tmp_path / "out", "--tokenizer", trained
     assert "its ids differ from tiktoken's" in command("tokenize", tmp_path / "more", *words)
 
-def test_messages_as_tokens(tmp_path, trained):
+def test_messages_as_tokens(tmp_path, trained, capsys):
     """int32; ~t is a token t without a loss."""
     make_shards(tmp_path / "chats", column="messages")
     words = "--out", tmp_path / "ids", "--tokenizer", trained
@@ -108,6 +108,8 @@ def test_messages_as_tokens(tmp_path, trained):
     made = RustBPETokenizer.from_directory(trained)
     ids, bounds = encode_conversations(made, read_all(tmp_path / "chats"))
     assert all_of(tmp_path / "ids")[0].dtype == "<i4"
+    assert command("head", tmp_path / "ids", "--tokenizer", trained) is None
+    assert "<|user_start|>" in capsys.readouterr().out
     stored = [np.frombuffer(raw, "<i4").tolist() for raw in read_all(tmp_path / "ids")]
     assert stored == [ids[a:b].tolist() for a, b in itertools.pairwise(bounds)]
 
@@ -189,17 +191,18 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     sound = {path: path.read_bytes() for path in (first, both)}
     column = pq.read_metadata(both).row_group(0).column(1)
     documents = pq.read_metadata(first).row_group(0).column(0)
+    middle = documents.data_page_offset + documents.total_compressed_size // 2
+    end_of_column = column.data_page_offset + column.total_compressed_size - 1
     for path, at, words in (
-            (first, documents.data_page_offset + documents.total_compressed_size // 2, "row group 0: "),
+            (first, middle, "row group 0: "), (both, end_of_column, "row group 0: .*CRC"),
             (first, sound[first].rindex(b"checksums") + 12, ""),
-            (first, sound[first].rindex(b"text_bytes") + 12, "its footer says .* bytes, but it has"),
-            (both, column.data_page_offset + column.total_compressed_size - 1, "row group 0: .*CRC")):
+            (first, sound[first].rindex(b"text_bytes") + 12, "its footer says .*, but it has")):
         data = bytearray(sound[path])
         data[at] ^= 4
         path.write_bytes(data)
         assert command("verify", "--data", tmp_path) == 1
         printed = capsys.readouterr().out
-        assert re.search(f"PROBLEM  .*{path.name}.*{words}", printed) and printed.count("PROBLEM") == 1
+        assert re.search(f"PROBLEM  .*{path.name}.*{words}", printed)
         assert "4 shards, 26 documents, 1 problem\nnext: remove damaged shards" in printed
         path.write_bytes(sound[path])
     index = dataset.write_index(str(tmp_path))
@@ -220,7 +223,8 @@ def test_stats_count_documents_and_tokens(tmp_path, byte_tokenizer, capsys):
     prepare.stats(str(tmp_path / "text"), "bytes")
     size = sum(len(text.encode()) for text in texts[:80])
     printed = capsys.readouterr().out
-    assert re.search(rf"train +2 +10 +80 +0 +{size / 1e6:.1f}  about {size + 80:,}\nval +1 +2 +12 ", printed)
+    row = rf"train +2 +10 +80 +0 +{size / 1e6:.1f}  about {size + 80:,}\nval +1 +2 +12 "
+    assert re.search(row, printed)
     lengths = [len(text.encode()) for text in texts]
     assert f"50 % up to {np.median(lengths):,.0f}, 90 % up" in printed
     prepare.tokenize(str(tmp_path / "text"), str(tmp_path / "tokens"))
@@ -233,7 +237,8 @@ def test_stats_of_chats_know_the_share_with_a_loss(tmp_path, trained, capsys):
     made = RustBPETokenizer.from_directory(trained)
     ids, _ = encode_conversations(made, read_all(tmp_path / "chats")[:80])
     printed = capsys.readouterr().out
-    assert f"{(ids >= 0).mean():.0%} with a loss" in printed and "bytes of JSON in a docum" in printed
+    assert f"{(ids >= 0).mean():.0%} with a loss" in printed
+    assert "bytes of JSON in a document: " in printed
 
 def test_stats_train_no_tokenizer(tmp_path, trained, capsys):
     """They take the one of this data, else count bytes and say so."""
@@ -281,11 +286,11 @@ def test_head_refuses_a_tokenizer_that_did_not_make_the_tokens(tmp_path, trained
     assert command("tokenize", tmp_path / "more", "--out", tmp_path / "more_tokens") is None
     wrong, = glob.glob(f"{tmp_path}/base/tokenizer-more-*-300")
     line = command("head", tmp_path / "tokens", "--tokenizer", wrong)
-    assert line == f"error: {tmp_path}/tokens needs the tokenizer that made it, {trained}, not {wrong}"
+    assert f"/tokens needs the tokenizer that made it, {trained}, not {wrong}" in line
 
 @pytest.mark.parametrize("words, line", [
-    ("foo", "invalid choice: 'foo'"), ("head -n x", "argument -n: x: expected a whole number, at le"),
-    ("verify a b", "expected one folder, not a b; type"), ("verify nowhere", "nowhere does not exist"),
+    ("foo", "invalid choice: 'foo'"), ("head -n x", "argument -n: x: expected a whole number"),
+    ("verify a b", "expected one folder, not a b"), ("verify nowhere", "nowhere does not exist"),
     ("stats --data a b", "one folder, not a b; type"), ("", "required: COMMAND")])
 def test_mistakes_are_one_line(words, line, capsys):
     end = command(*words.split())
