@@ -48,7 +48,7 @@ def write(path, pattern=None, model=None, **changes):
 @pytest.mark.parametrize("pattern, model, normalizer", [
     (None, None, None), (LLAMA, {"ignore_merges": True}, None), (QWEN, None, {"type": "NFC"})],
     ids=["GPT-2", "Llama 3", "Qwen"])
-def test_the_imported_tokenizer_gives_the_librarys_ids(tmp_path, capsys, pattern, model, normalizer):
+def test_imported_tokenizer_gives_the_librarys_ids(tmp_path, capsys, pattern, model, normalizer):
     path, out = tmp_path / "tokenizer.json", tmp_path / "out"
     write(path, pattern, model, normalizer=normalizer)
     module.main([str(path), "--out", str(out)])

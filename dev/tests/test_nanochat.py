@@ -17,7 +17,6 @@ import torch
 import dataset
 from dev import nanochat
 from test_dataloader import BOS, ByteTokenizer
-from tokenizer import AnyTokenizer
 
 with_state = nanochat.tokenizing_distributed_data_loader_with_state_bos_bestfit
 without_state = nanochat.tokenizing_distributed_data_loader_bos_bestfit
@@ -184,15 +183,6 @@ def test_dropped_generators_leave_no_threads(as_rank):
     for thread in started:
         thread.join(60)
         assert not thread.is_alive()
-
-def test_documents_in_the_buffer_do_not_keep_others(as_rank):
-    as_rank(draw_shards(0))
-    groups = [(shard, 0) for shard in dataset.list_shards(None, "train")]
-    to_read = nanochat.rows_to_read(groups, {}, (0, 0))
-    encoded = nanochat.encode_ahead(groups, to_read, AnyTokenizer(ByteTokenizer()), 2, 128)
-    _, documents = next(encoded)
-    assert len(documents) > 1
-    assert all(ids.base is None for ids in documents.values())
 
 def test_a_tokenizer_with_its_own_threads_is_called_by_one(as_rank):
     as_rank(draw_shards(0))
