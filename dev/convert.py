@@ -4,7 +4,7 @@ Make shuffled shards from your own text or chats.
     python -m dev.convert my_folder --out my_shards                   # all files that we can read
     python -m dev.convert 'my/**/*.jsonl.gz' --text_key data.content  # a key in a key
     python -m dev.convert book.txt --cut_bytes 2000                   # cut at blank lines
-    python -m dev.convert chats.jsonl --out my_chats                  # see find_messages
+    python -m dev.convert chats.jsonl --out my_chats                  # conversations, in their usual forms
 
 All text is written twice, so any amount of it is shuffled in bounded memory: about 200 MB of JSON
 lines a second on one core (193 MB of Python sources, 2026-11).
@@ -78,7 +78,7 @@ BAD_SHOWN = 5
 class Options(NamedTuple):
     """How documents are read."""
     text_key: str | None = None       # where a record has its text: 'a.b' is b in a
-    messages_key: str | None = None   # ... its conversation; None: one of SHAPES
+    messages_key: str | None = None   # ... its conversation; None: in one of SHAPES
     keep: Sequence[str] = ()          # columns beside the documents
     as_text: Sequence[str] = ()       # patterns of names of plain text
     delimiter: str | None = None      # of CSV
@@ -936,7 +936,8 @@ def main(argv=None):
     add("inputs", nargs="+", metavar="IN", help=f"files, folders, globs in quotes: {kinds}")
     add("--out", help="folder, new or empty (default: where train.py looks)")
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
-    add("--messages_key", help="that of conversations (default: see find_messages)")
+    add("--messages_key", help="that of conversations (default messages or conversations, or a "
+        "prompt and its completion or response, or instruction, input and output)")
     add("--keep", **names, metavar="NAME", help="columns kept beside the text")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
     add("--delimiter", help="of CSV (default: , or ; or tab, by its first line)")
