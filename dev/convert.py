@@ -4,7 +4,7 @@ Make shuffled shards from your own text or chats.
     python -m dev.convert my_folder --out my_shards                   # all files that we can read
     python -m dev.convert 'my/**/*.jsonl.gz' --text_key data.content  # a key in a key
     python -m dev.convert book.txt --cut_bytes 2000                   # cut at blank lines
-    python -m dev.convert chats.jsonl --out my_chats                  # conversations, in their usual forms
+    python -m dev.convert chats.jsonl --out my_chats                  # in their usual forms
 
 All text is written twice, so any amount of it is shuffled in bounded memory: about 200 MB of JSON
 lines a second on one core (193 MB of Python sources, 2026-11).
