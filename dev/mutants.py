@@ -512,7 +512,7 @@ MUTANTS = [
 ]
 
 # Tests of other files are left out. The slow ones run when all others have passed.
-OTHERS = "tokenizer or train_gives or tiktoken or conversations or checksum or index or appears"
+OTHERS = "tokenizer or train_gives or tiktoken or conversations or checksum or index"
 SLOW = "drawn_runs or real_ranks or program_ends or distributed_checkpoint"
 
 def try_mutant(mutant):
