@@ -21,10 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 # Imported once, here, for all: each mutant's process is a fork, which saves it some five seconds.
-import hypothesis    # noqa: F401
-import pyarrow    # noqa: F401
+import hypothesis  # noqa: F401
+import pyarrow  # noqa: F401
 import pytest
-import torch.distributed.checkpoint    # noqa: F401
+import torch.distributed.checkpoint  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADER = (ROOT / "dataloader.py").read_text()
