@@ -506,7 +506,7 @@ MUTANTS = [
 ]
 
 # Tests of other files are left out. The slow ones run when all others have passed.
-OTHERS = "tokenizer or train_gives or tiktoken or conversations or checksum or index"
+OTHERS = "train_gives or tiktoken or conversations or checksum or index"
 SLOW = ("never_change or drawn_runs or ctrl_c or program_ends or distributed_checkpoint or "
         "real_ranks")
 
