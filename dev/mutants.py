@@ -1,7 +1,7 @@
 """
 Does the suite find each mistake? Changes one place of dataloader.py at a time and runs the tests.
 
-    python -m dev.mutants              # all, an hour on 2 cores
+    python -m dev.mutants              # all
     python -m dev.mutants verdict      # those with this in their name
 
 Each mutant is (name, text, its replacement). The text must be in dataloader.py exactly once: when
