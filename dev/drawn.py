@@ -1,0 +1,464 @@
+"""
+Drawn runs: the loader's rows beside those of dev/reference.py, one by one.
+
+    python -m dev.reference --drawn 1000 --seed 0    ranks are loaders of this process
+    python -m dev.reference --ranks 20               finite runs; ranks are real processes
+
+A run has one to five legs. Each ends with a state, which the next one loads: on another number of
+ranks, with another B, T or packing, from folders that have moved or hold tokens of the same text,
+with a source more or less. Run number i is drawn from seed + i. At the end: how often each was
+drawn, and what was not.
+"""
+
+import collections
+import itertools
+import json
+import os
+import random
+import shutil
+import tempfile
+import time
+import zlib
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import torch.distributed as dist
+
+import dataset
+from dataloader import PACKINGS, PackedLoader, gather_states, merge_states
+from dataset import list_shards, write_shard
+from dev.reference import Run, next_row, places_at_start
+
+# --------------------------------------------------------------------------------------------------
+# Tokenizer, transforms and weights
+
+BOS = 256
+
+class ByteTokenizer:
+    """Tokens are bytes."""
+    dtype = np.dtype(np.uint16)
+
+    def get_bos_token_id(self):
+        return BOS
+
+    def get_vocab_size(self):
+        return 257
+
+    def fingerprint(self):
+        return "bytes"
+
+    def encode_documents(self, texts):
+        arrays = [ids_of_text(text) for text in texts]
+        bounds = np.cumsum([0, *map(len, arrays)])
+        return np.concatenate(arrays), bounds
+
+def ids_of_text(text):
+    ids = np.frombuffer(text.encode(), np.uint8)
+    return np.insert(ids.astype(np.uint16), 0, BOS)
+
+def number_of(location, epoch):
+    """The same after a folder has moved."""
+    return zlib.crc32(f"{location.key} {epoch}".encode())
+
+def filtered(ids, location, epoch):
+    return None if number_of(location, epoch) % 3 == 0 else ids
+
+def masked(ids, location, epoch):
+    has_loss = (np.arange(len(ids)) + location.row) % 3 != 1
+    return np.where(has_loss, ids, np.minimum(ids, ~ids))
+
+def replaced(ids, location, epoch):
+    """Random tokens, of another number in each epoch."""
+    draw = np.random.Generator(np.random.PCG64(number_of(location, epoch)))
+    return np.append(ids[:1], draw.integers(97, 123, draw.integers(0, 40)))
+
+FIELDS = np.dtype([("id", "i4"), ("weight", "f4"), ("place", "i8"), ("is_odd", "?")])
+
+def with_fields(ids, location, epoch):
+    rows = np.zeros(len(ids), FIELDS)
+    rows["id"] = masked(ids, location, epoch)
+    rows["weight"] = np.arange(len(ids)) / 8 + epoch
+    rows["place"] = 1000 * location.row + np.arange(len(ids))
+    rows["is_odd"] = np.arange(len(ids)) % 2
+    return None if location.row % 5 == 3 else rows
+
+def rising(g):
+    return g / 20
+
+def late(g):
+    return 1.0 if g >= 15 else 0
+
+def in_waves(g):
+    return 1 + g % 7
+
+TRANSFORMS = [None, filtered, masked, replaced, with_fields]
+WEIGHTS = [1, 1, 2, 0.3, 10, rising, late, in_waves]
+
+# --------------------------------------------------------------------------------------------------
+# Small corpora
+
+class Corpus(NamedTuple):
+    """The same documents in several folders."""
+    folders: list
+    ids: dict    # {location.key: its ids, BOS first; none of a null}
+
+def draw_corpora(draw, root, n=8):
+    return [draw_corpus(draw, f"{root}/{i}", with_tokens=i % 2 == 1) for i in range(n)]
+
+def draw_corpus(draw, root, with_tokens):
+    """In text, in text that has moved, and as tokens; or in tokens with masks, also moved."""
+    shards = {f"train-{i}.parquet": draw_shard(draw) for i in range(draw.choice([1, 1, 2, 3]))}
+    shards["val.parquet"] = [["validation"]]
+    text, moved, tokens = (f"{root}/{name}" for name in ("text", "moved", "tokens"))
+    ids = {}
+    for name, groups in shards.items():
+        write_shard(f"{text}/{name}", [pa.array(group, pa.string()) for group in groups])
+        for row_group, row, document in numbered(groups):
+            key = f"{name}:{row_group}:{row}"
+            ids[key] = np.zeros(0, int) if document is None else ids_of_text(document).astype(int)
+            if with_tokens and document:
+                ids[key][1::3] = ~ids[key][1::3]
+    dataset.write_index(text)
+    write_tokens(text, tokens, shards, ids, np.dtype("<i4" if with_tokens else "<u2"))
+    folders = [tokens] if with_tokens else [text, tokens]
+    shutil.copytree(folders[0], moved)
+    return Corpus([*folders, moved], ids)
+
+def draw_shard(draw):
+    """Row groups of texts; None: a null."""
+    n, longest = draw.choice([(3, 40), (12, 30), (40, 20), (40, 60), (9, 300)])
+    groups = []
+    for _ in range(draw.randrange(1, 6)):
+        n_documents = draw.choice([0, 1, n, draw.randrange(1, n + 1)])
+        groups.append([draw_text(draw, longest) for _ in range(n_documents)])
+    return [*groups, [draw_text(draw, longest) or "a"]]
+
+def draw_text(draw, longest):
+    if draw.random() < 0.05:
+        return None
+    return "".join(draw.choices("abcdefghijklmnop ", k=draw.randrange(longest)))
+
+def numbered(groups):
+    """(row group, row, document) of each"""
+    for row_group, documents in enumerate(groups):
+        for row, document in enumerate(documents):
+            yield row_group, row, document
+
+def write_tokens(text, folder, shards, ids, dtype):
+    """Token shards, as dev.prepare tokenize writes them."""
+    by_name = {shard.name: shard for split in ("train", "val") for shard in list_shards(text, split)}
+    for name, groups in shards.items():
+        metadata = {dataset.TOKEN_DTYPE: dtype.name, dataset.FINGERPRINT: "bytes",
+                    dataset.TEXT_BYTES: str(by_name[name].text_bytes),
+                    dataset.TEXT_DIGEST: by_name[name].digest}
+        arrays = [[] for _ in groups]
+        for row_group, row, document in numbered(groups):
+            key = f"{name}:{row_group}:{row}"
+            is_null = document is None
+            arrays[row_group].append(None if is_null else ids[key].astype(dtype).tobytes())
+        arrays = [pa.array(array, pa.binary()) for array in arrays]
+        write_shard(f"{folder}/{name}", arrays, "tokens", metadata)
+    dataset.write_index(folder)
+
+# --------------------------------------------------------------------------------------------------
+# A run: its loaders, and the reference
+
+class Mixture(NamedTuple):
+    """What a run is of. Sources are numbers of corpora."""
+    corpora: list
+    folders: dict     # {source: folder}
+    weights: dict
+    epochs: dict
+    transform: object
+
+def draw_mixture(draw, corpora, is_finite):
+    sources = draw.sample(range(len(corpora)), draw.choice([1, 1, 2, 3]))
+    folders = {source: draw.choice(corpora[source].folders) for source in sources}
+    weights = {source: draw.choice(WEIGHTS) for source in sources}
+    if all(callable(weight) for weight in weights.values()):
+        weights[sources[0]] = 1    # not all may be 0
+    is_last = draw.random() < 0.3    # whether one source is endless
+    epochs = {source: draw.choice([1, 2, 3]) if is_finite else None for source in sources}
+    if is_last and not is_finite:
+        epochs |= {source: 1 for source in sources[1:]}
+    return Mixture(corpora, folders, weights, epochs, draw.choice(TRANSFORMS))
+
+def draw_options(draw):
+    return {"T": draw.choice([1, 4, 16, 31, 64]), "packing": draw.choice([*PACKINGS, "exactfit"]),
+            "num_lanes": draw.choice([1, 4, 6, 12, 12, 24, 64]),
+            "chunk_bytes": draw.choice([1, 50, 300, 3000, 10**6]),
+            "shuffle_seed": draw.choice([None, 0, 7, 2**40])}
+
+def make_loader(mixture, B, options, **others):
+    weights = {mixture.folders[source]: weight for source, weight in mixture.weights.items()}
+    epochs = {mixture.folders[source]: n for source, n in mixture.epochs.items() if n}
+    return PackedLoader(
+        ByteTokenizer(), B, split="train", data_dir=weights, epochs=epochs, threads=1,
+        transform=mixture.transform, **options, **others)
+
+def reference_of(mixture, options, order):
+    """order: of the sources"""
+    shards = {source: list_shards(mixture.folders[source], "train") for source in order}
+    ids = {}
+    for source, found in shards.items():
+        for shard in found:
+            for row_group, n in enumerate(shard.group_sizes):
+                for row in range(n):
+                    key = f"{shard.name}:{row_group}:{row}"
+                    ids[shard.path, row_group, row] = mixture.corpora[source].ids[key]
+
+    def ids_of(location, epoch):
+        found = ids[location]
+        if mixture.transform and len(found):
+            found = mixture.transform(found, location, epoch)
+        return [] if found is None else found
+
+    weights = {source: mixture.weights[source] for source in order}
+    return Run(shards, ids_of, weights=weights, epochs=mixture.epochs, **options)
+
+def expected(run, row):
+    """(inputs, targets, further fields ..., pieces) of a row, as the loader delivers them."""
+    pieces, arrays = [], []
+    offset = 0
+    for location, epoch, start, stop in row:
+        pieces.append((location, epoch, start, stop, offset))
+        arrays.append(run.ids_of(location, epoch)[start:stop])
+        offset += stop - start
+    tokens = np.concatenate(arrays)
+    ids = tokens["id"] if tokens.dtype.names else tokens
+    ids = [*ids.tolist(), *[~BOS] * (run.T + 1 - len(ids))]
+    columns = [[max(token, ~token) for token in ids[:-1]],
+               [token if token >= 0 else -100 for token in ids[1:]]]
+    for name in tokens.dtype.names or ():
+        if name != "id":
+            values = tokens[name].tolist() + [0] * (run.T + 1 - len(tokens))
+            pairs = zip(ids[1:], values[1:], strict=True)
+            columns.append([value if token >= 0 else type(value)(0) for token, value in pairs])
+    return (*columns, pieces)
+
+def rows_of_batch(loader):
+    """{g: (inputs, targets, further fields ..., pieces)} of the next batch; {} at the end."""
+    batch = next(loader, None)
+    if batch is None:
+        return {}
+    columns = [tensor.tolist() for tensor in batch]
+    rows = zip(*columns, loader.pieces(), strict=True)
+    return dict(zip(loader.numbers, rows, strict=True))
+
+# --------------------------------------------------------------------------------------------------
+# A drawn run, leg by leg
+
+def compare_run(seed, corpora, counts):
+    """Adds what was drawn to `counts`; an AssertionError names the first row that differs."""
+    draw = random.Random(seed)
+    mixture = draw_mixture(draw, corpora, is_finite=draw.random() < 0.6)
+    options = draw_options(draw)
+    count_features(mixture, options, counts)
+    g, state, run, places = 0, None, None, None
+    for _ in range(draw.randrange(1, 6)):
+        is_same = True
+        if state:
+            mixture = change_mixture(draw, mixture, counts)
+            options, is_same = change_options(draw, options, counts)
+        W = draw.choice([W for W in (1, 1, 2, 3, 4) if options["num_lanes"] % W == 0])
+        B = draw.choice([1, 2, 3, 5])
+        drop_last = draw.random() < 0.2
+        loaders = open_ranks(draw, mixture, B, W, options, state, drop_last)
+        run = reference_of(mixture, options, order_of(mixture, loaders[0]))
+        places = places_after_load(run, places, is_same)
+
+        n_steps = draw.choice([0, 1, 4, 12, 40])
+        want, is_stuck = rows_ahead(run, g, places, n_steps * W * B)
+        if W > 1:    # without a process group, ranks cannot take over from each other's lanes
+            in_turn = [lane == (g + k) % run.num_lanes for k, (lane, *_) in enumerate(want)]
+            n_steps = min(n_steps, [*in_turn, False].index(False) // (W * B))
+        if is_stuck:
+            n_steps = min(n_steps, len(want) // (W * B))
+        want = want[:n_steps * W * B]
+        n_missing = -len(want) % (W * B)    # in the last batch
+        if n_missing and drop_last:
+            del want[n_missing - W * B:]
+            n_missing = 0
+            counts["last batch dropped"] += 1
+        counts["last batch masked"] += n_missing > 0
+        is_over = len(want) + n_missing < n_steps * W * B
+        if is_over and g == 0 and not want:
+            check_error(loaders[0], "no batch")
+            counts["no batch at all"] += 1
+            break
+        try:
+            rows = deliver(loaders, n_steps)
+        except ValueError as error:
+            assert "no token" in str(error), f"seed {seed}: {error}"
+            counts["lane without a token"] += 1
+            break
+        compare_rows(seed, run, g, want, n_missing, rows)
+        compare_stats(seed, mixture, want, loaders)
+        count_rows(run, g, want, counts)
+
+        for _ in want:
+            next_row(run, g, places)
+            g += 1
+        g += n_missing
+        if state:
+            counts["resumes"] += 1
+            counts["resumes on other ranks"] += W != n_ranks
+            counts["resumes on 2 to 4 ranks"] += W > 1
+        n_ranks = W
+        states = [loader.state_dict() for loader in loaders]
+        state = merge_states(json.loads(json.dumps(states)))
+        for loader in loaders:
+            loader.close()
+        counts["runs stopped at their end"] += is_over
+        if is_stuck:
+            counts["lane without a token"] += 1
+            break
+
+def count_features(mixture, options, counts):
+    counts["runs"] += 1
+    counts[f"packing {options['packing']}"] += 1
+    counts[f"sources: {len(mixture.weights)}"] += 1
+    transform = mixture.transform
+    counts[f"transform {transform and transform.__name__}"] += 1
+    is_function = [callable(weight) for weight in mixture.weights.values()]
+    counts["weights of functions"] += len(is_function) > 1 and any(is_function)
+    counts["weights of numbers"] += len(is_function) > 1 and not all(is_function)
+    endless = [n is None for n in mixture.epochs.values()]
+    counts["endless"] += all(endless)
+    counts["finite"] += not any(endless)
+    counts["one source endless"] += any(endless) and not all(endless)
+    counts["file order"] += options["shuffle_seed"] is None
+    counts["shuffled"] += options["shuffle_seed"] is not None
+    for source, folder in mixture.folders.items():
+        has_masks = len(mixture.corpora[source].folders) == 2
+        kind = os.path.basename(folder)
+        counts["tokens with masks" if has_masks else f"from {kind}"] += 1
+
+def change_mixture(draw, mixture, counts):
+    """Folders that moved; a source more or less."""
+    corpora, folders = mixture.corpora, dict(mixture.folders)
+    weights, epochs = dict(mixture.weights), dict(mixture.epochs)
+    if draw.random() < 0.4:
+        for source, before in folders.items():
+            folders[source] = draw.choice(corpora[source].folders)
+            names = {os.path.basename(folder) for folder in (before, folders[source])}
+            counts["moved at a load"] += len(names) == 2
+            counts["tokens instead of text, or text"] += names == {"text", "tokens"}
+    if draw.random() < 0.15:
+        source = draw.choice([source for source in range(len(corpora)) if source not in folders])
+        folders[source] = draw.choice(corpora[source].folders)
+        weights[source] = 1
+        epochs[source] = draw.choice([*epochs.values()])
+        counts["a new source at a load"] += 1
+    elif draw.random() < 0.2 and len(folders) > 1:
+        source = draw.choice([*folders])
+        left = [weights[other] for other in weights if other != source]
+        if not all(callable(weight) for weight in left):
+            del folders[source], weights[source], epochs[source]
+            counts["a source less at a load"] += 1
+    return mixture._replace(folders=folders, weights=weights, epochs=epochs)
+
+def change_options(draw, options, counts):
+    """-> options, whether the rows of chunks stay the same"""
+    changed = dict(options)
+    if draw.random() < 0.25:
+        changed["T"] = draw.choice([1, 5, 20, 40])
+    if draw.random() < 0.15:
+        changed["packing"] = draw.choice([*PACKINGS])
+    counts["T changed at a load"] += changed["T"] != options["T"]
+    counts["packing changed at a load"] += changed["packing"] != options["packing"]
+    return changed, changed == options
+
+def open_ranks(draw, mixture, B, W, options, state, drop_last):
+    given = dict(options)
+    if state and draw.random() < 0.5:
+        del given["num_lanes"], given["chunk_bytes"]    # as in the state
+    folders = [*mixture.weights]
+    draw.shuffle(folders)    # the order of the arguments does not matter
+    weights = {source: mixture.weights[source] for source in folders}
+    mixture = mixture._replace(weights=weights)
+    loaders = []
+    for rank in range(W):
+        loader = make_loader(mixture, B, given, rank=rank, world_size=W, drop_last=drop_last)
+        if state:
+            loader.load_state_dict(state)
+        loaders.append(loader)
+    return loaders
+
+def order_of(mixture, loader):
+    """The sources in the loader's order: by fingerprint."""
+    source_of = {folder: source for source, folder in mixture.folders.items()}
+    fingerprints = [source.fingerprint for source in loader.sources.values()]
+    assert fingerprints == sorted(fingerprints)
+    return [source_of[name] for name in loader.sources]
+
+def places_after_load(run, places, is_same):
+    """With another T or packing, what is left of the chunks in progress is skipped."""
+    after = places_at_start(run)
+    for key in after.keys() & (places or {}).keys():
+        n, i = places[key]
+        after[key] = [n, i] if is_same or i == 0 else [n + 1, 0]
+    return after
+
+def rows_ahead(run, g, places, n):
+    """(the next n rows of the reference, or all that are left; whether it found no further one)"""
+    places = {key: [*place] for key, place in places.items()}
+    rows = []
+    try:
+        for k in range(n):
+            row = next_row(run, g + k, places)
+            if row is None:
+                break
+            rows.append(row)
+    except LookupError:
+        return rows, True
+    return rows, False
+
+def deliver(loaders, n_steps):
+    """{g: row} of this many steps, or up to the end."""
+    rows = {}
+    for _ in range(n_steps):
+        for loader in loaders:
+            rows |= rows_of_batch(loader)
+    return rows
+
+def check_error(loader, words):
+    try:
+        next(loader)
+    except ValueError as error:
+        assert words in str(error), error
+    else:
+        raise AssertionError(f"expected an error: {words}")
+
+def compare_rows(seed, run, g, want, n_missing, rows):
+    numbers = [*range(g, g + len(want) + n_missing)]
+    if sorted(rows) != numbers:
+        raise AssertionError(f"seed {seed}: rows {sorted(rows)} were delivered, not {numbers}")
+    for k, (_, _, row) in enumerate(want):
+        if rows[g + k] != expected(run, row):
+            raise AssertionError(f"seed {seed}, row {g + k}: the loader has\n{rows[g + k]}\nand "
+                                 f"the reference\n{expected(run, row)}")
+    for k in range(len(want), len(numbers)):
+        inputs, targets, *fields, pieces = rows[g + k]
+        assert {*inputs} == {BOS} and {*targets} == {-100} and not pieces, f"seed {seed}: masked"
+        assert not any(map(any, fields)), f"seed {seed}: fields of a masked row"
+
+def compare_stats(seed, mixture, want, loaders):
+    """Rows and tokens of each source since the load."""
+    for source, folder in mixture.folders.items():
+        rows = [row for _, name, row in want if name == source]
+        n_tokens = sum(stop - start for row in rows for _, _, start, stop in row)
+        stats = [loader.stats()[folder] for loader in loaders]
+        found = [sum(of_rank[name] for of_rank in stats) for name in ("rows", "tokens")]
+        assert found == [len(rows), n_tokens], f"seed {seed}: stats {stats}"
+
+def count_rows(run, g, want, counts):
+    counts["rows"] += len(want)
+    for k, (lane, _, row) in enumerate(want):
+        counts["rows by a lane that takes over"] += lane != (g + k) % run.num_lanes
+        counts["rows after the first epoch"] += any(epoch > 1 for _, epoch, _, _ in row)
+        counts["rows with a cut document"] += any(start > 0 for _, _, start, _ in row)
