@@ -453,7 +453,7 @@ def compare_stats(seed, mixture, want, loaders):
         rows = [row for _, name, row in want if name == source]
         n_tokens = sum(stop - start for row in rows for _, _, start, stop in row)
         stats = [loader.stats()[folder] for loader in loaders]
-        found = [sum(of_rank[name] for of_rank in stats) for name in ("rows", "tokens")]
+        found = [sum(of_rank.get(name, 0) for of_rank in stats) for name in ("rows", "tokens")]
         assert found == [len(rows), n_tokens], f"seed {seed}: stats {stats}"
 
 def count_rows(run, g, want, counts):
@@ -462,3 +462,110 @@ def count_rows(run, g, want, counts):
         counts["rows by a lane that takes over"] += lane != (g + k) % run.num_lanes
         counts["rows after the first epoch"] += any(epoch > 1 for _, epoch, _, _ in row)
         counts["rows with a cut document"] += any(start > 0 for _, _, start, _ in row)
+
+# --------------------------------------------------------------------------------------------------
+# Many of them
+
+def compare(n, first_seed=0):
+    counts, began = collections.Counter(), time.perf_counter()
+    with tempfile.TemporaryDirectory() as root:
+        number, corpora = None, []
+        for seed in range(first_seed, first_seed + n):
+            if seed // 100 != number:    # new corpora for every 100 seeds
+                number = seed // 100
+                shutil.rmtree(f"{root}/{number - 1}", ignore_errors=True)
+                corpora = draw_corpora(random.Random(number), f"{root}/{number}")
+            compare_run(seed, corpora, counts)
+    print_counts(counts, time.perf_counter() - began)
+    return counts
+
+def print_counts(counts, seconds):
+    for name, count in counts.items():
+        print(f"{name:<40}{count:>10,}")
+    print(f"no difference, {seconds:.0f} s")
+    never = [name for name, count in counts.items() if not count]
+    if never:
+        print("never drawn:", ", ".join(never))
+
+# --------------------------------------------------------------------------------------------------
+# Real ranks: processes of torch.distributed
+
+class Job(NamedTuple):
+    """What one rank does."""
+    mixture: Mixture
+    options: dict
+    B: int
+    world_size: int
+    rendezvous: str    # a file
+    state: dict | None
+    n_steps: int | None    # None: to the end
+
+def run_rank(job, rank):
+    """-> ({g: row}, rank 0's state of all)"""
+    os.environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", init_method=f"file://{job.rendezvous}", rank=rank,
+                            world_size=job.world_size)
+    try:
+        with make_loader(job.mixture, job.B, job.options) as loader:
+            if job.state:
+                loader.load_state_dict(job.state)
+            rows = {}
+            for _ in itertools.count() if job.n_steps is None else range(job.n_steps):
+                found = rows_of_batch(loader)
+                if not found:
+                    break
+                rows |= found
+            return rows, gather_states(loader)
+    finally:
+        dist.destroy_process_group()
+
+def run_ranks(processes, job):
+    """-> ({g: row} of all ranks, the state)"""
+    with tempfile.TemporaryDirectory() as folder:
+        job = job._replace(rendezvous=f"{folder}/rendezvous")
+        futures = [processes.submit(run_rank, job, rank) for rank in range(job.world_size)]
+        results = [future.result(timeout=100) for future in futures]
+    n_rows = {len(rows) for rows, _ in results}
+    assert len(n_rows) == 1, f"ranks delivered {n_rows} rows"
+    merged = {}
+    for rows, _ in results:
+        merged |= rows
+    return merged, results[0][1]
+
+def compare_ranks(n, first_seed=0):
+    """Finite runs: a stop within the last batches, a resume on other ranks, to the end."""
+    counts, began = collections.Counter(), time.perf_counter()
+    with (tempfile.TemporaryDirectory() as root,
+          ProcessPoolExecutor(4, get_context("spawn")) as processes):
+        corpora = draw_corpora(random.Random(first_seed), root, n=12)
+        for seed in range(first_seed, first_seed + n):
+            compare_run_on_ranks(seed, corpora, processes, counts)
+    print_counts(counts, time.perf_counter() - began)
+    return counts
+
+def compare_run_on_ranks(seed, corpora, processes, counts):
+    draw = random.Random(seed)
+    mixture = draw_mixture(draw, corpora, is_finite=True)
+    options = {**draw_options(draw), "num_lanes": draw.choice([12, 24])}
+    count_features(mixture, options, counts)
+    with make_loader(mixture, 1, options, rank=0, world_size=1) as loader:
+        run = reference_of(mixture, options, order_of(mixture, loader))
+    want, is_stuck = rows_ahead(run, 0, places_at_start(run), 100_000)
+    if is_stuck or not want:
+        return
+    first, second = draw.sample([2, 3, 4], 2)
+    B = draw.choice([1, 2, 3])
+    n_steps = -(-len(want) // (first * B))
+    stop = max(0, n_steps - draw.randrange(4))
+    job = Job(mixture, options, B, first, "", None, stop)
+    rows, state = run_ranks(processes, job)
+    job = job._replace(B=draw.choice([1, 2, 5]), world_size=second, state=state, n_steps=None)
+    tail, _ = run_ranks(processes, job)
+    rows |= tail
+    n_missing = len(rows) - len(want)
+    assert 0 <= n_missing < job.B * second or not tail, f"seed {seed}: {n_missing} masked rows"
+    compare_rows(seed, run, 0, want, n_missing, rows)
+    count_rows(run, 0, want, counts)
+    counts["stopped before the end"] += stop < n_steps
+    counts["rows after the stop"] += len(tail)
+    counts["masked rows"] += n_missing

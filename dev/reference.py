@@ -90,8 +90,9 @@ def rows_of_chunk(run, name, lane, n):
     epoch = 1 + n // per_lane
     if epoch > (run.epochs[name] or math.inf):
         return None
+    of_line = (lane + epoch - 1) % run.num_lanes    # each epoch, a lane has the next one's part
     documents, lengths = [], []
-    for location in chunks_of(run, name, epoch)[lane][n % per_lane]:
+    for location in chunks_of(run, name, epoch)[of_line][n % per_lane]:
         n_tokens = len(run.ids_of(location, epoch))
         if n_tokens:
             documents.append(location)
@@ -123,19 +124,19 @@ def next_row(run, g, places):
 
 def row_of_lane(run, name, lane, places):
     n, i = places[lane, name]
-    last = n + 10_000
+    last = n + 1000
     while (rows := rows_of_chunk(run, name, lane, n)) is not None:
         if i < len(rows):
             places[lane, name] = [n, i + 1]
             return rows[i]
         n, i = n + 1, 0
         if n == last:
-            raise LookupError(f"lane {lane} of {name} has no token in 10,000 chunks")
+            raise LookupError(f"lane {lane} of {name} has no token in 1,000 chunks")
     places[lane, name] = [n, 0]
     return None
 
 def choose(weights, g):
-    """The weights divide [0, 1) among the sources; row g is at g * golden ratio mod 1."""
+    """The weights divide [0, 1) among the sources. Row g is at g * golden ratio mod 1."""
     numbers = [weight(g) if callable(weight) else weight for weight in weights.values()]
     point = g * 0x9E3779B97F4A7C15 % 2**64 / 2**64 * sum(numbers)
     end = 0.0
