@@ -20,7 +20,6 @@ import tempfile
 import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
 from multiprocessing import get_context
 from typing import NamedTuple
 
@@ -31,7 +30,7 @@ import torch.distributed as dist
 import dataset
 from dataloader import PACKINGS, PackedLoader, gather_states, merge_states
 from dataset import list_shards, write_shard
-from dev.reference import Run, next_row, places_at_start
+from dev.reference import Run, next_row, places_at_start, rows_of
 
 # --------------------------------------------------------------------------------------------------
 # Tokenizer, transforms and weights
@@ -184,13 +183,13 @@ def draw_mixture(draw, corpora, is_finite):
     is_last = draw.random() < 0.3    # whether one source is endless
     epochs = {source: draw.choice([1, 2, 3]) if is_finite else None for source in sources}
     if is_last and not is_finite:
-        epochs |= {source: 1 for source in sources[1:]}
+        epochs |= dict.fromkeys(sources[1:], 1)
     return Mixture(corpora, folders, weights, epochs, draw.choice(TRANSFORMS))
 
 def draw_options(draw):
     return {"T": draw.choice([1, 4, 16, 31, 64]), "packing": draw.choice([*PACKINGS, "exactfit"]),
             "num_lanes": draw.choice([1, 4, 6, 12, 12, 24, 64]),
-            "chunk_bytes": draw.choice([1, 50, 300, 3000, 10**6]),
+            "chunk_bytes": draw.choice([1, 100, 300, 1000, 3000, 10**6]),
             "shuffle_seed": draw.choice([None, 0, 7, 2**40])}
 
 def make_loader(mixture, B, options, **others):
@@ -258,65 +257,63 @@ def compare_run(seed, corpora, counts):
     mixture = draw_mixture(draw, corpora, is_finite=draw.random() < 0.6)
     options = draw_options(draw)
     count_features(mixture, options, counts)
-    g, state, run, places = 0, None, None, None
+    stop = None
     for _ in range(draw.randrange(1, 6)):
-        is_same = True
-        if state:
-            mixture = change_mixture(draw, mixture, counts)
-            options, is_same = change_options(draw, options, counts)
-        W = draw.choice([W for W in (1, 1, 2, 3, 4) if options["num_lanes"] % W == 0])
-        B = draw.choice([1, 2, 3, 5])
-        drop_last = draw.random() < 0.2
-        loaders = open_ranks(draw, mixture, B, W, options, state, drop_last)
-        run = reference_of(mixture, options, order_of(mixture, loaders[0]))
-        places = places_after_load(run, places, is_same)
+        stop = compare_leg(draw, seed, mixture, options, stop, counts)
+        if stop is None:
+            break
+        mixture = change_mixture(draw, mixture, counts)
+        options = change_options(draw, options, counts)
 
-        n_steps = draw.choice([0, 1, 4, 12, 40])
-        want, is_stuck = rows_ahead(run, g, places, n_steps * W * B)
-        if W > 1:    # without a process group, ranks cannot take over from each other's lanes
-            in_turn = [lane == (g + k) % run.num_lanes for k, (lane, *_) in enumerate(want)]
-            n_steps = min(n_steps, [*in_turn, False].index(False) // (W * B))
-        if is_stuck:
-            n_steps = min(n_steps, len(want) // (W * B))
-        want = want[:n_steps * W * B]
-        n_missing = -len(want) % (W * B)    # in the last batch
-        if n_missing and drop_last:
-            del want[n_missing - W * B:]
-            n_missing = 0
-            counts["last batch dropped"] += 1
-        counts["last batch masked"] += n_missing > 0
-        is_over = len(want) + n_missing < n_steps * W * B
-        if is_over and g == 0 and not want:
-            check_error(loaders[0], "no batch")
-            counts["no batch at all"] += 1
-            break
-        try:
-            rows = deliver(loaders, n_steps)
-        except ValueError as error:
-            assert "no token" in str(error), f"seed {seed}: {error}"
-            counts["lane without a token"] += 1
-            break
-        compare_rows(seed, run, g, want, n_missing, rows)
-        compare_stats(seed, mixture, want, loaders)
-        count_rows(run, g, want, counts)
+class Stop(NamedTuple):
+    """What a leg leaves to the next one."""
+    g: int
+    places: dict    # of the reference
+    state: dict
+    options: dict
+    n_ranks: int
 
-        for _ in want:
-            next_row(run, g, places)
-            g += 1
-        g += n_missing
-        if state:
-            counts["resumes"] += 1
-            counts["resumes on other ranks"] += W != n_ranks
-            counts["resumes on 2 to 4 ranks"] += W > 1
-        n_ranks = W
-        states = [loader.state_dict() for loader in loaders]
-        state = merge_states(json.loads(json.dumps(states)))
-        for loader in loaders:
-            loader.close()
-        counts["runs stopped at their end"] += is_over
-        if is_stuck:
-            counts["lane without a token"] += 1
-            break
+def compare_leg(draw, seed, mixture, options, stop, counts):
+    """-> its Stop, or None if nothing can follow"""
+    W = draw.choice([W for W in (1, 1, 2, 3, 4) if options["num_lanes"] % W == 0])
+    B = draw.choice([1, 2, 3, 5])
+    drop_last = draw.random() < 0.2
+    loaders = open_ranks(draw, mixture, B, W, options, stop, drop_last)
+    run = reference_of(mixture, options, order_of(mixture, loaders[0]))
+    places = places_after_load(run, stop)
+    g = stop.g if stop else 0
+
+    n_steps = draw.choice([0, 1, 4, 12, 40])
+    want = rows_ahead(run, g, places, n_steps * W * B)
+    if W > 1:    # without a process group, ranks cannot take over from each other's lanes
+        in_turn = [lane == (g + k) % run.num_lanes for k, (lane, *_) in enumerate(want)]
+        n_steps = min(n_steps, [*in_turn, False].index(False) // (W * B))
+    want = want[:n_steps * W * B]
+    n_missing = -len(want) % (W * B)    # in the last batch
+    is_over = len(want) < n_steps * W * B
+    counts["last batch dropped"] += n_missing > 0 and drop_last
+    counts["last batch masked"] += n_missing > 0 and not drop_last
+    if n_missing and drop_last:
+        del want[n_missing - W * B:]
+        n_missing = 0
+    is_empty = is_over and g == 0 and not want
+    counts["no batch at all"] += is_empty
+    if is_empty:
+        check_error(loaders[0], "no batch")
+        return None
+
+    rows = deliver(loaders, n_steps)
+    compare_rows(seed, run, g, want, n_missing, rows)
+    compare_stats(seed, mixture, want, loaders)
+    count_rows(run, g, want, counts)
+    count_resume(stop, W, is_over, counts)
+    for k in range(len(want)):
+        next_row(run, g + k, places)
+    states = [loader.state_dict() for loader in loaders]
+    state = merge_states(json.loads(json.dumps(states)))
+    for loader in loaders:
+        loader.close()
+    return Stop(g + len(want) + n_missing, places, state, options, W)
 
 def count_features(mixture, options, counts):
     counts["runs"] += 1
@@ -363,7 +360,7 @@ def change_mixture(draw, mixture, counts):
     return mixture._replace(folders=folders, weights=weights, epochs=epochs)
 
 def change_options(draw, options, counts):
-    """-> options, whether the rows of chunks stay the same"""
+    """Another T or packing."""
     changed = dict(options)
     if draw.random() < 0.25:
         changed["T"] = draw.choice([1, 5, 20, 40])
@@ -371,11 +368,11 @@ def change_options(draw, options, counts):
         changed["packing"] = draw.choice([*PACKINGS])
     counts["T changed at a load"] += changed["T"] != options["T"]
     counts["packing changed at a load"] += changed["packing"] != options["packing"]
-    return changed, changed == options
+    return changed
 
-def open_ranks(draw, mixture, B, W, options, state, drop_last):
+def open_ranks(draw, mixture, B, W, options, stop, drop_last):
     given = dict(options)
-    if state and draw.random() < 0.5:
+    if stop and draw.random() < 0.5:
         del given["num_lanes"], given["chunk_bytes"]    # as in the state
     folders = [*mixture.weights]
     draw.shuffle(folders)    # the order of the arguments does not matter
@@ -384,8 +381,8 @@ def open_ranks(draw, mixture, B, W, options, state, drop_last):
     loaders = []
     for rank in range(W):
         loader = make_loader(mixture, B, given, rank=rank, world_size=W, drop_last=drop_last)
-        if state:
-            loader.load_state_dict(state)
+        if stop:
+            loader.load_state_dict(stop.state)
         loaders.append(loader)
     return loaders
 
@@ -396,27 +393,22 @@ def order_of(mixture, loader):
     assert fingerprints == sorted(fingerprints)
     return [source_of[name] for name in loader.sources]
 
-def places_after_load(run, places, is_same):
+def places_after_load(run, stop):
     """With another T or packing, what is left of the chunks in progress is skipped."""
-    after = places_at_start(run)
-    for key in after.keys() & (places or {}).keys():
-        n, i = places[key]
-        after[key] = [n, i] if is_same or i == 0 else [n + 1, 0]
-    return after
+    places = places_at_start(run)
+    if stop is None:
+        return places
+    is_same = (run.T, run.packing) == (stop.options["T"], stop.options["packing"])
+    for key in places.keys() & stop.places.keys():
+        n, i = stop.places[key]
+        places[key] = [n, i] if is_same or i == 0 else [n + 1, 0]
+    return places
 
 def rows_ahead(run, g, places, n):
-    """(the next n rows of the reference, or all that are left; whether it found no further one)"""
+    """The next n rows of the reference, or all that are left."""
     places = {key: [*place] for key, place in places.items()}
-    rows = []
-    try:
-        for k in range(n):
-            row = next_row(run, g + k, places)
-            if row is None:
-                break
-            rows.append(row)
-    except LookupError:
-        return rows, True
-    return rows, False
+    rows = rows_of(run, g, places)
+    return list(itertools.islice(rows, n))
 
 def deliver(loaders, n_steps):
     """{g: row} of this many steps, or up to the end."""
@@ -455,6 +447,12 @@ def compare_stats(seed, mixture, want, loaders):
         stats = [loader.stats()[folder] for loader in loaders]
         found = [sum(of_rank.get(name, 0) for of_rank in stats) for name in ("rows", "tokens")]
         assert found == [len(rows), n_tokens], f"seed {seed}: stats {stats}"
+
+def count_resume(stop, W, is_over, counts):
+    counts["resumes"] += stop is not None
+    counts["resumes on other ranks"] += stop is not None and stop.n_ranks != W
+    counts["resumes on 2 to 4 ranks"] += stop is not None and W > 1
+    counts["legs that reached the run's end"] += is_over
 
 def count_rows(run, g, want, counts):
     counts["rows"] += len(want)
@@ -550,8 +548,8 @@ def compare_run_on_ranks(seed, corpora, processes, counts):
     count_features(mixture, options, counts)
     with make_loader(mixture, 1, options, rank=0, world_size=1) as loader:
         run = reference_of(mixture, options, order_of(mixture, loader))
-    want, is_stuck = rows_ahead(run, 0, places_at_start(run), 100_000)
-    if is_stuck or not want:
+    want = list(rows_of(run))
+    if not want:
         return
     first, second = draw.sample([2, 3, 4], 2)
     B = draw.choice([1, 2, 3])

@@ -16,6 +16,7 @@ Only the packings are the loader's. The four steps: line_of, chunks_of, rows_of_
 
 import argparse
 import functools
+import itertools
 import math
 import tempfile
 from collections.abc import Callable
@@ -25,7 +26,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataloader import PACKINGS
-from dataset import Location, Parser, errors_in_one_line, list_shards, write_shard
+from dataset import Location, Parser, errors_in_one_line, list_shards, write_index, write_shard
 
 
 @dataclass(eq=False)
@@ -60,7 +61,7 @@ def line_of(shards, epoch, seed):
             group = [(Location(shard.path, row_group, row), average) for row in range(n)]
             groups.append(permuted(group, seed, 1, epoch, len(groups)))
     groups = [group for group in groups if group]
-    return sum(permuted(groups, seed, 0, epoch), [])
+    return list(itertools.chain(*permuted(groups, seed, 0, epoch)))
 
 @functools.lru_cache(maxsize=16)
 def chunks_of(run, name, epoch):
@@ -123,15 +124,13 @@ def next_row(run, g, places):
     return None
 
 def row_of_lane(run, name, lane, places):
+    """None after its last chunk. Of a source without tokens, an endless run never returns."""
     n, i = places[lane, name]
-    last = n + 1000
     while (rows := rows_of_chunk(run, name, lane, n)) is not None:
         if i < len(rows):
             places[lane, name] = [n, i + 1]
             return rows[i]
         n, i = n + 1, 0
-        if n == last:
-            raise LookupError(f"lane {lane} of {name} has no token in 1,000 chunks")
     places[lane, name] = [n, 0]
     return None
 
@@ -139,12 +138,9 @@ def choose(weights, g):
     """The weights divide [0, 1) among the sources. Row g is at g * golden ratio mod 1."""
     numbers = [weight(g) if callable(weight) else weight for weight in weights.values()]
     point = g * 0x9E3779B97F4A7C15 % 2**64 / 2**64 * sum(numbers)
-    end = 0.0
-    for name, number in zip(weights, numbers, strict=True):
-        end += number
-        if point < end:
-            break
-    return name
+    ends = itertools.accumulate(numbers)
+    names = [name for name, end in zip(weights, ends, strict=True) if point < end]
+    return names[0] if names else [*weights][-1]    # none: all weights are 0
 
 def rows_of(run, g=0, places=None):
     """Yield (lane, source, row) of row g of the run, g + 1, ..."""
@@ -171,6 +167,7 @@ def print_example():
             groups = [texts[6 * i:6 * i + 3], texts[6 * i + 3:6 * i + 6]]
             write_shard(f"{folder}/train-{i}.parquet", map(pa.array, groups))
         write_shard(f"{folder}/val.parquet", [pa.array(["validation"])])
+        write_index(folder)
         shards = list_shards(folder, "train")
         text_of = {}
         for location, _ in line_of(shards, 1, None):
