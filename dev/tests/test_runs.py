@@ -7,11 +7,13 @@ dev/runs.py: the ledger has each token once, and what is packed again is what th
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +25,6 @@ from dev import runs
 from test_dataloader import HERE
 from tokenizer import RustBPETokenizer
 
-BOS = 256    # of a tokenizer of bytes
 
 def documents_in(folder):
     """{location: text} of the train split"""
@@ -94,7 +95,7 @@ def last_step(run):
 
 @pytest.fixture(scope="module")
 def ranks(base):
-    """The run by two ranks, kill -9 of both after step 8, resumed by four."""
+    """The run by two ranks, kill -9 of both after step 8, resumed by one."""
     run = f"{base}/ranks"
     killed = start_ranks(2, words_of(base, "ranks"))
     until = time.monotonic() + 200
@@ -104,8 +105,7 @@ def ranks(base):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert 8 <= last_step(run) < 23, "it ended before it was killed"
-    resumed = start_ranks(4, ["--out", run, "--resume", "auto"])
-    assert [process.wait(200) for process in resumed] == [0] * 4
+    train.main(["--out", run, "--resume", "auto"])
     return run
 
 # --------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_when_prints_past_and_coming_steps(alone, base, capsys):
     assert capsys.readouterr().out.splitlines() == want
 
 def test_when_packs_only_the_lanes_that_have_the_document(alone, monkeypatch):
-    """Of the run as if it had ended after step 3, in which a document is in one lane."""
+    """Of the run as if it had ended after step 3, in its first epoch."""
     packed = set()
 
     class Recorded(runs.PackedLoader):
@@ -177,12 +177,148 @@ def test_when_packs_only_the_lanes_that_have_the_document(alone, monkeypatch):
             return super().__next__()
 
     monkeypatch.setattr(runs, "PackedLoader", Recorded)
-    saved = runs.newest_of(alone)
-    ledger = runs.read_ledger(alone)
-    first = ledger.slice(0, 1).to_pylist()[0]
-    wanted = {Location(first["path"], first["row_group"], first["row"])}
-    state = json.loads(saved["loader"])
-    for lane in range(4):
-        with runs.loader_of(saved, True, 1, lane, 4) as loader:
-            has = runs.has_documents(loader, lane, {**state, "rows": 1000}, True, 8, wanted)
-            assert has
+    saved, ledger = runs.newest_of(alone), runs.read_ledger(alone)
+    saved["flags"]["steps"] = 3
+    for row in ledger.slice(0, 60).to_pylist()[::15]:
+        wanted = {Location(row["path"], row["row_group"], row["row"])}
+        packed.clear()
+        seen = sorted(runs.replay(saved, True, wanted))
+        assert seen == sorted(piece for piece in runs.seen_in(ledger, wanted) if piece.step < 3)
+        assert packed == {piece.g % 4 for piece in seen}
+
+def test_when_counts_the_documents_in_no_row(alone, monkeypatch):
+    """As if the run had only its first rows."""
+    ledger = runs.read_ledger(alone).slice(0, 40)
+    monkeypatch.setattr(runs, "read_ledger", lambda run, sources: ledger)
+    monkeypatch.setattr(runs, "replay", lambda *_: [])
+    n_seen = len({(row["path"], row["row_group"], row["row"]) for row in ledger.to_pylist()})
+    *_, last = runs.when(alone, text=" ")
+    assert last.endswith(f"; documents in none: {400 - n_seen}")
+
+@pytest.mark.parametrize("words", [
+    ["nosuch.parquet:0"], ["train-0.parquet:9999"], ["0.parquet:0"], [], ["--text", "no such"]])
+def test_when_says_what_it_does_not_find(alone, words):
+    with pytest.raises(SystemExit, match=r"in the run; expected FILE\[:GROUP\]:ROW or --text"):
+        runs.main(["when", alone, *words])
+
+# --------------------------------------------------------------------------------------------------
+# audit
+
+@pytest.mark.parametrize("steps", [(1, 3), None, (13, 14)])
+def test_audit_names_the_documents_of_the_rows(base, alone, steps):
+    """Before, at and after a checkpoint: what is named is what the ledger has."""
+    first, stop = steps or (12, 13)
+    path = f"{base}/step_0000012.pt"
+    train.torch.save(checkpoint_at_12(alone), path)
+    lines = [json.loads(line) for line in runs.audit(path, steps, as_json=True)]
+    assert [(line["step"], line["row"]) for line in lines] == [
+        (g // 16, g) for g in range(16 * first, 16 * stop)]
+    found = []
+    for line in lines:
+        for piece in line["documents"]:
+            location = Location(piece["path"], piece["row_group"], piece["row"])
+            place = piece["epoch"], piece["from"], piece["to"]
+            found.append(runs.Seen(line["step"], line["row"], location, *place))
+    documents = documents_in(f"{base}/a") | documents_in(f"{base}/b")
+    ledger = runs.seen_in(runs.read_ledger(alone), {*documents})
+    assert sorted(found) == sorted(piece for piece in ledger if first <= piece.step < stop)
+
+def checkpoint_at_12(alone):
+    """That of step 18, with the loader's state at step 12; the run keeps only the newest two."""
+    saved = runs.load_checkpoint(f"{alone}/step_0000018.pt")
+    with runs.loader_of(saved, begins=True) as loader:
+        for _ in range(12):
+            next(loader)
+        return {**saved, "step": 12, "loader": json.dumps(loader.state_dict())}
+
+def test_audit_prints_a_line_for_each_piece(alone, capsys):
+    runs.main(["audit", "--resume", f"{alone}/step_0000018.pt", "--steps", "20:24"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("step")] == [
+        f"step {g // 16}, row {g} of the run" for g in range(320, 384)]
+    assert any(", tokens 0-" in line for line in lines)
+    cut = [line for line in lines if re.search(r", tokens [1-9]\d*-", line)]
+    assert cut, "a document of 300 tokens"
+    assert not any(", tokens 0-0:" in line for line in lines), "BOS again has no line"
+
+def test_audit_refuses_steps_before_changed_flags(alone, monkeypatch):
+    path = f"{alone}/step_0000018.pt"
+    saved = {**runs.load_checkpoint(path), "constant_since": 2}
+    monkeypatch.setattr(runs, "load_checkpoint", lambda path: saved)
+    with pytest.raises(ValueError, match=r"at step 2: .*; pass one of step 2 or before"):
+        next(runs.audit(path, (1, 2)))
+
+# --------------------------------------------------------------------------------------------------
+# losses
+
+def test_losses_print_the_tokens_of_each_source_and_its_documents(alone, base, capsys):
+    """Of each source, document 7 alone has 200 bytes."""
+    runs.main(["losses", alone])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    ledger = runs.read_ledger(alone).to_pylist()
+    for name, (first, _, line) in zip("ab", sorted([lines[:3], lines[3:]]), strict=True):
+        tokens = [row["tokens"] for row in ledger if row["path"].startswith(f"{base}/{name}/")]
+        assert first.startswith(f"{base}/{name}: {sum(tokens):,} tokens, ")
+        assert first.endswith("in the last; documents: 1")
+        location = Location(f"{base}/{name}/train-0.parquet", 0, 7)
+        text = documents_in(f"{base}/{name}")[location]
+        assert line.endswith(f"    {location}: {text[:60]!r}")
+
+def test_losses_compare_a_document_with_the_same_steps(monkeypatch):
+    """The loss falls from 2 bits per byte to 1. One document is 1 above it, one 0.5 below."""
+    ledger = {"step": [], "path": [], "row_group": [], "row": [], "tokens": [], "bytes": [],
+              "nats": []}
+    for step in range(100):
+        usual = 2 if step < 50 else 1
+        for row in range(10):
+            above = {3: 1, 7: -0.5}.get(row, -0.0625)    # 0 on average
+            values = step, "x", 0, row, 9, 10, 10 * (usual + above) * np.log(2)
+            for column, value in zip(ledger.values(), values, strict=True):
+                column.append(value)
+    shards = SimpleNamespace(shards=[SimpleNamespace(path="x")])
+    monkeypatch.setattr(runs, "read_ledger", lambda run, sources: pa.table(ledger))
+    [found] = runs.losses_of("run", {"x": shards})
+    assert found.name == "x" and found.n_tokens == 9 * 1000
+    assert found.usual == pytest.approx([2, 1])
+    easiest, *_, hardest = found.documents
+    assert easiest.location.row == 7 and hardest.location.row == 3
+    assert easiest[:3] == pytest.approx((-0.5, 1.0, 1000))
+    assert hardest[:3] == pytest.approx((1.0, 2.5, 1000))
+    ledger["bytes"] = [1] * 1000
+    [found] = runs.losses_of("run", {"x": shards})
+    assert not found.documents, "100 bytes are too few to say"
+
+@pytest.mark.parametrize("n, rows", [(2, [0, 1, 3, 4]), (9, [0, 1, 2, 3, 4])])
+def test_losses_print_the_documents_at_both_ends_once(alone, base, capsys, monkeypatch, n, rows):
+    documents = [runs.Difficulty(k / 10, 1.0, 300, Location(f"{base}/a/train-0.parquet", 0, k))
+                 for k in range(5)]
+    losses = runs.SourceLosses("a", 9000, [0.0, 2.0, 1.0], documents)
+    monkeypatch.setattr(runs, "losses_of", lambda run, sources: [losses])
+    runs.main(["losses", alone, "--head", str(n)])
+    first, _, *lines = capsys.readouterr().out.splitlines()
+    assert first == ("a: 9,000 tokens, 2.000 bits per byte in the first 50 steps, 1.000 in the "
+                     "last; documents: 5")
+    assert [int(re.search(r"row (\d):", line)[1]) for line in lines] == rows
+
+def test_losses_need_a_ledger(alone, base):
+    (base / "without").mkdir()
+    os.link(f"{alone}/step_0000024.pt", base / "without" / "step_0000024.pt")
+    with pytest.raises(SystemExit, match=r"without has no ledger; train.py writes one with"):
+        runs.main(["losses", str(base / "without")])
+
+def test_ledger_of_data_that_moved_says_what_is_left_out(alone, base, capsys):
+    with runs.loader_of(runs.newest_of(alone)) as loader:
+        b = {name: source for name, source in loader.sources.items() if name.endswith("/b")}
+    ledger = runs.read_ledger(alone, b)
+    assert "left out: 2 files that the run no longer has (moved?)" in capsys.readouterr().out
+    assert {*ledger["path"].to_pylist()} == {f"{base}/b/train-{i}.parquet" for i in range(2)}
+
+@pytest.mark.parametrize("words, message", [
+    ("", "required"), ("audit", "required"), ("audit --steps 4:4", "expected A:B"),
+    ("audit --steps 4", "expected A:B"), ("losses RUN --head 0", "at least 1")])
+def test_mistakes_are_one_line(capsys, words, message):
+    with pytest.raises(SystemExit):
+        runs.main(words.split())
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and message in error
