@@ -18,6 +18,7 @@ import random
 import shutil
 import tempfile
 import time
+import warnings
 import zlib
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -149,7 +150,8 @@ def numbered(groups):
 
 def write_tokens(text, folder, shards, ids, dtype):
     """Token shards, as dev.prepare tokenize writes them."""
-    by_name = {shard.name: shard for split in ("train", "val") for shard in list_shards(text, split)}
+    of_text = [*list_shards(text, "train"), *list_shards(text, "val")]
+    by_name = {shard.name: shard for shard in of_text}
     for name, groups in shards.items():
         metadata = {dataset.TOKEN_DTYPE: dtype.name, dataset.FINGERPRINT: "bytes",
                     dataset.TEXT_BYTES: str(by_name[name].text_bytes),
@@ -271,6 +273,7 @@ class Stop(NamedTuple):
     places: dict    # of the reference
     state: dict
     options: dict
+    weights: dict
     n_ranks: int
 
 def compare_leg(draw, seed, mixture, options, stop, counts):
@@ -285,9 +288,8 @@ def compare_leg(draw, seed, mixture, options, stop, counts):
 
     n_steps = draw.choice([0, 1, 4, 12, 40])
     want = rows_ahead(run, g, places, n_steps * W * B)
-    if W > 1:    # without a process group, ranks cannot take over from each other's lanes
-        in_turn = [lane == (g + k) % run.num_lanes for k, (lane, *_) in enumerate(want)]
-        n_steps = min(n_steps, [*in_turn, False].index(False) // (W * B))
+    if W > 1:
+        n_steps = min(n_steps, count_in_turn(run, g, want) // (W * B))
     want = want[:n_steps * W * B]
     n_missing = -len(want) % (W * B)    # in the last batch
     is_over = len(want) < n_steps * W * B
@@ -313,7 +315,15 @@ def compare_leg(draw, seed, mixture, options, stop, counts):
     state = merge_states(json.loads(json.dumps(states)))
     for loader in loaders:
         loader.close()
-    return Stop(g + len(want) + n_missing, places, state, options, W)
+    g += len(want) + n_missing
+    return Stop(g, places, state, options, mixture.weights, W)
+
+def count_in_turn(run, g, rows):
+    """Those before a lane takes over: ranks without a process group cannot do that for others."""
+    for k, (lane, *_) in enumerate(rows):
+        if lane != (g + k) % run.num_lanes:
+            return k
+    return len(rows)
 
 def count_features(mixture, options, counts):
     counts["runs"] += 1
@@ -336,7 +346,7 @@ def count_features(mixture, options, counts):
         counts["tokens with masks" if has_masks else f"from {kind}"] += 1
 
 def change_mixture(draw, mixture, counts):
-    """Folders that moved; a source more or less."""
+    """Folders that moved; a source more or less; another weight."""
     corpora, folders = mixture.corpora, dict(mixture.folders)
     weights, epochs = dict(mixture.weights), dict(mixture.epochs)
     if draw.random() < 0.4:
@@ -357,6 +367,11 @@ def change_mixture(draw, mixture, counts):
         if not all(callable(weight) for weight in left):
             del folders[source], weights[source], epochs[source]
             counts["a source less at a load"] += 1
+    if draw.random() < 0.1:
+        source = draw.choice([*weights])
+        others = [weight for weight in (1, 5, 0.2) if weight != weights[source]]
+        weights[source] = draw.choice(others)
+        counts["another weight at a load"] += 1
     return mixture._replace(folders=folders, weights=weights, epochs=epochs)
 
 def change_options(draw, options, counts):
@@ -382,9 +397,20 @@ def open_ranks(draw, mixture, B, W, options, stop, drop_last):
     for rank in range(W):
         loader = make_loader(mixture, B, given, rank=rank, world_size=W, drop_last=drop_last)
         if stop:
-            loader.load_state_dict(stop.state)
+            check_warnings(loader, mixture, stop)
         loaders.append(loader)
     return loaders
+
+def check_warnings(loader, mixture, stop):
+    """Loads the state. A source more or less, and another weight, are a line each, of rank 0."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        loader.load_state_dict(stop.state)
+    changed = mixture.weights.keys() ^ stop.weights.keys()
+    changed |= {source for source in mixture.weights.keys() & stop.weights.keys()
+                if mixture.weights[source] != stop.weights[source]}
+    n = len(changed) if loader.rank == 0 else 0
+    assert len(found) == n, [str(warning.message) for warning in found]
 
 def order_of(mixture, loader):
     """The sources in the loader's order: by fingerprint."""
@@ -478,7 +504,7 @@ def compare(n, first_seed=0):
     return counts
 
 def print_counts(counts, seconds):
-    for name, count in counts.items():
+    for name, count in sorted(counts.items()):
         print(f"{name:<40}{count:>10,}")
     print(f"no difference, {seconds:.0f} s")
     never = [name for name, count in counts.items() if not count]
