@@ -250,7 +250,7 @@ def speed_of(counts, mine, theirs, seconds):
     return n_tokens / (time.perf_counter() - began)
 
 def tokens_of(loader):
-    """Numbers of tokens from a chunk of lane 0 to the next: all lanes' end at about the same row."""
+    """Yield the tokens from a chunk of lane 0 to the next; all lanes' end at about the same row."""
     n_tokens, n_before = 0, 0
     for inputs, _ in loader:
         n_tokens += inputs.numel()
@@ -331,13 +331,14 @@ class Cell(NamedTuple):
     B: int
     T: int
 
-def measure_mixing(tokenizer_dir, data_dir, engine, B, T, lanes, chunks, sources, groups, megabytes):
+def measure_mixing(tokenizer_dir, data_dir, engine, B, T, lanes, chunks, sources, groups,
+                   megabytes):
     """
     Lines of a table. chunks, groups: in MB. megabytes: of text, in all sources together. On one
     rank, without the second that gigatoken's check takes.
     """
-    yield (f"{engine}, B = {B}, T = {T}, {megabytes:,} MB of text, {cores()} cores; one rank has all "
-           "lanes")
+    yield (f"{engine}, B = {B}, T = {T}, {megabytes:,} MB of text, {cores()} cores; one rank has "
+           "all lanes")
     yield (f"{'sources':>8}{'row group':>11}{'lanes':>7}{'chunk':>9}{'padding':>9}"
            f"{'first batch':>13}{'resume':>9}{'peak memory':>13}")
     for n_sources, group in itertools.product(sources, groups):

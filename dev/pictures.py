@@ -31,8 +31,8 @@ matplotlib.rcParams["svg.hashsalt"] = "nanoloader"    # the same file each time
 # --------------------------------------------------------------------------------------------------
 # Rows
 
-LEGEND = ("A colour: a document. Dark bar: BOS, of a document or again after a cut. White tooth: it "
-          "is cut, and goes on in another row, unless its packing drops the rest.")
+LEGEND = ("A colour: a document. Dark bar: BOS, of a document or again after a cut. White tooth: "
+          "it is cut, and goes on in another row, unless its packing drops the rest.")
 
 def rows_picture(tokenizer, data_dir, T, n_rows=8):
     """For each packing, rows from the middle of a run."""
@@ -77,7 +77,7 @@ def colour_of(n):
 # Losses
 
 def loss_picture(folders):
-    """Training loss above, val below; of a mixture, a line for each source, dashed in other ways."""
+    """Training loss above, val below: a line for each source, dashed in other ways."""
     figure = Figure((9, 7), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True)
     for i, folder in enumerate(folders):

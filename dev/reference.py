@@ -58,7 +58,8 @@ def line_of(shards, epoch, seed):
     for shard in shards:
         average = max(1, shard.text_bytes // sum(shard.group_sizes))
         for row_group, n in enumerate(shard.group_sizes):
-            group = [(Location(shard.path, row_group, row), average) for row in range(n)]
+            locations = [Location(shard.path, row_group, row) for row in range(n)]
+            group = [(location, average) for location in locations]
             groups.append(permuted(group, seed, 1, epoch, len(groups)))
     groups = [group for group in groups if group]
     return list(itertools.chain(*permuted(groups, seed, 0, epoch)))
@@ -79,7 +80,7 @@ def chunks_of(run, name, epoch):
         begin += n_bytes
     if run.shuffle_seed is None:    # in file order, all lanes move through the files together
         return [chunks[lane::run.num_lanes] for lane in range(run.num_lanes)]
-    return [chunks[lane * per_lane:(lane + 1) * per_lane] for lane in range(run.num_lanes)]
+    return [chunks[first:first + per_lane] for first in range(0, n_chunks, per_lane)]
 
 @functools.lru_cache(maxsize=1024)
 def rows_of_chunk(run, name, lane, n):
@@ -101,7 +102,7 @@ def rows_of_chunk(run, name, lane, n):
     rows = PACKINGS[run.packing](lengths, run.T + 1) if documents else []
     rows.sort(key=min)
     rows = permuted(rows, run.shuffle_seed, 2, lane, n)
-    return [[(documents[d], epoch, start, stop) for d, start, stop in row] for row in rows]
+    return [[(documents[d], epoch, *piece) for d, *piece in row] for row in rows]
 
 def next_row(run, g, places):
     """
@@ -157,38 +158,36 @@ def places_at_start(run):
 # --------------------------------------------------------------------------------------------------
 # The rows of a small corpus
 
-LENGTHS = {"a": 5, "b": 9, "c": 3, "d": 7, "e": 20, "f": 4, "g": 6, "h": 8, "i": 2, "j": 10, "k": 6,
-           "l": 5}    # of twelve documents; a token is a letter
+SHARDS = [    # a token is a letter
+    [["aaaaa", "bbbbbbbbb", "ccc"], ["ddddddd", "eeeeeeeeeeeeeeeeeeee", "ffff"]],
+    [["gggggg", "hhhhhhhh", "ii"], ["jjjjjjjjjj", "kkkkkk", "lllll"]]]
 
 def print_example():
-    texts = [letter * n for letter, n in LENGTHS.items()]
     with tempfile.TemporaryDirectory() as folder:
-        for i in range(2):
-            groups = [texts[6 * i:6 * i + 3], texts[6 * i + 3:6 * i + 6]]
+        for i, groups in enumerate(SHARDS):
             write_shard(f"{folder}/train-{i}.parquet", map(pa.array, groups))
         write_shard(f"{folder}/val.parquet", [pa.array(["validation"])])
         write_index(folder)
         shards = list_shards(folder, "train")
-        text_of = {}
-        for location, _ in line_of(shards, 1, None):
-            text_of[location] = "|" + texts[len(text_of)]    # | is BOS
-        run = Run({folder: shards}, lambda location, epoch: text_of[location], T=15,
-                  weights={folder: 1}, epochs={folder: 1}, num_lanes=2, chunk_bytes=21)
 
-    print("12 documents, 2 shards of 2 row groups each; T = 15, 2 lanes; | is BOS")
-    for shard in shards:
-        groups = [[text_of[Location(shard.path, row_group, row)] for row in range(n)]
-                  for row_group, n in enumerate(shard.group_sizes)]
+    def text_of(location, epoch=1):    # | is BOS
+        shard = [shard.path for shard in shards].index(location.path)
+        return "|" + SHARDS[shard][location.row_group][location.row]
+
+    run = Run({folder: shards}, text_of, T=15, weights={folder: 1}, epochs={folder: 1},
+              num_lanes=2, chunk_bytes=21)
+    print("2 shards of 2 row groups each; T = 15, 2 lanes; | is BOS")
+    for shard, groups in zip(shards, SHARDS, strict=True):
         print(f"{shard.name}:", "; ".join(" ".join(group) for group in groups))
     print("\nthe line of epoch 1:")
     for lane, chunks in enumerate(chunks_of(run, folder, 1)):
         for i, chunk in enumerate(chunks):
-            letters = " ".join(text_of[location][1] for location in chunk)
+            letters = " ".join(text_of(location)[1] for location in chunk)
             print(f"  lane {lane}, chunk {i}: {letters}")
     print("\nthe run:")
     for g, (lane, _, row) in enumerate(rows_of(run)):
-        tokens = "".join(text_of[location][start:stop] for location, _, start, stop in row)
-        print(f"  row {g}, of lane {lane}: {tokens:.<16}")
+        pieces = [text_of(location)[start:stop] for location, _, start, stop in row]
+        print(f"  row {g}, of lane {lane}: {''.join(pieces):.<16}")
 
 def main(argv=None):
     parser = Parser("python -m dev.reference", description=__doc__,

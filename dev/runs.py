@@ -1,7 +1,7 @@
 """
 What a run of train.py saw: which documents, when, and how hard they were for the model.
 
-    python -m dev.runs audit --resume FILE --steps 600:602    the documents in the rows of these steps
+    python -m dev.runs audit --resume FILE --steps 600:602    the documents in these steps' rows
     python -m dev.runs when RUN shard_00000.parquet:0         the steps that have row 0 of this file
     python -m dev.runs losses RUN                             the easiest and the hardest documents
 
@@ -43,10 +43,10 @@ def loader_of(saved, begins=False, B=None, rank=0, world_size=1):
                         f"{saved['step']} cannot name rows before it; pass one of step {changed} "
                         "or before")
     flags, state = flags_of(saved), json.loads(saved["loader"])
-    config = state["config"]
+    config, tokenizer = state["config"], RustBPETokenizer.from_dict(saved["tokenizer"])
     loader = PackedLoader(
-        RustBPETokenizer.from_dict(saved["tokenizer"]), B or flags.batch_size, state["T"], "train",
-        packing=state["packing"], data_dir=sources_of(flags), rank=rank, world_size=world_size,
+        tokenizer, B or flags.batch_size, state["T"], "train", packing=state["packing"],
+        data_dir=sources_of(flags), rank=rank, world_size=world_size,
         num_lanes=config["num_lanes"], chunk_bytes=config["chunk_bytes"],
         shuffle_seed=config["shuffle_seed"])
     if not begins:
@@ -84,9 +84,8 @@ class Seen(NamedTuple):
 
 def without_bos_again(pieces):
     """A BOS that is repeated before another piece of its document is not worth a line."""
-    continued = {(piece.g, piece.location) for piece in pieces if piece.start > 0}
-    return [piece for piece in pieces
-            if (piece.start, piece.stop) != (0, 1) or (piece.g, piece.location) not in continued]
+    continued = {piece[:3] for piece in pieces if piece.start > 0}    # step, g, location
+    return [piece for piece in pieces if piece.stop > 1 or piece[:3] not in continued]
 
 # --------------------------------------------------------------------------------------------------
 # audit: the documents in the rows of a run's steps
@@ -133,7 +132,7 @@ def read_ledger(run, sources=None):
     """Its rows (see train.ledger_rows) of these sources or all, in the order of the run."""
     files = glob.glob(f"{glob.escape(run)}/ledger/*.parquet")
     if not files:
-        return pa.table({"step": pa.array([], pa.int64()), "path": pa.array([], pa.string())})
+        return pa.schema({"step": pa.int64(), "path": pa.string()}).empty_table()
     ledger = pq.read_table(files).sort_by("g")
     if sources is None:
         return ledger
@@ -161,7 +160,7 @@ class SourceLosses(NamedTuple):
     documents: list      # a Difficulty each, the easiest first
 
 def losses_of(run, sources):
-    """Yield the SourceLosses of each source; documents below 200 bytes say little, and are not in."""
+    """Yield the SourceLosses of each source. Documents of fewer than 200 bytes say little."""
     ledger = read_ledger(run, sources)
     if not len(ledger):
         raise UserError(f"{run} has no ledger; train.py writes one with --ledger")
@@ -182,9 +181,11 @@ def losses_of(run, sources):
         for row in totals.to_pylist():
             n = row["bytes_sum"]
             if n >= 200:
+                above, bits = row["above_sum"] / n, row["bits_sum"] / n
                 location = Location(row["path"], row["row_group"], row["row"])
-                documents.append(Difficulty(row["above_sum"] / n, row["bits_sum"] / n, n, location))
-        yield SourceLosses(name, sum(rows["tokens"].to_pylist()), usual, sorted(documents))
+                documents.append(Difficulty(above, bits, n, location))
+        n_tokens = sum(rows["tokens"].to_pylist())
+        yield SourceLosses(name, n_tokens, usual, sorted(documents))
 
 def losses(run, n=10):
     """
@@ -198,7 +199,8 @@ def losses(run, n=10):
                    f"{usual[-1]:.3f} in the last; documents: {len(documents):,}")
             yield ("   above  bits per byte      bytes    (above: more bits per byte than the same "
                    "50 steps)")
-            for above, bits, n_bytes, location in sorted({*documents[:n], *documents[-n:]}):
+            both_ends = {*documents[:n], *documents[-n:]}
+            for above, bits, n_bytes, location in sorted(both_ends):
                 text = beginning_of(location, loader)
                 yield f"{above:>+8.3f}{bits:>15.3f}{n_bytes:>11,}    {location}: {text!r}"
 
@@ -217,7 +219,8 @@ def when(run, name=None, text=None):
             raise UserError(f"no {name or repr(text)} in the run; expected FILE[:GROUP]:ROW or "
                             "--text WORDS")
         ledger = read_ledger(run, loader.sources)
-        is_complete = {*range(saved["step"])} <= {*ledger["step"].unique().to_pylist()}
+        steps = ledger["step"].unique().to_pylist()
+        is_complete = {*range(saved["step"])} <= {*steps}
         seen = {*seen_in(ledger, wanted), *replay(saved, not is_complete, wanted)}
         seen = sorted(without_bos_again(seen))
         for piece in seen:
@@ -241,10 +244,12 @@ def find_documents(loader, name, text):
 def seen_in(ledger, wanted):
     """Yield each piece of these documents in the ledger."""
     paths = [*{location.path for location in wanted}]
-    for row in ledger.filter(pc.field("path").isin(paths)).to_pylist():
+    ledger = ledger.filter(pc.field("path").isin(paths))
+    for row in ledger.to_pylist():
         location = Location(row["path"], row["row_group"], row["row"])
         if location in wanted:
-            yield Seen(row["step"], row["g"], location, row["epoch"], row["start"], row["stop"])
+            piece = row["epoch"], row["start"], row["stop"]
+            yield Seen(row["step"], row["g"], location, *piece)
 
 def replay(saved, begins, wanted):
     """
@@ -271,7 +276,8 @@ def has_documents(loader, lane, state, begins, end, wanted):
     groups = {(location.path, location.row_group) for location in wanted}
     for name, source in loader.sources.items():
         n, _ = state["lanes"][str(lane)][name]
-        n_more = (n + 1) * (end - state["rows"]) // max(1, state["rows"])    # at the same speed
+        rows_to_come = end - state["rows"]
+        n_more = (n + 1) * rows_to_come // max(1, state["rows"])    # chunks, at the same speed
         stop = n + 1 + n_more + source.chunks_per_lane
         for k in range(0 if begins else n, stop):
             _, parts = source.parts(lane, k)

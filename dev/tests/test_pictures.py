@@ -36,7 +36,8 @@ def test_pictures_without_matplotlib_say_so_in_a_line(monkeypatch):
         importlib.import_module("dev.pictures")
 
 def test_bars_of_a_row_are_its_pieces(pictures, tmp_path):
-    texts = [letter * n for letter, n in zip("abcdefgh" * 20, itertools.cycle([30, 170, 90, 55, 12]))]
+    lengths = itertools.cycle([30, 170, 90, 55, 12])
+    texts = [letter * n for letter, n in zip("abcdefgh" * 20, lengths, strict=False)]
     write_shard(f"{tmp_path}/train.parquet", [pa.array(texts)])
     write_shard(f"{tmp_path}/val.parquet", [pa.array(["validation"])])
     figure = pictures.rows_picture(ByteTokenizer(), str(tmp_path), 128)

@@ -91,7 +91,8 @@ def start_ranks(world, words):
     return processes
 
 def last_step(run):
-    return max((record.get("step", -1) for record in train.read_log(f"{run}/log.jsonl")), default=-1)
+    steps = [record.get("step", -1) for record in train.read_log(f"{run}/log.jsonl")]
+    return max(steps, default=-1)
 
 @pytest.fixture(scope="module")
 def ranks(base):
@@ -148,7 +149,8 @@ def test_when_prints_past_and_coming_steps(alone, base, capsys):
     """Of a checkpoint in the middle of the run: from the ledger, and without it."""
     middle = base / "middle"
     (middle / "ledger").mkdir(parents=True)
-    for name in ("step_0000018.pt", *(f"ledger/step_{n:07d}_rank_0000.parquet" for n in (0, 6, 12))):
+    ledgers = [f"ledger/step_{n:07d}_rank_0000.parquet" for n in (0, 6, 12)]
+    for name in ["step_0000018.pt", *ledgers]:
         os.link(f"{alone}/{name}", middle / name)
     location = Location(f"{base}/a/train-1.parquet", 1, 5)
     seen = runs.without_bos_again([*runs.seen_in(runs.read_ledger(alone), {location})])
