@@ -27,6 +27,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -284,39 +285,30 @@ class SlowFile(io.FileIO):
 def open_slowly(folder, name, *_):
     return pa.PythonFile(SlowFile(os.path.join(folder, name)), mode="r")
 
-def copy_shards(data_dir, folder, copies):
-    """More text: the train shards several times."""
-    for k, shard in itertools.product(range(copies), list_shards(data_dir, "train")):
-        shutil.copyfile(shard.path, f"{folder}/train-{k}-{os.path.basename(shard.name)}")
-    [val, *_] = list_shards(data_dir, "val")
-    shutil.copyfile(val.path, f"{folder}/val.parquet")
-    dataset.write_index(folder)
-
-def measure_remote(tokenizer_dir, data_dir, B, T, rank=512, world_size=1024, copies=32, steps=40,
-                   step_seconds=1.0):
-    """Lines. A step of the model is a sleep."""
+def measure_remote(tokenizer_dir, data_dir, B, T, rank=512, world_size=1024, megabytes=2000,
+                   steps=40, step_seconds=1.0):
+    """Lines. Row groups have 3 MB, and a step of the model is a sleep."""
     tokenizer = get_tokenizer(tokenizer_dir)
     with tempfile.TemporaryDirectory() as folder:
-        copy_shards(data_dir, folder, copies)
-        open_file = dataset.open_file
-        dataset.open_file = open_slowly
-        try:
-            SlowFile.n_requests = 0
-            with PackedLoader(tokenizer, B, T, "train", data_dir=folder, rank=rank,
-                              world_size=world_size, num_lanes=world_size) as loader:
-                first, _ = timed(lambda: next(loader))
-                n_requests = SlowFile.n_requests
-                waited = 0.0
-                for _ in range(steps):
-                    time.sleep(step_seconds)
-                    seconds, _ = timed(lambda: next(loader))
-                    waited += seconds
-        finally:
-            dataset.open_file = open_file
+        write_folders(data_dir, [folder], min(3, megabytes), megabytes)
+        loader = PackedLoader(tokenizer, B, T, "train", data_dir=folder, rank=rank,
+                              world_size=world_size, num_lanes=world_size)
+        SlowFile.n_requests = 0
+        with loader, mock.patch("dataset.open_file", open_slowly):
+            first, _ = timed(lambda: next(loader))
+            n_requests = SlowFile.n_requests
+            [source] = loader.sources.values()
+            _, parts = source.parts(rank, 0)
+            waited = 0.0
+            for _ in range(steps):
+                time.sleep(step_seconds)
+                seconds, _ = timed(lambda: next(loader))
+                waited += seconds
     share = waited / (waited + steps * step_seconds)
-    yield (f"rank {rank} of {world_size:,}, {SlowFile.latency:.2f} s a request: first batch "
-           f"{first:.2f} s, {n_requests} requests before it; {steps} steps of {step_seconds} s: "
-           f"waits {share:.1%}")
+    yield f"rank {rank} of {world_size:,}, {SlowFile.latency:.2f} s a request"
+    yield (f"first batch {first:.2f} s; its chunk is in {len(parts)} row groups; requests begun "
+           f"until then, also for the next chunks: {n_requests}")
+    yield f"{steps} steps of {step_seconds} s: waits {share:.1%}"
 
 # --------------------------------------------------------------------------------------------------
 # mixing: what is in flight is the shuffle, and it has a price
@@ -337,7 +329,7 @@ def measure_mixing(tokenizer_dir, data_dir, engine, B, T, lanes, chunks, sources
     Lines of a table. chunks, groups: in MB. megabytes: of text, in all sources together. On one
     rank, without the second that gigatoken's check takes.
     """
-    yield (f"{engine}, B = {B}, T = {T}, {megabytes:,} MB of text, {cores()} cores; one rank has "
+    yield (f"{engine}, B = {B}, T = {T}, {megabytes:,g} MB of text, {cores()} cores; one rank has "
            "all lanes")
     yield (f"{'sources':>8}{'row group':>11}{'lanes':>7}{'chunk':>9}{'padding':>9}"
            f"{'first batch':>13}{'resume':>9}{'peak memory':>13}")

@@ -107,10 +107,11 @@ def test_speed_prints_a_line_for_each_input(base, fresh):
 def test_remote_counts_requests(base, monkeypatch):
     """Each request takes its time: the first batch waits for at least two in succession."""
     monkeypatch.setattr(bench.SlowFile, "latency", 0.05)
-    [line] = bench.measure_remote(
-        f"{base}/tokenizer", f"{base}/data", 2, 16, 3, 8, copies=2, steps=2, step_seconds=0.01)
-    first, n_requests = re.search(r"first batch (\S+) s, (\d+) requests", line).groups()
-    assert float(first) > 0.1 and int(n_requests) >= 2
+    _, line, waits = bench.measure_remote(
+        f"{base}/tokenizer", f"{base}/data", 2, 16, 3, 8, megabytes=0.1, steps=2, step_seconds=0.01)
+    seconds, n_requests = re.search(r"first batch (\S+) s; .* (\d+)$", line).groups()
+    assert float(seconds) > 0.1 and int(n_requests) >= 2
+    assert re.fullmatch(r"2 steps of 0.01 s: waits \d+.\d%", waits)
 
 def test_mixing_prints_a_line_for_each_cell(base, fresh):
     lines = bench.measure_mixing(
