@@ -437,7 +437,8 @@ def make_parser():
             add("--packing", nargs="+", choices=PACKINGS, default=[*PACKINGS])
         if name == "mixing":
             add("--lanes", type=int, nargs="+", default=[8, 32, 64, 128], help="0: the default")
-            add("--chunks", type=float, nargs="+", default=[0.25, 0.5, 1, 2], metavar="MB")
+            add("--chunks", type=float, nargs="+", default=[0.25, 0.5, 1, 2], metavar="MB",
+                help="0: the default")
             add("--sources", type=at_least_1, nargs="+", default=[1, 4, 10])
             add("--groups", type=float, nargs="+", default=[3, 64], metavar="MB")
             add("--megabytes", type=float, default=2000, help="of text, together (default 2000)")

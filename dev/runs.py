@@ -259,10 +259,11 @@ def replay(saved, begins, wanted):
     flags, state = flags_of(saved), json.loads(saved["loader"])
     num_lanes, now = state["config"]["num_lanes"], state["rows"]
     end = now + (flags.steps - saved["step"]) * flags.batch_size
-    for lane in range(num_lanes):
+    with loader_of(saved, begins) as loader:
+        lanes = [lane for lane in range(num_lanes)
+                 if has_documents(loader, lane, state, begins, end, wanted)]
+    for lane in lanes:
         with loader_of(saved, begins, B=1, rank=lane, world_size=num_lanes) as loader:
-            if not has_documents(loader, lane, state, begins, end, wanted):
-                continue
             while loader.g < end:
                 next(loader)
                 [g], [pieces] = loader.numbers, loader.pieces()
