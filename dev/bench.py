@@ -11,6 +11,9 @@ The trade-off: `speed` takes a quarter of a minute a line, since each line takes
 yardstick. So the shares hold on a busy machine, too; the tokens per second do not.
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.bench, typed where dataloader.py is")
+
 import argparse
 import collections
 import importlib.util

@@ -6,6 +6,9 @@ Pictures of rows, losses and documents, by matplotlib. (dev/line.svg was drawn b
     python -m dev.pictures documents runs/mine --out documents.svg      # which were hard (--ledger)
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.pictures, typed where dataloader.py is")
+
 import argparse
 import collections
 import itertools

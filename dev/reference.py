@@ -14,6 +14,9 @@ Each chunk is packed into rows by itself. Row g of the run is the next row of la
 Only the packings are the loader's. The four steps: line_of, chunks_of, rows_of_chunk, next_row.
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.reference, typed where dataloader.py is")
+
 import argparse
 import functools
 import itertools

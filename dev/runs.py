@@ -10,6 +10,9 @@ one `when` is faster. The trade-off: without a ledger, both others pack rows aga
 before FILE packs all rows from the run's beginning; `when` packs the lanes that have the document.
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.runs, typed where dataloader.py is")
+
 import argparse
 import functools
 import glob

@@ -5,11 +5,14 @@ dev/reference.py and dev/drawn.py: the printed example, and a few drawn runs.
 """
 
 import collections
+import subprocess
+import sys
 
 import pytest
 
 import dataloader
 from dev import drawn, reference
+from test_dataloader import HERE
 
 
 def test_example_has_every_letter_once(capsys):
@@ -38,3 +41,10 @@ def test_a_difference_is_an_error_that_names_the_seed(monkeypatch):
 def test_finite_runs_on_real_ranks(capsys):
     reference.main(["--ranks", "2"])
     assert "no difference" in capsys.readouterr().out
+
+@pytest.mark.parametrize("name", ["reference", "runs", "bench", "pictures"])
+def test_a_file_that_is_run_by_its_path_says_how(name):
+    command = [sys.executable, f"{HERE}/dev/{name}.py"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stderr == f"usage: python -m dev.{name}, typed where dataloader.py is\n"
