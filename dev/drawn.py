@@ -283,13 +283,13 @@ def compare_leg(draw, seed, mixture, options, stop, counts):
     """-> its Stop, or None if nothing can follow"""
     W = draw.choice([W for W in (1, 1, 2, 3, 4) if options["num_lanes"] % W == 0])
     B = draw.choice([1, 2, 3, 5])
-    drop_last = draw.random() < 0.2
+    drop_last = draw.random() < 0.5
     loaders = open_ranks(draw, mixture, B, W, options, stop, drop_last)
     run = reference_of(mixture, options, order_of(mixture, loaders[0]))
     places = places_after_load(run, stop)
     g = stop.g if stop else 0
 
-    n_steps = draw.choice([0, 1, 4, 12, 40])
+    n_steps = draw.choice([0, 1, 4, 12, 40, 100])
     want = rows_ahead(run, g, places, n_steps * W * B)
     if W > 1:
         n_steps = min(n_steps, count_in_turn(run, g, want) // (W * B))
