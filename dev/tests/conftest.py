@@ -5,4 +5,4 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from test_dataloader import base_dir_of_the_tests, close_loaders, corpus  # noqa: F401
+from test_dataloader import base_dir_of_the_tests, corpus  # noqa: F401
