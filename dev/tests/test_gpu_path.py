@@ -86,22 +86,34 @@ def test_step_at_depth_12_stays_on_its_device_and_in_bfloat16(cuda_guard, monkey
             assert {nats.device, norm.device, counts.device} == {device}
             assert nats.shape == (6, 256) and nats.dtype == torch.float32
     train.rope_tables.cache_clear()
-    assert seen == {(device, torch.bfloat16, torch.bfloat16)}, "also what follows a norm or a square"
+    assert seen == {(device, torch.bfloat16, torch.bfloat16)}, "also after a norm or a square"
+
+class Scale(torch.nn.Module):
+    """A model of one parameter."""
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.embedding.weight)
+
+    def forward(self, inputs, targets):
+        return self.embedding.weight.flatten() * targets.flatten()
 
 def test_gradients_travel_in_the_dtype_of_the_activations(monkeypatch):
-    """On a model of one parameter, by two ranks that have the same gradient."""
+    """By two ranks that have the same gradient."""
     sent = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor: sent.append(tensor.dtype) or tensor.mul_(2))
+
+    def all_reduce(tensor):
+        sent.append(tensor.dtype)
+        tensor.mul_(2)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     for dtype in ("float32", "bfloat16"):
-        model = torch.nn.Linear(1, 1, bias=False)
-        model.embedding = SimpleNamespace(weight=model.weight)
-        model.forward = lambda inputs, targets, model=model: model.weight.flatten() * targets.flatten()
-        targets, seen = torch.tensor([[1.0, 2.0]]), []
-        optimizer = SimpleNamespace(step=lambda: seen.append(model.weight.grad.item()))    # noqa: B023
+        model = Scale()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        targets = torch.tensor([[1.0, 2.0]])
         flags = SimpleNamespace(micro_batch_size=1, dtype=dtype)
         train.train_step(model, [optimizer], targets, targets, torch.tensor(8), flags)
-        assert seen == [2 * (1 + 2) / 8]
+        assert model.embedding.weight.item() == 1 - 2 * (1 + 2) / 8
     assert sent == [torch.float32, torch.bfloat16]
 
 def test_two_ranks_in_bfloat16_are_near_one_in_float32(command):    # noqa: F811
@@ -142,8 +154,9 @@ def test_memory_of_gpus_may_grow_in_segments():
 
 def test_compiles_on_cuda_or_when_asked(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: "compiled")
-    for is_cuda, choice, want in ((True, "auto", True), (True, "off", False), (False, "auto", False),
-                                  (False, "on", True)):
+    cases = [(True, "auto", True), (True, "off", False), (False, "auto", False),
+             (False, "on", True)]
+    for is_cuda, choice, want in cases:
         blocks = []
         block = SimpleNamespace(compile=lambda dynamic, blocks=blocks: blocks.append(dynamic))
         model = SimpleNamespace(embedding=SimpleNamespace(weight=SimpleNamespace(is_cuda=is_cuda)),
@@ -182,7 +195,7 @@ def test_cuda_losses_are_those_of_plain_float32(command, flags):    # noqa: F811
     assert losses_of("cuda") == pytest.approx(losses_of("cpu"), abs=0.05)
 
 @needs_cuda
-def test_cuda_resumes_with_the_same_rows_and_near_losses(command, resume, interrupt):    # noqa: F811
+def test_cuda_resumes_with_the_same_rows(command, resume, interrupt):    # noqa: F811
     """Not bit for bit: attention's backward may add in any order."""
     command(*ON_CUDA, "--device", "cuda", "--out", "whole", toy=[])
     interrupt("SIGTERM", 9)
