@@ -169,9 +169,8 @@ def test_compiled_run_with_evals_compiles_few_variants(command, monkeypatch):   
     """Blocks with and without value embeddings, a last micro-batch of its own size, evals."""
     from torch._dynamo.utils import counters
     module = torch.nn.Module
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    monkeypatch.setattr(module, "compile",
-                        functools.partialmethod(module.compile, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(module, "compile", functools.partialmethod(module.compile, backend="eager"))
     torch._dynamo.reset()
     counters.clear()
     words = ["--depth", 7, "--steps", 4, "--eval_every", 2, "--micro_batch_size", 3]
