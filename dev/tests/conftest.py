@@ -1,4 +1,4 @@
-"""The fixtures of test_dataloader.py for the rooms in this folder, which import its helpers themselves."""
+"""The fixtures of test_dataloader.py, for the tests in this folder too."""
 
 import os
 import sys
