@@ -122,11 +122,14 @@ def run(code, world_size, leg=0):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         _, port = free.getsockname()
-    fork = multiprocessing.get_context("fork")    # what is imported here is imported there
+    # Forks of a process that has only imported these: after a backward, here, torch forbids a fork.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["pytest", "hypothesis", "tiktoken", "pyarrow.parquet",
+                                   "huggingface_hub", "torch.distributed.checkpoint"])
     ranks = []
     for rank in range(world_size):
         arguments = rank, world_size, leg, port, code
-        process = fork.Process(target=be_a_rank, args=arguments)
+        process = server.Process(target=be_a_rank, args=arguments)
         process.start()
         ranks.append(process)
     for process in ranks:
