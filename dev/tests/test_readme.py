@@ -29,6 +29,9 @@ PAGES = ["README.md", "dev/loops.md", "dev/log.md", "dev/gpu.md"]
 TOY = ["--steps", "2", "--seq_len", "64", "--eval_bytes", "2000"]
 ANSWERS = {"--sample", "--chat"}
 
+# runpy warns: dev.prepare has imported dev.convert before it is run again.
+pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+
 def blocks(language=""):
     found = re.findall(r"(<!-- not run: [^\n]*\n)?```(\w*)\n(.*?)```", README, re.DOTALL)
     return [code for skipped, seen, code in found if seen == language and not skipped]
