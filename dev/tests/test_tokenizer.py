@@ -215,7 +215,7 @@ def test_each_thread_has_its_own_engine(monkeypatch, engine):
     monkeypatch.setenv("NANOLOADER_ENGINE", engine)
     monkeypatch.setattr(module, "FORGET_AFTER", 1 << 15)
     tok, users, together = fresh(), set(), threading.Barrier(3)
-    want, encode = split(*tok.encode_documents(SOURCES[:30])), Engine.encode
+    want, encode = split(*tok.encode_documents(SOURCES[:30])), Engine.encode_utf8
 
     def noted(self, texts):
         users.add((self, threading.get_ident()))
@@ -225,7 +225,7 @@ def test_each_thread_has_its_own_engine(monkeypatch, engine):
         together.wait()
         return [split(*tok.encode_documents([text]))[0] for text in SOURCES[:30]]
 
-    monkeypatch.setattr(Engine, "encode", noted)
+    monkeypatch.setattr(Engine, "encode_utf8", noted)
     with ThreadPoolExecutor(3) as pool:
         assert [*pool.map(encode_all, range(3))] == 3 * [want]
     assert len(users) == 3 == len({engine for engine, _ in users})
