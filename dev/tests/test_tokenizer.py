@@ -337,10 +337,10 @@ def test_command_and_rule_train_on_the_same_text(tmp_path, base, monkeypatch, ou
     monkeypatch.setattr(module, "TRAIN_CHARACTERS", 20_000)
     data = write_data(tmp_path / "data", SOURCES[:9])
     flags = ["--out", str(tmp_path / out)] if out else []
-    module.main(["--data", data, "--vocab_size", "400", *flags])
-    by_command, _ = module.find_tokenizer(tmp_path / out if out else None, [data], 400)
+    module.main(["--data", data, "--vocab_size", "900", *flags])
+    by_command, _ = module.find_tokenizer(tmp_path / out if out else None, [data], 900)
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "other"))
-    by_rule, _ = module.find_tokenizer(None, [data], 400)
+    by_rule, _ = module.find_tokenizer(None, [data], 900)
     assert by_rule.fingerprint() == by_command.fingerprint()
 
 def test_the_command_trains_saves_and_overwrites_nothing(tmp_path, base, capsys):
