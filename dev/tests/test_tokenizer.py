@@ -334,7 +334,7 @@ def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, base, capsys):
 
 @pytest.mark.parametrize("out", [None, "own"])
 def test_command_and_rule_train_on_the_same_text(tmp_path, base, monkeypatch, out):
-    monkeypatch.setattr(module, "TRAIN_CHARACTERS", 20_000)
+    monkeypatch.setattr(module, "TRAIN_CHARACTERS", 5000)
     data = write_data(tmp_path / "data", SOURCES[:9])
     flags = ["--out", str(tmp_path / out)] if out else []
     module.main(["--data", data, "--vocab_size", "900", *flags])
