@@ -40,7 +40,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     contents = [[one.name, one.text_bytes, [*one.group_sizes], one.digest] for one in shards]
     config = {
         "world_size": world_size, "rank": rank, "packing": "bestfit",
-        "tokenizer": tokenizer.fingerprint, "shards": json_sha256(contents)}
+        "tokenizer": tokenizer.fingerprint(), "shards": json_sha256(contents)}
     buffered, place = read_state(resume_state_dict, config)
 
     groups = []

@@ -92,7 +92,7 @@ def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
     dtype = np.dtype(np.int32) if shard.kind == "messages" else tokenizer.dtype
     made_from = {
         dataset.TOKEN_DTYPE: dtype.name,
-        dataset.FINGERPRINT: tokenizer.fingerprint,
+        dataset.FINGERPRINT: tokenizer.fingerprint(),
         dataset.TEXT_BYTES: str(shard.text_bytes),
         dataset.TEXT_DIGEST: shard.digest or ""}
     if os.path.exists(path):

@@ -9,6 +9,7 @@ import hashlib
 import http.server
 import json
 import os
+import pickle
 import random
 import re
 import signal
@@ -27,7 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dataset
-from dataset import Location, ShardError, UserError, list_shards
+from dataset import Location, Shard, ShardError, UserError, list_shards
 from test_dataloader import HERE
 
 
@@ -223,11 +224,22 @@ def test_shards_of_other_tools_read_the_same(tmp_path, kind):
         dataset.make_index(shard.folder, dataset.list_files(shard.folder))
 
 def test_a_location_has_a_key_that_survives_a_move():
-    here = Location("/data/train-00000.parquet", 3, 17)
-    there = Location("s3://bucket/x/train-00000.parquet?region=a/b", 3, 17)
-    assert here.key == there.key == "train-00000.parquet:3:17"
-    assert str(here) == "/data/train-00000.parquet, row group 3, row 17"
-    assert Location("/a/what?.parquet", 0, 0).key == "what?.parquet:0:0"
+    """... and differs between the subfolders of a folder."""
+    def locate(folder, name):
+        return Location(Shard(folder, name, 1, 1, [18], "text", None, None).path, 3, 17)
+
+    here = locate("/data", "en/train-0.parquet")
+    there = locate("s3://bucket/x?region=a/b", "en/train-0.parquet")
+    assert here.key == there.key == "en/train-0.parquet:3:17"
+    assert locate("/data", "de/train-0.parquet").key == "de/train-0.parquet:3:17"
+    assert str(here) == "/data/en/train-0.parquet, row group 3, row 17"
+    assert pickle.loads(pickle.dumps(here)).key == here.key
+    assert here == Location("/data/en/train-0.parquet", 3, 17), "of a run's rows"
+
+def test_without_a_folder_shards_are_those_of_find_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
+    with mock.patch("dataset.build_builtin_corpus", lambda folder: write(folder, "a", "b")):
+        assert read(*list_shards(None, "train")) == ["a", "bb", "ccc"]
 
 def test_files_are_complete_or_absent_also_with_two_writers(tmp_path):
     """Containers on one disk may have equal process ids: temporary names do not come from these."""
@@ -283,7 +295,7 @@ def test_a_replaced_shard_is_an_error(tmp_path):
     path.write_bytes(Path(other.path).read_bytes())
     with pytest.raises(ShardError, match="not those that were written"):
         shard.read(0)    # its footer is known
-    with pytest.raises(ShardError, match=r"replaced by another shard of the same size; .*index"):
+    with pytest.raises(ShardError, match=r"a.parquet was replaced by .*: python dataset.py index \S+$"):
         list_shards(str(tmp_path), "train")[0].read(0)
 
 @pytest.mark.parametrize("checksums, damage", [(True, b"sacred"), (False, b"s\xffcret")])
@@ -513,7 +525,17 @@ def test_what_no_retry_can_mend_is_an_error_at_once(server):
         list_shards(server.url, "train")
     with pytest.raises(UserError, match="nope://x"):
         list_shards("nope://x", "train")
+    for error in (UserError("x"), FileNotFoundError("x"), PermissionError("x"), status(404)):
+        with pytest.raises(type(error)):
+            dataset.retry(mock.Mock(side_effect=error), server.url)
     assert not server.waits
+    dataset.retry(mock.Mock(side_effect=[status(429), status(408), status(500), None]), server.url)
+    assert len(server.waits) == 3
+
+def status(code):
+    error = OSError(code)
+    error.response = SimpleNamespace(status_code=code)
+    return error
 
 def test_s3_is_listed_or_has_an_index(server, tmp_path, capsys):
     """... and gives the same documents, also when reads fail."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tokenizer
 from dataset import UserError
 from tokenizer import (
     PATTERNS,
@@ -194,6 +195,17 @@ def test_prompt_ends_where_the_answer_begins():
         assert tokenizer.decode(ids[len(prompt):]).startswith("Oh<|")
         assert mask[len(prompt) - 1:len(prompt) + 1] == [0, 1]
 
+def test_a_prompt_never_loses_the_last_message():
+    for messages in ([], chat(("user", "Hi"), ("assistant", "Yo"), ("user", "LAST QUESTION"))):
+        with pytest.raises(UserError, match="expected an assistant's message at the end"):
+            tokenizer_for("chatml").render_for_completion({"messages": messages})
+
+def test_a_header_may_have_any_characters(monkeypatch):
+    """A template's own: no byte of its header has a loss."""
+    own = tokenizer.CHATML._replace(header="→ {} →")
+    monkeypatch.setattr(tokenizer, "TEMPLATES", [own])
+    assert rendered("chatml", chat(("assistant", "Yo")))[1] == "Yo<|im_end|>"
+
 # --------------------------------------------------------------------------------------------------
 # A tokenizer that renders by itself
 
@@ -261,6 +273,9 @@ class Foreign:
     def get_bos_token_id(self):
         return 0
 
+    def get_special_tokens(self):
+        return set(NAMES["chatml"])
+
 def test_a_tokenizer_without_the_tokens_of_a_template_is_refused():
     """Also where it has some of them: the others would be encoded as text."""
     ranks = tokenizer_for("nanochat").enc._mergeable_ranks
@@ -269,6 +284,6 @@ def test_a_tokenizer_without_the_tokens_of_a_template_is_refused():
     line = json.dumps(chat(("user", "Hi")))
     with pytest.raises(UserError, match=r"cannot render chats.*it has .*<\|user_start\|>$"):
         encode_conversations(lacking, [line])
-    with pytest.raises(UserError, match=r"cannot render chats.*it has None"):
+    with pytest.raises(UserError, match="Foreign cannot render chats; it needs render_conversation"):
         encode_conversations(Foreign(), [line])
     assert AnyTokenizer(lacking).bos == 2000, "text needs no template"

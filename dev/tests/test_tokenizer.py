@@ -189,12 +189,19 @@ def test_the_engine_says_what_it_is_and_why(monkeypatch):
         assert re.fullmatch(r"gigatoken [\d.]+, checked against tiktoken", fresh().choice.name)
     assert "gigatoken does not know this split" in fresh(PATTERNS["nanochat"]).choice.name
     monkeypatch.setitem(sys.modules, "gigatoken", None)
-    assert "pip install gigatoken" in fresh().choice.name
+    assert "pip install tiktoken==" in fresh().choice.name
     monkeypatch.setenv("NANOLOADER_ENGINE", "tiktoken")
     assert "as NANOLOADER_ENGINE says" in fresh().choice.name
     monkeypatch.setenv("NANOLOADER_ENGINE", "titoken")
     with pytest.raises(UserError, match="NANOLOADER_ENGINE=titoken; expected gigatoken or"):
         fresh().encode("a"), fresh().choice
+
+@needs_gigatoken
+def test_gigatoken_of_another_version_is_not_used(monkeypatch):
+    """NEWER_CHARACTERS depends on both versions of Unicode."""
+    monkeypatch.setattr(tiktoken, "__version__", "0.15.1")
+    assert "pip install tiktoken==0.14.0 gigatoken==0.10.0" in fresh().choice.name
+    assert fresh().choice.scheme is None
 
 def test_checks_leave_the_users_random_numbers_alone():
     random.seed(1)
@@ -208,7 +215,7 @@ def test_each_thread_has_its_own_engine(monkeypatch, engine):
     monkeypatch.setenv("NANOLOADER_ENGINE", engine)
     monkeypatch.setattr(module, "FORGET_AFTER", 1 << 15)
     tok, users, together = fresh(), set(), threading.Barrier(3)
-    want, encode = split(*tok.encode_documents(SOURCES[:30])), Engine.encode
+    want, encode = split(*tok.encode_documents(SOURCES[:30])), Engine.encode_utf8
 
     def noted(self, texts):
         users.add((self, threading.get_ident()))
@@ -218,7 +225,7 @@ def test_each_thread_has_its_own_engine(monkeypatch, engine):
         together.wait()
         return [split(*tok.encode_documents([text]))[0] for text in SOURCES[:30]]
 
-    monkeypatch.setattr(Engine, "encode", noted)
+    monkeypatch.setattr(Engine, "encode_utf8", noted)
     with ThreadPoolExecutor(3) as pool:
         assert [*pool.map(encode_all, range(3))] == 3 * [want]
     assert len(users) == 3 == len({engine for engine, _ in users})
@@ -321,10 +328,27 @@ def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, base, capsys):
     folders = {module.trained_dir(sources, size) for sources, size in (
         ([one], 301), ([other], 300), ([one, other], 300), ([other, one], 300))}
     assert len({folder, *folders}) == 4
+    os.unlink(f"{folder}.lock")
+    os.mkdir(f"{folder}.lock")    # nothing can be locked, as on a read-only disk
+    assert module.find_tokenizer(None, [one], 300)[1] == folder
+
+@pytest.mark.parametrize("out", [None, "own"])
+def test_command_and_rule_train_on_the_same_text(tmp_path, base, monkeypatch, out):
+    monkeypatch.setattr(module, "TRAIN_CHARACTERS", 5000)
+    data = write_data(tmp_path / "data", SOURCES[:9])
+    flags = ["--out", str(tmp_path / out)] if out else []
+    module.main(["--data", data, "--vocab_size", "900", *flags])
+    by_command, _ = module.find_tokenizer(tmp_path / out if out else None, [data], 900)
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "other"))
+    by_rule, _ = module.find_tokenizer(None, [data], 900)
+    assert by_rule.fingerprint() == by_command.fingerprint()
 
 def test_the_command_trains_saves_and_overwrites_nothing(tmp_path, base, capsys):
     data = write_data(tmp_path / "data", SOURCES[:9])
-    module.main(["--data", data, "--vocab_size", "400", "--pattern", "nanochat"])
+    with pytest.raises(SystemExit, match="2"):
+        module.main(["--data", data, "--vocab_size", "400", "--pattern", "nanochat"])
+    assert "has GPT-4's pattern; add --out FOLDER" in capsys.readouterr().err
+    module.main(["--data", data, "--vocab_size", "400"])
     printed = capsys.readouterr().out
     tok, folder = module.find_tokenizer(None, [data], 400)
     n_bytes = sum(len(text.encode()) for text in SOURCES[:2])
@@ -333,10 +357,22 @@ def test_the_command_trains_saves_and_overwrites_nothing(tmp_path, base, capsys)
     assert f"engine: {tok.choice.name}\nsaved to {folder}\n" in printed
     with pytest.raises(SystemExit, match=r"^error: .*is not empty"):
         module.main(["--data", data, "--vocab_size", "400"])
-    chats = [json.dumps([{"role": "tool", "content": [{"type": "x", "text": SOURCES[0]}]}])] * 3
+
+def test_chats_train_a_tokenizer_too(tmp_path, base, capsys):
+    """A lone surrogate is U+FFFD; a chat without text is shown."""
+    data, out = write_data(tmp_path / "data", SOURCES[:9]), tmp_path / "mixture"
+    chats = [json.dumps([{"role": "tool", "content": [
+        {"type": "x", "text": SOURCES[0]}, {"type": "x", "text": "\ud800"}]}])] * 3
     chats = write_data(tmp_path / "chats", chats, "messages")
-    module.main(["--data", data, chats, "--vocab_size", "300", "--out", str(tmp_path / "mixture")])
-    assert module.get_tokenizer(tmp_path / "mixture").get_vocab_size() == 300
+    module.main(["--data", data, chats, "--vocab_size", "300", "--out", str(out),
+                 "--pattern", "nanochat"])
+    assert f"saved to {out}" in capsys.readouterr().out
+    assert module.get_tokenizer(out).enc._pat_str == PATTERNS["nanochat"]
+    for content in (None, [{"type": "x"}]):
+        bad = [json.dumps([{"role": "user", "content": content}])] * 3
+        bad = write_data(tmp_path / f"bad{content}", bad, "messages")
+        with pytest.raises(UserError, match=r"bad.*; saw .*\"role\": \"user\""):
+            module.find_tokenizer(None, [bad], 300)
 
 def test_the_command_refuses_tokens(tmp_path, base):
     for name in ("train-0", "val-0"):
@@ -372,11 +408,11 @@ def test_every_interface_gives_the_same_documents():
         ids, bounds = encoder.encode(pa.nulls(2, pa.string()))
         assert (ids.tolist(), bounds.tolist()) == ([], [0, 0, 0])
     assert (documents.is_multithreaded, lists.is_multithreaded) == (False, True)
-    assert documents.fingerprint == lists.fingerprint
-    assert AnyTokenizer(small()).fingerprint == small().fingerprint()
+    assert documents.fingerprint() == lists.fingerprint()
+    assert AnyTokenizer(small()).fingerprint() == small().fingerprint()
     others = [stub(lambda text: [256, *text[::-1]]),
               stub(lambda text: [256, *text], get_vocab_size=lambda: 257)]
-    assert len({lists.fingerprint, *(AnyTokenizer(tok).fingerprint for tok in others)}) == 3
+    assert len({lists.fingerprint(), *(AnyTokenizer(tok).fingerprint() for tok in others)}) == 3
 
 @pytest.mark.parametrize("tok, reason", [
     (object(), "object cannot be used: AttributeError.*as README shows"),
