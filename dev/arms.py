@@ -27,7 +27,7 @@ def run_arm(train, arm, seed, folder):
     return list(evals_of(out))
 
 def evals_of(out):
-    """With several sources, those of all of them: the last record of a step."""
+    """With several sources, those of all of them."""
     found = {}
     for record in read_log(os.path.join(out, "log.jsonl")):
         if "val_bpb" in record:

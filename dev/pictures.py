@@ -91,8 +91,10 @@ def loss_picture(folders):
         upper.plot(*means_of(losses).T, label=folder, color=f"C{i % 10}")
         points = collections.defaultdict(list)    # {source: [(step, bits per byte), ...]}
         for record in records:
-            if "val_bpb" in record:
-                points[record.get("source")].append((record["step"], record["val_bpb"]))
+            for name in record:
+                if name.startswith("val_bpb/"):
+                    source = name.removeprefix("val_bpb/")
+                    points[source].append((record["step"], record[name]))
         for source, style in zip(points, itertools.cycle(("-", "--", ":", "-.")), strict=False):
             _, last = points[source][-1]
             lower.plot(*np.transpose(points[source]), "o" + style, color=f"C{i % 10}",

@@ -82,7 +82,7 @@ def test_step_at_depth_12_stays_on_its_device_and_in_bfloat16(cuda_guard, monkey
         optimizers = train.make_optimizers(model, None, 2**19)
         flags = SimpleNamespace(micro_batch_size=4, dtype="bfloat16")
         for _ in range(2):
-            counts = train.count_and_hash(inputs, inputs, range(12, 18), 0)
+            counts = train.sum_counts(inputs, inputs, range(12, 18), 0)
             nats, norm = train.train_step(model, optimizers, inputs, inputs, counts[0], flags)
             assert {nats.device, norm.device, counts.device} == {device}
             assert nats.shape == (6, 256) and nats.dtype == torch.float32

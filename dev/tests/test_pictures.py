@@ -70,7 +70,7 @@ def write_log(folder, records):
 
 def test_losses_have_steps_val_and_a_legend(pictures, tmp_path):
     records = [{"flags": {}}, *({"step": i, "loss": 9 - i} for i in range(3))]
-    records.append({"step": 3, "val_bpb": 2.5})
+    records.append({"step": 3, "val_bpb/web": 2.5, "val_bpb": 2.5})
     names = [write_log(tmp_path / name, records) for name in ("first", "second")]
     upper, lower = pictures.loss_picture(names).axes
     assert [text.get_text() for text in upper.get_legend().texts] == names
@@ -81,8 +81,8 @@ def test_losses_have_steps_val_and_a_legend(pictures, tmp_path):
 
 def test_loss_of_a_mixture_has_a_line_for_each_source(pictures, tmp_path):
     records = [{"step": step, "loss": 5.0} for step in range(3)]
-    records += [{"step": step, "val_bpb": bpb + step, "source": source}
-                for step in (1, 2) for source, bpb in (("web", 2.0), ("code", 1.0))]
+    records += [{"step": step, "val_bpb/web": 2.0 + step, "val_bpb/code": 1.0 + step}
+                for step in (1, 2)]
     folder = write_log(tmp_path / "run", records)
     _, lower = pictures.loss_picture([folder]).axes
     assert [line.get_ydata().tolist() for line in lower.lines] == [[3.0, 4.0], [2.0, 3.0]]

@@ -95,12 +95,15 @@ def resume(command):
 
 def log_of(folder):
     """Its records without headers, what a clock decides, and what one rank counts."""
-    clock = {"tokens_per_s", "ms", "wait_ms", "sources"}
-    records = [record for record in train.read_log(f"{folder}/log.jsonl") if "step" in record]
+    clock = {"tokens_per_s", "ms", "wait_ms", "rank_0_since_start"}
+    records = [record for record in train.read_log(f"{folder}/log.jsonl") if "flags" not in record]
     return [{k: v for k, v in record.items() if k not in clock} for record in records]
 
 def losses_of(folder):
     return {r["step"]: r["loss"] for r in log_of(folder) if "loss" in r}
+
+def of_sources(record):
+    return {name: value for name, value in record.items() if name.startswith("loss/")}
 
 def evals_of(folder):
     return {r["step"]: r["val_bpb"] for r in log_of(folder) if "val_bpb" in r}
@@ -224,7 +227,7 @@ def test_two_ranks_then_one_have_the_log_of_one(command, resume):
     assert losses_of("two") == pytest.approx(losses_of("one"), abs=1e-4)
     assert evals_of("two") == pytest.approx(evals_of("one"), abs=1e-3)
     for r, s in zip(log_of("one"), log_of("two"), strict=True):
-        assert r.get("losses", {}) == pytest.approx(s.get("losses", {}), abs=1e-4)
+        assert of_sources(r) == pytest.approx(of_sources(s), abs=1e-4)
         assert r.get("rows") == s.get("rows")
 
 def test_ranks_that_differ_end_with_one_line_each():
@@ -234,13 +237,56 @@ def test_ranks_that_differ_end_with_one_line_each():
         assert f"(seen on rank {rank})" in output and "Traceback" not in output
     assert not os.path.exists("runs")
 
+def test_ranks_with_other_initial_weights_are_refused(command, monkeypatch):
+    compared = []
+    monkeypatch.setattr(train, "check_ranks", lambda values: compared.append(values[-1]))
+    for seed in (1, 1, 2):
+        command("--steps", 1, "--seed", seed)
+    assert compared[0] == compared[1] != compared[2]
+
+def test_each_rank_draws_its_own_dropout(command, monkeypatch):
+    drawn, step = [], train.train_step
+
+    def draw(*arguments):
+        drawn.append(torch.rand(1).item())
+        return step(*arguments)
+    monkeypatch.setattr(train, "train_step", draw)
+    for rank in (0, 1):
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "ranks_of_this_process", lambda rank=rank: (rank, 1))
+            command("--steps", 1)
+    assert drawn[0] != drawn[1]
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_wait_until_the_checkpoint_is_written(monkeypatch, rank):
+    """A launcher would end rank 0 in its save once another rank has exited."""
+    waits = []
+    monkeypatch.setattr(train, "ranks_of_this_process", lambda: (rank, 2))
+    monkeypatch.setattr(train, "gather_states", lambda loader: {})
+    monkeypatch.setattr(train, "sum_over_ranks", lambda _: waits.append(os.listdir("run")))
+    os.mkdir("run")
+    train.save("run", {}, 7, 0, torch.nn.Linear(1, 1), [], None, [])
+    assert waits == [["step_0000007.pt"] if rank == 0 else []]
+
+def test_rank_0_chooses_the_run_for_all(monkeypatch):
+    """Here rank 1, which finds no checkpoint."""
+    theirs = train.Start("resume", "runs/x", "runs/x/step_0000003.pt")
+
+    def broadcast(objects, source):
+        assert source == 0
+        objects[:] = [theirs]
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "broadcast_object_list", broadcast)
+    monkeypatch.setattr(train, "ranks_of_this_process", lambda: (1, 2))
+    assert train.choose_start(train.parse_flags(["--resume", "auto", "--data", "a"])) == theirs
+
 def test_hash_of_rows_depends_on_their_order_and_not_on_batches():
     rows = torch.arange(12).view(3, 4)
-    n, whole, n_signals = train.count_and_hash(rows, rows + 1, [0, 1, 2], 2).tolist()
-    parts = [train.count_and_hash(rows[some], rows[some] + 1, some, 0)[1].item()
+    n, whole, n_signals = train.sum_counts(rows, rows + 1, [0, 1, 2], 2).tolist()
+    parts = [train.sum_counts(rows[some], rows[some] + 1, some, 0)[1].item()
              for some in ([0, 2], [1])]
     assert n == 12 and n_signals == 2 and (sum(parts) - whole) % 2**64 == 0
-    assert train.count_and_hash(rows.flip(0), rows.flip(0) + 1, [0, 1, 2], 0)[1] != whole
+    assert train.sum_counts(rows.flip(0), rows.flip(0) + 1, [0, 1, 2], 0)[1] != whole
 
 def test_data_seed_changes_the_rows_and_not_the_weights(command):
     for out, seeds in (("one", [1, 1]), ("two", [1, 2]), ("three", [2, 1])):
@@ -313,6 +359,13 @@ def test_users_own_error_keeps_its_traceback(monkeypatch):
         a, b = (1, 2, 3)    # noqa: F841
     monkeypatch.setattr(train, "set_rates", broken)
     with pytest.raises(ValueError, match="too many values to unpack"):
+        train.main([*TOY, "--data", "a"])
+
+def test_error_of_a_model_keeps_its_message(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("Connection refused by my own server")
+    monkeypatch.setattr(train, "train_step", broken)
+    with pytest.raises(RuntimeError, match="by my own server"):
         train.main([*TOY, "--data", "a"])
 
 def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
@@ -399,7 +452,9 @@ def test_not_finite_loss_names_the_command_that_lists_its_documents(command, mon
     (["web:0.7", "code:.3"], {"web": 0.7, "code": 0.3}),
     (["s3://b/c:2", "d:1"], {"s3://b/c": 2, "d": 1}),
     (["s3://b/x?endpoint=127.0.0.1:5123"], {"s3://b/x?endpoint=127.0.0.1:5123": 1}),
-    (["s3://b/x:3?host=h:1", "d:1"], {"s3://b/x?host=h:1": 3, "d": 1})])
+    (["s3://b/x:3?host=h:1", "d:1"], {"s3://b/x?host=h:1": 3, "d": 1}),
+    (["http://localhost:8000"], {"http://localhost:8000": 1}),
+    (["http://localhost:8000/web:2"], {"http://localhost:8000/web": 2})])
 def test_data_is_paths_with_weights_and_a_query_has_none(specs, want):
     assert train.sources_of(SimpleNamespace(data=specs)) == want
 
@@ -433,6 +488,29 @@ def test_resumed_run_keeps_what_decides_it_and_takes_what_may_change(command, re
     told = command("--resume", "run/step_0000003.pt", "--out", "run", toy=[], status=1)
     assert "run/step_0000005.pt is newer than step 3; resume it" in told
     assert "newer than step 0" in command("--out", "run", status=1)
+
+def test_newest_run_without_a_checkpoint_is_named_and_no_older_one_resumed(command):
+    command("--steps", 1, "--out", "runs/older")
+    os.utime("runs/older/log.jsonl", (1, 1))
+    os.mkdir("runs/crashed")
+    with open("runs/crashed/log.jsonl", "w") as file:
+        file.write('{"step": 0}\n')
+    for words in (["--resume", "auto"], ["--sample", "x"]):
+        told = command(*words, toy=[], status=1)
+        assert "no checkpoint in runs/crashed; train one" in told and "--out DIR" in told
+    told = command("--steps", 1, "--resume", "auto")
+    assert "no checkpoint in runs/crashed: a new run" in told and "resumed" not in told
+    told = command("--steps", 2, "--resume", "auto", "--out", "runs/older")
+    assert "resumed from runs/older/step_0000001.pt" in told
+
+def test_run_of_frozen_blocks_trains_the_rest(command, monkeypatch):
+    block = train.Block.__init__
+
+    def frozen(self, *sizes):
+        block(self, *sizes)
+        self.q.weight.requires_grad_(False)
+    monkeypatch.setattr(train.Block, "__init__", frozen)
+    command("--steps", 2)
 
 def test_init_brings_weights_depth_and_tokenizer(command):
     command("--depth", 2, "--out", "first")
@@ -505,22 +583,27 @@ def test_val_asks_only_for_tokens_with_a_loss(monkeypatch):
 
 def test_mixture_has_bits_per_byte_and_losses_of_each_source(command):
     told = command("--data", "a:0.75", "b:0.25", "--steps", 4, "--out", "run")
-    a, b, both = [r for r in log_of("run") if "val_bpb" in r]
-    line = "step 4: val {val_bpb:.4f} bits per byte of a ({val_bytes:,} bytes; zlib -9: {zlib_bpb:.4f})"
-    assert line.format(**a) in told
-    for name in ("val_bpb", "zlib_bpb"):
-        total = a[name] * a["val_bytes"] + b[name] * b["val_bytes"]
-        assert both[name] == pytest.approx(total / both["val_bytes"])
+    lines = re.findall(r"step 4: val ([\d.]+) bits per byte of (.+) \(([\d,]+) bytes; zlib", told)
+    (a, _, n_a), (b, _, n_b), (both, *_) = [
+        (float(bpb), of, int(n.replace(",", ""))) for bpb, of, n in lines]
+    assert [of for _, of, _ in lines] == ["a", "b", "all sources"]
+    assert both == pytest.approx((a * n_a + b * n_b) / (n_a + n_b), abs=1e-3)
+    [record] = [r for r in log_of("run") if "val_bpb" in r]    # one a step, as wandb needs it
+    assert record["zlib_bpb/a"] > 0
+    for name, bpb in {"val_bpb/a": a, "val_bpb/b": b, "val_bpb": both}.items():
+        assert record[name] == pytest.approx(bpb, abs=1e-4)
     steps = [r for r in train.read_log("run/log.jsonl") if "loss" in r]
-    assert all(r["losses"].keys() == r["sources"].keys() == {"a", "b"} for r in steps)
-    assert [r["rows"] for r in steps] == [4, 8, 12, 16] and steps[0]["sources"]["a"]["epoch"] == 1
+    assert [r["rows"] for r in steps] == [4, 8, 12, 16]
+    assert steps[0]["rank_0_since_start"]["a"]["epoch"] == 1
     assert "a: 2 shards, 1 train, 1 val\n" in told and "documents to train on, about 0." in told
 
 def test_loss_of_a_source_is_that_of_its_rows():
     loader = SimpleNamespace(sources={"a": 1, "b": 2}, row_sources=lambda: ["a", "b", "a"])
     targets = torch.tensor([[1, 1], [1, -100], [1, -100]])
     nats = torch.tensor([[1.0, 2.0], [6.0, 0.0], [3.0, 0.0]])
-    assert train.read_losses(loader, targets, nats) == (3.0, {"a": 2.0, "b": 6.0})
+    assert train.read_losses(loader, targets, nats) == {"loss": 3.0, "loss/a": 2.0, "loss/b": 6.0}
+    loader.row_sources = lambda: ["b"] * 3
+    assert train.read_losses(loader, targets, nats) == {"loss": 3.0, "loss/b": 3.0}, "a had no row"
 
 def test_models_are_told_when_they_are_evaluated(command, monkeypatch):
     forward, modes = train.GPT.forward, set()
