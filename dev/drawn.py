@@ -412,6 +412,7 @@ def check_warnings(loader, mixture, stop):
     changed = mixture.weights.keys() ^ stop.weights.keys()
     changed |= {source for source in mixture.weights.keys() & stop.weights.keys()
                 if mixture.weights[source] != stop.weights[source]}
+    changed |= {name for name in ("T", "packing") if stop.state[name] != getattr(loader, name)}
     n = len(changed) if loader.rank == 0 else 0
     assert len(found) == n, [str(warning.message) for warning in found]
 

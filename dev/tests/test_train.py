@@ -138,6 +138,8 @@ class Killed(BaseException):
 @pytest.fixture
 def interrupt(monkeypatch):
     """interrupt(how, step): once, after this step, or in the first eval from then on."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)    # nohup's tests would ignore it
+
     def set_up(how, step):
         name = "count_nats" if how == "SIGTERM in an eval" else "print_step"
         original = getattr(train, name)
@@ -151,7 +153,8 @@ def interrupt(monkeypatch):
             os.kill(os.getpid(), getattr(signal, how.split()[0]))
             return original(*arguments)
         monkeypatch.setattr(train, name, interrupted)
-    return set_up
+    yield set_up
+    signal.signal(signal.SIGHUP, before)
 
 def draw_flags(pick):
     """A combination of flags that decide what a run computes."""
