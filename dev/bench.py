@@ -1,119 +1,185 @@
 """
-Look at the packings and measure them, on the data at hand.
+Benchmarks of the loader: each figure beside its yardstick, in turns, in one run.
 
-    python -m dev.bench compare    what each packing drops, pads and cuts
-    python -m dev.bench bench      tokens per second, from text and from tokens
-    python -m dev.bench audit      which documents are in the rows of a run's steps
-    python -m dev.bench losses     which documents the model of a run found hard or easy
-    python -m dev.bench when       the steps of a run that have a document
+    python -m dev.bench speed       batches from text and from tokens; first batch, resume, memory
+    python -m dev.bench packings    what each packing drops, pads and cuts, on the data at hand
+    python -m dev.bench lengths     the same on drawn lengths of documents; needs no data
+    python -m dev.bench remote      rank 512 of 1,024, with 100 ms for each request to the data
+    python -m dev.bench mixing      what lanes, chunks, sources and row groups cost
 
-The trade-off: the benchmark takes a quarter of a minute per line, since each line takes turns with its
+The trade-off: `speed` takes a quarter of a minute a line, since each line takes turns with its
 yardstick. So the shares hold on a busy machine, too; the tokens per second do not.
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.bench, typed where dataloader.py is")
+
 import argparse
 import collections
-import functools
 import importlib.util
+import io
 import itertools
 import multiprocessing
 import os
+import resource
+import shutil
 import sys
 import tempfile
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
+import pyarrow as pa
 import torch
 
-from dataloader import PACKINGS, PackedLoader, Place, flat
-from dataset import Parser, column_views, cores, errors_in_one_line, in_order, list_shards
-from dev.ledger import audit, losses, read_row_group, when
-from dev.prepare import add_folder, at_least_1, counted, folder_of, row_groups_of, tokenize
+import dataset
+from dataloader import PACKINGS, PackedLoader
+from dataset import Parser, column_views, cores, errors_in_one_line, list_shards
+from dev.prepare import tokenize
 from tokenizer import find_tokenizer, get_tokenizer
-from train import peak_memory
 
-# ---------------------------------------------------------------------------------------------------------
-# Compare: what each packing drops, pads and cuts
 
-def compare(tokenizer, data_dir, T):
-    """Lines of a table."""
+def run_fresh(function, job):
+    """In a process of its own: its memory and threads are only the job's."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, job).result()
+
+def timed(action):
+    began = time.perf_counter()
+    result = action()
+    return time.perf_counter() - began, result
+
+def peak_memory():
+    """MB of this process; Linux's ru_maxrss begins with the parent's."""
+    with_status = Path("/proc/self/status")
+    if not with_status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    [line] = [line for line in with_status.read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1e3
+
+# --------------------------------------------------------------------------------------------------
+# packings, lengths: what each packing drops, pads and cuts
+
+def compare_packings(tokenizer, data_dir, T):
+    """Lines of a table: the first 16 chunks of one lane."""
     with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1) as loader:
-        chunks, n_tokens = [], 0
-        for _, parts in deal_first_lane(loader):
-            chunks.append(list(map(len, encode_chunk(loader, parts))))
-            n_tokens += sum(chunks[-1])
-            if n_tokens >= 4096 * (T + 1):
-                break
-    yield f"of the first {n_tokens:,} tokens, in {counted(len(chunks), 'chunk')} of one lane"
+        chunks = [lengths_of_chunk(loader, n) for n in range(16)]
+    n_tokens = sum(map(sum, chunks))
+    yield f"T = {T}: {n_tokens:,} tokens in {len(chunks)} chunks"
     yield f"{'packing':<12}{'dropped':>9}{'padding':>9}{'fit but cut':>13}"
-    for packing, pack in PACKINGS.items():
-        counts = sum((count_rows(pack, lengths, T + 1) for lengths in chunks), collections.Counter())
-        dropped, padding = counts["dropped"] / n_tokens, counts["padding"] / (counts["rows"] * (T + 1))
-        yield f"{packing:<12}{dropped:>9.2%}{padding:>9.2%}{counts['cut'] / counts['documents']:>13.2%}"
+    for packing in PACKINGS:
+        shares = shares_of(packing, chunks, T)
+        yield f"{packing:<12}{shares.dropped:>9.2%}{shares.padding:>9.2%}{shares.cut:>13.2%}"
 
-def deal_first_lane(loader):
-    """The chunks of lane 0 of the only source, as (Place, [Part, ...]); endless."""
-    [source] = loader.sources.values()
-    return source.deal(0, Place())
+def lengths_of_chunk(loader, n):
+    """The tokens of each document, without empty ones, in a chunk of the first source's lane 0."""
+    source = next(iter(loader.sources.values()))
+    _, parts = source.parts(0, n)
+    lengths = []
+    for part in parts:
+        encoded = loader.encoder.encode(part, part.shard.read(part.row_group))
+        lengths += [len(ids) for ids in encoded if ids is not None and len(ids)]
+    return lengths
 
-def encode_chunk(loader, parts):
-    """The ids of each of its documents, but empty ones."""
-    return [ids for part in parts
-            for ids in loader.encoder.encode(part, read_row_group(part.shard, part.row_group)) if len(ids)]
+class Shares(NamedTuple):
+    dropped: float    # of all tokens
+    padding: float    # of all tokens in rows
+    cut: float        # of the documents that fit in a row
 
-def count_rows(pack, lengths, R):
-    """A Counter of a chunk's rows, padding, dropped tokens, documents, and those cut although they fit."""
-    rows = list(pack(lengths, R))
-    pieces = sorted(itertools.chain.from_iterable(rows))
-    stops = {d: stop for d, _, stop in pieces}
+def shares_of(packing, chunks, T):
+    """chunks: the lengths of each one's documents"""
+    counts = collections.Counter()
+    for lengths in chunks:
+        counts += count_rows(packing, lengths, T + 1)
+    n_tokens = sum(map(sum, chunks))
+    return Shares(counts["dropped"] / n_tokens, counts["padding"] / (counts["rows"] * (T + 1)),
+                  counts["cut"] / max(1, counts["fit"]))
+
+def count_rows(packing, lengths, R):
+    """Of a chunk's rows: padding, dropped tokens, documents that fit, and those of them cut."""
+    rows = PACKINGS[packing](lengths, R)
+    pieces = list(itertools.chain(*rows))
+    n_kept = collections.Counter()
+    for d, _, stop in pieces:
+        n_kept[d] = max(n_kept[d], stop)
     whole = {d for d, start, stop in pieces if stop - start == lengths[d]}
-    cut = [d for d in stops.keys() - whole if lengths[d] <= R]
-    n_tokens = sum(stop - start for _, start, stop in pieces)
-    if pack is not flat:
-        n_tokens += sum(start > 0 for _, start, _ in pieces)    # BOS again
-    return collections.Counter(rows=len(rows), padding=len(rows) * R - n_tokens, documents=len(lengths),
-                               dropped=sum(lengths) - sum(stops.values()), cut=len(cut))
+    fit = {d for d in n_kept if lengths[d] <= R}
+    return collections.Counter(
+        rows=len(rows), padding=len(rows) * R - sum(stop - start for _, start, stop in pieces),
+        dropped=sum(lengths) - sum(n_kept.values()), fit=len(fit), cut=len(fit - whole))
 
-# ---------------------------------------------------------------------------------------------------------
-# Bench: each line in a fresh process, in turns with its yardstick
+def draw_lengths(kind, R, draw):
+    """The documents of a chunk of about 256 rows."""
+    usual = {"lognormal": draw.lognormal(np.log(R / 4), 1.2, 2000),
+             "all 0.6 rows": np.full(1000, 0.6 * R),
+             "0.5 to 1 rows": draw.uniform(0.5 * R, R, 1000),
+             "long": draw.lognormal(np.log(8 * R), 1.0, 1000),
+             "short": draw.lognormal(np.log(R / 30), 0.5, 20_000)}
+    lengths = np.maximum(1, usual[kind]).astype(int)
+    n_rows = draw.uniform(255.5, 256.5)    # whole rows would flatter a packing
+    n = np.searchsorted(np.cumsum(lengths), n_rows * R)
+    return lengths[:n].tolist()
+
+def compare_lengths(n_chunks=16):
+    """Lines of a table."""
+    yield f"{n_chunks} chunks of about 256 rows; padding, and documents that fit but are cut"
+    yield f"{'lengths':<15}{'T':>6}" + "".join(f"{packing:>20}" for packing in PACKINGS)
+    for T, kind in itertools.product((256, 2048), LENGTHS):
+        draw = np.random.default_rng(0)
+        chunks = [draw_lengths(kind, T + 1, draw) for _ in range(n_chunks)]
+        line = f"{kind:<15}{T:>6}"
+        for packing in PACKINGS:
+            shares = shares_of(packing, chunks, T)
+            line += f"{shares.padding:>11.2%}{shares.cut:>9.2%}"
+        yield line
+
+LENGTHS = ["lognormal", "all 0.6 rows", "0.5 to 1 rows", "long", "short"]
+
+# --------------------------------------------------------------------------------------------------
+# speed: each line in a fresh process, in turns with its yardstick
 #
-# Text is measured against the encoding threads alone, whose tokens are thrown away; tokens on disk against
-# nanoGPT's way: a memmap of the same ids, cast to two int64 tensors.
+# Text is measured beside the encoding threads alone, whose tokens are thrown away; tokens beside
+# nanoGPT's way: a memmap of the same ids, cast to two int64 tensors. 8 lanes: with more, a turn
+# would have to be longer, since the chunks of all lanes end at about the same row.
 
 class Job(NamedTuple):
     """One line of the table."""
-    tokenizer: str    # its folder
-    ids: str          # file of all train tokens, for the memmap
+    data: str
+    kind: str          # text or tokens
+    tokenizer: str     # its folder
+    ids: str           # a file of all train tokens, for the memmap
+    engine: str
+    packing: str
+    threads: int
     B: int
     T: int
-    seconds: float    # of a turn; there are three
-    data: str = ""    # folder of text or token shards
-    kind: str = "text"
-    packing: str = ""
-    engine: str = "-"
-    threads: int = 1
+    seconds: float     # of a turn; there are three
 
-def bench(tokenizer_dir, data_dir, B, T, seconds=2.0):
+def measure_speed(tokenizer_dir, data_dir, B, T, engines, packings, seconds=2.0):
     """Lines of a table."""
-    yield f"B = {B}, T = {T}, {cores()} cores; share of: the encoding threads alone (text), a memmap (tokens)"
+    yield f"B = {B}, T = {T}, {cores()} cores; share: of the encoding threads alone, of a memmap"
     yield (f"{'from':<8}{'packing':<12}{'engine':<10}{'threads':>8}{'M tokens/s':>12}{'share':>8}"
            f"{'first batch':>13}{'resume':>9}{'memory':>10}")
     with tempfile.TemporaryDirectory() as work:
         tokens, ids = f"{work}/tokens", f"{work}/ids"
         tokenize(data_dir, tokens, tokenizer_dir)
         write_ids(tokens, ids)
-        for job in all_jobs(Job(tokenizer_dir, ids, B, T, seconds), data_dir, tokens):
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-                yield process.submit(measure, job).result()
+        inputs = [*(("text", data_dir, engine) for engine in engines), ("tokens", tokens, "-")]
+        for (kind, data, engine), packing in itertools.product(inputs, packings):
+            for threads in sorted({1, cores()}):
+                job = Job(data, kind, tokenizer_dir, ids, engine, packing, threads, B, T, seconds)
+                yield run_fresh(measure, job)
 
-def all_jobs(job, text, tokens):
-    engines = ["tiktoken", *(["gigatoken"] if importlib.util.find_spec("gigatoken") else [])]
-    for kind, data, engine in [*(("text", text, engine) for engine in engines), ("tokens", tokens, "-")]:
-        for packing, threads in itertools.product(PACKINGS, sorted({1, cores()})):
-            yield job._replace(data=data, kind=kind, packing=packing, engine=engine, threads=threads)
+def write_ids(tokens, path):
+    with open(path, "wb") as file:
+        for shard in list_shards(tokens, "train"):
+            for row_group in range(len(shard.group_sizes)):
+                data, offsets, _ = column_views(shard.read(row_group))
+                file.write(data[offsets[0]:offsets[-1]])
 
 def measure(job):
     """One line of the table. One thread means one core as well."""
@@ -121,43 +187,39 @@ def measure(job):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     if job.kind == "text":
         os.environ["NANOLOADER_ENGINE"] = job.engine
-    before = peak_memory("cpu")
     loader, mine = make_loader(job)
     first, _ = timed(lambda: next(loader))
     tokens = tokens_of(loader)
     for _ in range(3):    # until all chunks are there that are made ahead
         next(tokens)
-    memory = (peak_memory("cpu") - before) / (1 << 20)
-    yardstick, theirs = encoded(job) if job.kind == "text" else (memmap(job), threading.Event())
-    turns = (tokens, mine, theirs), (yardstick, theirs, mine)
-    pairs = [[speed_of(*turn, job.seconds) for turn in turns] for _ in range(3)]
-    speed, best = np.median(pairs, axis=0)
-    mine.set(), theirs.set()    # threads that wait would never end
+    memory = peak_memory()
+    theirs, yardstick = threading.Event(), memmap(job)
+    if job.kind == "text":
+        theirs, yardstick = encoded(job)
+    speeds = []
+    for _ in range(3):
+        ours = speed_of(tokens, mine, theirs, job.seconds)
+        best = speed_of(yardstick, theirs, mine, job.seconds)
+        speeds.append((ours, ours / best))
+    speed, share = np.median(speeds, axis=0)
+    mine.set()    # threads that wait would never end
+    theirs.set()
     state = loader.state_dict()
     loader.close()
     again, _ = make_loader(job)
     resume, _ = timed(lambda: (again.load_state_dict(state), next(again)))
     again.close()
     return (f"{job.kind:<8}{job.packing:<12}{job.engine:<10}{job.threads:>8}{speed / 1e6:>12.2f}"
-            f"{speed / best:>8.2f}{first:>11.2f} s{resume:>7.2f} s{memory:>7.0f} MB")
+            f"{share:>8.2f}{first:>11.2f} s{resume:>7.2f} s{memory:>7.0f} MB")
 
 def make_loader(job):
-    """(PackedLoader, the event while which it may encode)"""
+    """(a PackedLoader, the event while which it may encode)"""
     loader = PackedLoader(get_tokenizer(job.tokenizer), job.B, job.T, "train", data_dir=job.data,
-                          packing=job.packing, threads=job.threads)
+                          packing=job.packing, threads=job.threads, num_lanes=8)
     return loader, gate(loader.tokenizer)
 
-def encoded(job):
-    """(numbers of tokens that the encoding threads make, the event while which they may)"""
-    loader, may_encode = make_loader(job)    # never started
-    n_threads = 1 if loader.tokenizer.is_multithreaded else job.threads
-    chunks = (parts for _, parts in deal_first_lane(loader))
-    made = in_order(ThreadPoolExecutor(n_threads), lambda parts: sum(map(len, encode_chunk(loader, parts))),
-                    chunks, 2 * n_threads)
-    return (tokens for _, tokens in made), may_encode
-
 def gate(tokenizer):
-    """An event that the tokenizer waits for: threads that encode ahead must not use the other's turn."""
+    """An event that the tokenizer waits for: threads must not encode ahead in the other's turn."""
     may_encode, encode = threading.Event(), tokenizer.encode
     may_encode.set()
 
@@ -168,95 +230,227 @@ def gate(tokenizer):
     tokenizer.encode = encode_in_turn
     return may_encode
 
+def encoded(job):
+    """(the event while which it may encode, numbers of tokens that the encoding threads make)"""
+    loader, may_encode = make_loader(job)    # never started
+    n_threads = 1 if loader.tokenizer.is_multithreaded else job.threads
+
+    def numbers():
+        pool, waiting = ThreadPoolExecutor(n_threads), collections.deque()
+        for n in itertools.count():
+            waiting.append(pool.submit(lengths_of_chunk, loader, n))
+            if len(waiting) > 2 * n_threads:
+                yield sum(waiting.popleft().result())
+    return may_encode, numbers()
+
 def speed_of(counts, mine, theirs, seconds):
-    """Tokens per second, from an iterator of numbers of tokens. What is ready at the start does not count."""
-    mine.set(), theirs.clear()
+    """Tokens per second, from an iterator of numbers. What is ready at the start does not count."""
+    mine.set()
+    theirs.clear()
     for duration in (min(0.3, seconds), seconds):
-        began, tokens = time.perf_counter(), 0
+        began, n_tokens = time.perf_counter(), 0
         while time.perf_counter() - began < duration:
-            tokens += next(counts)
-    return tokens / (time.perf_counter() - began)
+            n_tokens += next(counts)
+    return n_tokens / (time.perf_counter() - began)
 
 def tokens_of(loader):
-    """Numbers of tokens from one chunk of lane 0 to the next: the lanes' chunks end at about the same row."""
-    tokens, before = 0, None
+    """Yield the tokens from a chunk of lane 0 to the next; all lanes' end at about the same row."""
+    n_tokens, n_before = 0, 0
     for inputs, _ in loader:
-        tokens += inputs.numel()
-        place = [stream.place for stream in loader.position.lanes[0].values()]
-        if place != before:
-            yield tokens
-            tokens, before = 0, place
-
-def timed(action):
-    began = time.perf_counter()
-    result = action()
-    return time.perf_counter() - began, result
+        n_tokens += inputs.numel()
+        [(n, _)] = loader._progress.places[0].values()
+        if n != n_before:
+            yield n_tokens
+            n_tokens, n_before = 0, n
 
 def memmap(job):
     """Numbers of tokens in batches from a file of all ids, from front to back."""
-    ids, n = np.memmap(job.ids, get_tokenizer(job.tokenizer).dtype, "r"), job.B * job.T
-    for i in itertools.cycle(range(0, len(ids) - n, n)):
-        for part in (ids[i:i + n], ids[i + 1:i + 1 + n]):
+    ids = np.memmap(job.ids, get_tokenizer(job.tokenizer).dtype, "r")
+    n = job.B * job.T
+    for start in itertools.cycle(range(0, len(ids) - n, n)):
+        for part in (ids[start:start + n], ids[start + 1:start + 1 + n]):
             torch.from_numpy(part.astype(np.int64)).view(job.B, job.T)
         yield n
 
-def write_ids(tokens, path):
-    with open(path, "wb") as file:
-        for shard, row_group in row_groups_of(list_shards(tokens, "train")):
-            data, offsets, _ = column_views(shard.read(row_group))
-            file.write(data[offsets[0]:offsets[-1]])
+# --------------------------------------------------------------------------------------------------
+# remote: one rank of many, whose every request to the data takes a while
 
-# ---------------------------------------------------------------------------------------------------------
+class SlowFile(io.FileIO):
+    """A file whose reads take as long as requests to a server."""
+    latency = 0.1
+    n_requests = 0
+
+    def read(self, n=-1):
+        SlowFile.n_requests += 1
+        time.sleep(SlowFile.latency)
+        return super().read(n)
+
+def open_slowly(folder, name, *_):
+    return pa.PythonFile(SlowFile(os.path.join(folder, name)), mode="r")
+
+def measure_remote(tokenizer_dir, data_dir, B, T, rank=512, world_size=1024, megabytes=2000,
+                   steps=40, step_seconds=1.0):
+    """Lines. Row groups have 3 MB, and a step of the model is a sleep."""
+    tokenizer = get_tokenizer(tokenizer_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        write_folders(data_dir, [folder], min(3, megabytes), megabytes)
+        loader = PackedLoader(tokenizer, B, T, "train", data_dir=folder, rank=rank,
+                              world_size=world_size, num_lanes=world_size)
+        SlowFile.n_requests = 0
+        with loader, mock.patch("dataset.open_file", open_slowly):
+            first, _ = timed(lambda: next(loader))
+            n_requests = SlowFile.n_requests
+            [source] = loader.sources.values()
+            _, parts = source.parts(rank, 0)
+            waited = 0.0
+            for _ in range(steps):
+                time.sleep(step_seconds)
+                seconds, _ = timed(lambda: next(loader))
+                waited += seconds
+    share = waited / (waited + steps * step_seconds)
+    yield f"rank {rank} of {world_size:,}, {SlowFile.latency:.2f} s a request"
+    yield (f"first batch {first:.2f} s; its chunk is in {len(parts)} row groups; requests begun "
+           f"until then, also for the next chunks: {n_requests}")
+    yield f"{steps} steps of {step_seconds} s: waits {share:.1%}"
+
+# --------------------------------------------------------------------------------------------------
+# mixing: what is in flight is the shuffle, and it has a price
+
+class Cell(NamedTuple):
+    """One line of the table."""
+    folders: list
+    num_lanes: int | None      # None: the loader's default
+    chunk_bytes: int | None
+    engine: str
+    tokenizer: str
+    B: int
+    T: int
+
+def measure_mixing(tokenizer_dir, data_dir, engine, B, T, lanes, chunks, sources, groups,
+                   megabytes):
+    """
+    Lines of a table. chunks, groups: in MB. megabytes: of text, in all sources together. On one
+    rank, without the second that gigatoken's check takes.
+    """
+    yield (f"{engine}, B = {B}, T = {T}, {megabytes:,g} MB of text, {cores()} cores; one rank has "
+           "all lanes")
+    yield (f"{'sources':>8}{'row group':>11}{'lanes':>7}{'chunk':>9}{'padding':>9}"
+           f"{'first batch':>13}{'resume':>9}{'peak memory':>13}")
+    for n_sources, group in itertools.product(sources, groups):
+        with tempfile.TemporaryDirectory() as work:
+            folders = [f"{work}/{i}" for i in range(n_sources)]
+            write_folders(data_dir, folders, group, megabytes / n_sources)
+            for num_lanes, chunk in itertools.product(lanes, chunks):
+                cell = Cell(folders, num_lanes or None, int(chunk * 2**20) or None, engine,
+                            tokenizer_dir, B, T)
+                line = run_fresh(measure_cell, cell)
+                yield f"{n_sources:>8}{group:>8g} MB{line}"
+
+def measure_cell(cell):
+    os.environ["NANOLOADER_ENGINE"] = cell.engine
+    tokenizer = get_tokenizer(cell.tokenizer)
+    tokenizer.encode_documents(["the check of its engine"])
+
+    def make():
+        return PackedLoader(tokenizer, cell.B, cell.T, "train", data_dir=cell.folders,
+                            num_lanes=cell.num_lanes, chunk_bytes=cell.chunk_bytes)
+
+    with make() as loader:
+        first, _ = timed(lambda: next(loader))
+        for _ in range(20):
+            next(loader)
+        state = loader.state_dict()
+    with make() as loader:
+        resume, _ = timed(lambda: (loader.load_state_dict(state), next(loader)))
+        memory = peak_memory()
+        lanes, chunk = loader.num_lanes, loader.chunk_bytes / 2**20
+        lengths = [lengths_of_chunk(loader, n) for n in range(4)]
+    padding = shares_of("exactfit", lengths, cell.T).padding
+    return (f"{lanes:>7}{chunk:>6.2f} MB{padding:>9.2%}{first:>11.1f} s{resume:>7.1f} s"
+            f"{memory:>10,.0f} MB")
+
+def write_folders(data_dir, folders, group_megabytes, megabytes):
+    """Folders of text shards, each of about so much text: the documents of data_dir, repeated."""
+    texts = itertools.cycle(texts_of(data_dir))
+    for folder in folders:
+        groups = []
+        for _ in range(max(1, round(64 / group_megabytes))):
+            groups.append(pa.array(some_text(texts, group_megabytes * 1e6)))
+        n_bytes = sum(group.nbytes for group in groups)
+        dataset.write_shard(f"{folder}/train-0.parquet", groups)
+        for k in range(1, round(megabytes * 1e6 / n_bytes)):
+            shutil.copyfile(f"{folder}/train-0.parquet", f"{folder}/train-{k}.parquet")
+        dataset.write_shard(f"{folder}/val.parquet", [pa.array(["validation"])])
+        dataset.write_index(folder)
+
+def texts_of(data_dir):
+    for shard in list_shards(data_dir, "train"):
+        for row_group in range(len(shard.group_sizes)):
+            yield from shard.read(row_group).drop_null().to_pylist()
+
+def some_text(texts, n_bytes):
+    found, n = [], 0
+    while n < n_bytes:
+        found.append(next(texts))
+        n += len(found[-1].encode())
+    return found
+
+# --------------------------------------------------------------------------------------------------
 # The command line
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     flags = make_parser().parse_args(argv)
     with errors_in_one_line():
-        for line in flags.lines(flags):
+        for line in run(flags):
             print(line, flush=True)
+
+def run(flags):
+    """-> lines"""
+    if flags.command == "lengths":
+        return compare_lengths()
+    data_dir = dataset.find_data(flags.data)
+    tokenizer, folder = find_tokenizer(flags.tokenizer, [data_dir], 32768)
+    print(f"data: {data_dir}; tokenizer: {folder}", file=sys.stderr)
+    if flags.command == "packings":
+        return compare_packings(tokenizer, data_dir, flags.T)
+    if flags.command == "remote":
+        return measure_remote(folder, data_dir, flags.B, flags.T)
+    if flags.command == "speed":
+        return measure_speed(folder, data_dir, flags.B, flags.T, flags.engine, flags.packing)
+    [engine, *_] = flags.engine
+    return measure_mixing(folder, data_dir, engine, flags.B, flags.T, flags.lanes, flags.chunks,
+                          flags.sources, flags.groups, flags.megabytes)
 
 def make_parser():
     parser = Parser("python -m dev.bench", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, run, text in (("compare", compare, "what each packing drops, pads and cuts"),
-                            ("bench", bench, "tokens per second, from text and from tokens")):
-        command = commands.add_parser(name, description=text)
-        command.set_defaults(lines=functools.partial(measured, run))
-        add_folder(command)
-        command.add_argument("--tokenizer", help="its folder (default: the one trained on the data)")
-        command.add_argument("--T", type=at_least_1, default=2048, help="tokens in a row (default 2048)")
-        command.add_argument("--B", type=at_least_1, default=32, help="rows in a batch of bench (default 32)")
-    command = commands.add_parser("audit", description=audit.__doc__)
-    command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps, flags.json))
-    command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
-    command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the one after FILE")
-    command.add_argument("--json", action="store_true", help="a row per line, for programs")
-    command = commands.add_parser("losses", description=losses.__doc__)
-    command.set_defaults(lines=lambda flags: losses(flags.run, flags.head))
-    command.add_argument("run", metavar="RUN", help="the folder of a run of train.py with --ledger")
-    command.add_argument("--head", type=at_least_1, default=10, metavar="N", help="default 10")
-    command = commands.add_parser("when", description=when.__doc__)
-    command.set_defaults(lines=lambda flags: when(flags.run, flags.document, flags.text))
-    command.add_argument("run", metavar="RUN", help="the folder of a run of train.py")
-    command.add_argument("document", nargs="?", metavar="FILE[:GROUP]:ROW",
-                         help="row of the file, or of a row group in it, from 0 on")
-    command.add_argument("--text", help="words of the documents")
+    commands.add_parser("lengths", description=compare_lengths.__doc__)
+    engines = ["tiktoken", "gigatoken"] if importlib.util.find_spec("gigatoken") else ["tiktoken"]
+    for name in ("speed", "packings", "remote", "mixing"):
+        command = commands.add_parser(name)
+        add = command.add_argument
+        add("--data", metavar="FOLDER", help="default: what train.py takes")
+        add("--tokenizer", metavar="DIR", help="default: the one trained on the data")
+        add("--T", type=at_least_1, default=2048, help="tokens in a row (default 2048)")
+        add("--B", type=at_least_1, default=32, help="rows in a batch (default 32)")
+        if name in ("speed", "mixing"):
+            add("--engine", nargs="+", choices=["tiktoken", "gigatoken"], default=engines[::-1])
+        if name == "speed":
+            add("--packing", nargs="+", choices=PACKINGS, default=[*PACKINGS])
+        if name == "mixing":
+            add("--lanes", type=int, nargs="+", default=[8, 32, 64, 128], help="0: the default")
+            add("--chunks", type=float, nargs="+", default=[0.25, 0.5, 1, 2], metavar="MB",
+                help="0: the default")
+            add("--sources", type=at_least_1, nargs="+", default=[1, 4, 10])
+            add("--groups", type=float, nargs="+", default=[3, 64], metavar="MB")
+            add("--megabytes", type=float, default=2000, help="of text, together (default 2000)")
     return parser
 
-def parse_steps(text):
-    first, _, stop = text.partition(":")
-    if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
-        raise argparse.ArgumentTypeError(f"{text}: expected A:B with 0 <= A < B")
-    return int(first), int(stop)
-
-def measured(run, flags):
-    data_dir = folder_of(flags)
-    tokenizer, where = find_tokenizer(flags.tokenizer, [data_dir], 32768)
-    print(f"data: {data_dir}; tokenizer: {where}", file=sys.stderr)
-    if run is compare:
-        return compare(tokenizer, data_dir, flags.T)
-    return bench(where, data_dir, flags.B, flags.T)
+def at_least_1(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
+    return int(text)
 
 if __name__ == "__main__":
     main()

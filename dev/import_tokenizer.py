@@ -1,9 +1,12 @@
 """
-Hugging Face's tokenizer.json -> our two text files, if it is a byte-level BPE (GPT-2, Llama 3, Qwen 2 and 3).
+Hugging Face's tokenizer.json -> our two text files, if it is a byte-level BPE (GPT-2, Llama 3,
+Qwen 2 and 3). Needs: pip install tokenizers
 
-tiktoken merges the pair whose result has the lowest id, `tokenizers` the pair that is first in its list. Both
-give the same ids if the list is in the order of the ids, which is proven on hard strings before the files are
-written. Needs: pip install tokenizers
+    python -m dev.import_tokenizer tokenizer.json --out my_llama
+
+tiktoken merges the pair whose result has the lowest id, `tokenizers` the pair that is first in its
+list. Both give the same ids if the list is in the order of the ids, which is checked with hard
+texts before the files are written.
 """
 
 import itertools
@@ -13,6 +16,7 @@ import unicodedata
 
 from tiktoken_ext.openai_public import r50k_pat_str
 
+from dataset import Parser, UserError, errors_in_one_line
 from tokenizer import RustBPETokenizer, build_encoding, hard_texts
 
 BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<|bos|>", "<s>")
@@ -20,86 +24,131 @@ BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<|bos|>", "<s>")
 # ByteLevel writes each byte as a printable character: itself, or one from U+0100 on.
 PRINTABLE = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
-BYTE_OF = {chr(byte): byte for byte in PRINTABLE} | {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
+BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
+BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
 
-def import_tokenizer(path: str, out: str, bos: str | None = None) -> str:
-    """Convert, prove and save; returns lines for the screen. ValueError says what cannot be converted."""
+def import_tokenizer(path, out, bos=None):
+    """Convert, check and save. Returns lines for the screen; an error says what is in the way."""
     from tokenizers import Tokenizer
 
     if os.path.isdir(out) and os.listdir(out):
-        raise ValueError(f"{out} is not empty; name a new folder with --out")
+        raise UserError(f"{out} is not empty; name a new folder with --out")
     if not os.path.isfile(path):
-        raise ValueError(f"{path} is no file; expected Hugging Face's tokenizer.json")
+        raise UserError(f"{path} is no file; expected Hugging Face's tokenizer.json")
     with open(path, "rb") as file:
         data = file.read()
     try:
-        described, theirs = json.loads(data), Tokenizer.from_buffer(data)
+        described = json.loads(data)
+        theirs = Tokenizer.from_buffer(data)
     except Exception as error:    # tokenizers raises no other class
-        raise ValueError(f"{path} is not a tokenizer.json of Hugging Face: {error}") from error
-    ours, is_nfc = convert(described, bos, path), bool(described.get("normalizer"))
+        raise UserError(f"{path} is not a tokenizer.json of Hugging Face: {error}") from error
+    ours = convert(described, bos, path)
+    is_nfc = bool(described.get("normalizer"))
+    n_texts = compare(ours, theirs, is_nfc, path)
+    ours.save(out)
+    special = ", ".join(sorted(ours.get_special_tokens()))
+    lines = [
+        f"{ours.get_vocab_size():,} tokens in {out}; {n_texts:,} hard texts gave the same ids",
+        f"BOS: {ours.bos_token}; the names of special tokens are plain text in documents: "
+        f"{special:.300}"]
+    if is_nfc:
+        lines.append("its NFC normalizer is not applied: normalize your text first")
+    return "\n".join(lines)
+
+def compare(ours, theirs, is_nfc, path):
+    """Encode hard texts with both. Returns how many."""
     theirs.no_truncation()
     theirs.no_padding()
-    texts = [unicodedata.normalize("NFC", text) if is_nfc else text for text in hard_texts(ours.enc)]
+    texts = hard_texts(ours.enc)
+    if is_nfc:
+        texts = [unicodedata.normalize("NFC", text) for text in texts]
     ids, bounds = ours.encode_documents(texts)
     encoded = theirs.encode_batch(texts, add_special_tokens=False)
-    for text, (a, b), want in zip(texts, itertools.pairwise(bounds), encoded, strict=True):
-        found = ids[a + 1:b].tolist()
+    ends = itertools.pairwise(bounds)
+    for text, (begin, end), want in zip(texts, ends, encoded, strict=True):
+        found = ids[begin + 1:end].tolist()
         if found != want.ids or ours.decode(found) != text:
-            raise ValueError(f"{path}: tiktoken would encode {text[:80]!r} to other ids; nothing was written")
-    ours.save(out)
-    special = ", ".join(sorted(ours.get_special_tokens()))[:300]
-    return (f"{ours.get_vocab_size():,} tokens in {out}; {len(texts):,} hard texts gave the same ids\n"
-            f"BOS: {ours.bos_token}; the names of special tokens are plain text in documents: {special}"
-            + "\nits NFC normalizer is not applied: normalize your text first" * is_nfc)
+            raise UserError(
+                f"{path}: tiktoken would encode {text[:80]!r} to other ids; nothing was written")
+    return len(texts)
 
 def convert(described, bos, path):
     """A RustBPETokenizer with the same ids; what has no counterpart in tiktoken is refused."""
     def check(condition, seen):
         if not condition:
-            raise ValueError(f"{path} {seen}; only a byte-level BPE such as GPT-2's can be converted")
+            raise UserError(f"{path} {seen}; only a byte-level BPE such as GPT-2's is converted")
 
-    model, normalizer = described["model"], described.get("normalizer") or {}
+    model = described["model"]
+    normalizer = described.get("normalizer") or {}
     check(model.get("type") == "BPE", f"is a {model.get('type')} model")
     check(not model.get("byte_fallback"), "has byte_fallback, as SentencePiece models do")
     check(normalizer.get("type") in (None, "NFC"), f"has the normalizer {normalizer.get('type')}")
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         check(not model.get(option), f"uses {option}")
     pattern = pattern_of(described.get("pre_tokenizer") or {}, check)
-
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    order = [model["vocab"]["".join(merge)] for merge in merges]
-    check(order == sorted(order), "has merges that are not in the order of their tokens' ids")
     special = {token["content"]: token["id"] for token in described["added_tokens"]}
-    merged, ranks = {"".join(merge) for merge in merges}, {}
-    for token, id in model["vocab"].items():
-        # tiktoken looks up whole words first; tokenizers only with ignore_merges.
-        if token in merged or token in BYTE_OF or (model.get("ignore_merges") and token not in special):
-            check({*token} <= BYTE_OF.keys(), f"has the token {token!r}, which is not bytes")
-            pairs = ((token[:i], token[i:]) for i in range(1, len(token)) if token not in merged)
-            two = next((pair for pair in pairs if model["vocab"].keys() >= {*pair}), None)
-            check(not two, f"has no merge for {two}, which tiktoken would merge")
-            ranks[bytes(map(BYTE_OF.get, token))] = id
-        else:
-            special.setdefault(token, id)
-    check(all(bytes([i]) in ranks for i in range(256)), "lacks tokens of single bytes")
+    ranks = ranks_of(model, special, check)
     ids = {*ranks.values()}
     special = {name: id for name, id in special.items() if id not in ids}
-    bos = next((name for name in ([bos] if bos else BOS_NAMES) if name in special), None)
-    if not bos:
-        raise ValueError(f"{path}: --bos opens documents; special tokens: {', '.join(special)[:99] or None}")
-    return RustBPETokenizer(build_encoding(pattern, ranks, special), bos)
+    wanted = [bos] if bos else BOS_NAMES
+    known = [name for name in wanted if name in special]
+    if not known:
+        names = ", ".join(special) or None
+        raise UserError(f"{path}: --bos opens documents; special tokens: {names!s:.99}")
+    return RustBPETokenizer(build_encoding(pattern, ranks, special), known[0])
+
+def ranks_of(model, special, check):
+    """{bytes: id} of all tokens but the special ones; those that no merge makes become special."""
+    vocab = model["vocab"]
+    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
+    merged = ["".join(merge) for merge in merges]
+    order = [vocab[token] for token in merged]
+    check(order == sorted(order), "has merges that are not in the order of their tokens' ids")
+    merged = {*merged}
+    ranks = {}
+    for token, id in vocab.items():
+        # tiktoken looks up whole words first; tokenizers only with ignore_merges.
+        is_whole_word = model.get("ignore_merges") and token not in special
+        if token not in merged and token not in BYTE_OF and not is_whole_word:
+            special.setdefault(token, id)
+            continue
+        check({*token} <= BYTE_OF.keys(), f"has the token {token!r}, which is not bytes")
+        if token not in merged:
+            for i in range(1, len(token)):
+                pair = token[:i], token[i:]
+                can_merge = vocab.keys() >= {*pair}
+                check(not can_merge, f"has no merge for {pair}, which tiktoken would merge")
+        ranks[bytes(map(BYTE_OF.get, token))] = id
+    check(all(bytes([i]) in ranks for i in range(256)), "lacks tokens of single bytes")
+    return ranks
 
 def pattern_of(pre_tokenizer, check):
     """The one regular expression that splits the text."""
     steps = pre_tokenizer.get("pretokenizers") or [pre_tokenizer]
-    kinds = [step.get("type") for step in steps]
-    check(kinds in (["ByteLevel"], ["Split", "ByteLevel"]), f"splits text in these steps: {kinds}")
+    types = [step.get("type") for step in steps]
+    is_known = types in (["ByteLevel"], ["Split", "ByteLevel"])
+    check(is_known, f"splits text in these steps: {types}")
     split, level = steps[0], steps[-1]
     check(not level["add_prefix_space"], "puts a space in front of a text (add_prefix_space)")
-    check(level.get("use_regex", True) == (split is level), "splits text twice, or not at all (use_regex)")
+    splits_itself = level.get("use_regex", True)
+    check(splits_itself == (split is level), "splits text twice, or not at all (use_regex)")
     if split is level:
         return r50k_pat_str    # GPT-2's, which ByteLevel has built in
     how = split["behavior"], split["invert"]
     is_plain = how in (("Isolated", False), ("Removed", True)) and "Regex" in split["pattern"]
     check(is_plain, f"splits text at {split['pattern']} in the way {how}")
     return split["pattern"]["Regex"]
+
+def main(argv=None):
+    parser = Parser(
+        "python -m dev.import_tokenizer",
+        description="Convert Hugging Face's tokenizer.json, if it is a byte-level BPE.")
+    parser.add_argument("file", help="a tokenizer.json")
+    parser.add_argument("--out", required=True, help="new folder to save it in")
+    parser.add_argument("--bos", help=f"token before each document (default: {BOS_NAMES})")
+    flags = parser.parse_args(argv)
+    with errors_in_one_line():
+        print(import_tokenizer(flags.file, flags.out, flags.bos))
+
+if __name__ == "__main__":
+    main()

@@ -1,115 +1,155 @@
 """
-Pictures of rows, losses and documents, by matplotlib.
+Pictures of rows, losses and documents, by matplotlib. (dev/line.svg was drawn by hand.)
 
-    python -m dev.pictures rows --out dev/rows.svg                                # documents in rows
-    python -m dev.pictures loss runs/* --out loss.svg                             # a line per run
-    python -m dev.pictures documents runs/mine --out documents.svg                # which were hard (--ledger)
+    python -m dev.pictures rows --out dev/rows.svg                      # documents in rows
+    python -m dev.pictures loss runs/* --out loss.svg                   # a line per run
+    python -m dev.pictures documents runs/mine --out documents.svg      # which were hard (--ledger)
 """
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.pictures, typed where dataloader.py is")
 
 import argparse
 import collections
+import itertools
 
 import numpy as np
 
 from dataloader import PACKINGS, PackedLoader
-from dataset import Parser, errors_in_one_line, find_data
-from dev.ledger import loader_of, losses_of, newest_of
+from dataset import Parser, UserError, errors_in_one_line, find_data
+from dev.runs import loader_of, losses_of, newest_of
 from tokenizer import find_tokenizer
 from train import read_log
 
-with errors_in_one_line():
+try:
     import matplotlib
     from matplotlib.colors import hsv_to_rgb
     from matplotlib.figure import Figure
+except ImportError as error:
+    raise SystemExit(f"error: {error}; pip install matplotlib") from None
+
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
+matplotlib.rcParams["svg.hashsalt"] = "nanoloader"    # the same file each time
+
+# --------------------------------------------------------------------------------------------------
+# Rows
+
+LEGEND = ("A colour: a document. Dark bar: BOS, of a document or again after a cut. White tooth: "
+          "it is cut, and goes on in another row, unless its packing drops the rest.")
 
 def rows_picture(tokenizer, data_dir, T, n_rows=8):
-    """A bar per piece, a colour per document of a panel, and a line that says what the marks are."""
-    figure, lengths = Figure((9, 1.8 * len(PACKINGS)), layout="constrained"), {}
+    """For each packing, rows from the middle of a run."""
+    figure = Figure((9, 1.8 * len(PACKINGS)), layout="constrained")
+    figure.supxlabel(LEGEND, fontsize=8)
+    lengths = {}
 
     def remember(ids, location, epoch):
         lengths[location] = len(ids)
         return ids
 
-    figure.supxlabel("A colour: a document. Dark bar: it begins here, or its BOS is repeated. White tooth: "
-                     "it is cut, and goes on in another row, unless its packing drops the rest.", fontsize=8)
     for panel, packing in zip(figure.subplots(len(PACKINGS)), PACKINGS, strict=True):
         panel.set(title=packing, xlim=(0, T + 1), ylim=(n_rows - 0.5, -0.5))
         panel.set_axis_off()
         with PackedLoader(tokenizer, 256 + n_rows, T, "train", data_dir=data_dir, num_lanes=1,
                           packing=packing, transform=remember) as loader:
             next(loader)
-            rows, colours = loader.pieces()[-n_rows:], {}    # from the middle of a run
-        for y, row in enumerate(rows):
-            end = 0
-            for location, _, start, stop, offset in row:
-                colour = colours.setdefault(location, colour_of(len(colours)))
-                panel.barh(y, offset + stop - start - end, left=end, color=colour)
-                if start == 0 or offset > end:    # its BOS, or a repeated one
-                    panel.barh(y, T / 400, left=end, color="#222")
-                end = offset + stop - start
-                if stop < lengths[location]:
-                    panel.plot(end - T / 300, y, "<", color="white", markersize=5)
+            rows = loader.pieces()[-n_rows:]
+        draw_rows(panel, rows, lengths, T)
     return figure
+
+def draw_rows(panel, rows, lengths, T):
+    colours = {}
+    for y, row in enumerate(rows):
+        following = [piece.location for piece in row[1:]] + [None]
+        for piece, next_location in zip(row, following, strict=True):
+            n_tokens = piece.stop - piece.start
+            colour = colours.setdefault(piece.location, colour_of(len(colours)))
+            panel.barh(y, n_tokens, left=piece.offset, color=colour)
+            if piece.start == 0:
+                panel.barh(y, T / 400, left=piece.offset, color="#222")
+            if piece.stop < lengths[piece.location] and next_location != piece.location:
+                end = piece.offset + n_tokens
+                panel.plot(end - T / 300, y, "<", color="white", markersize=5)
 
 def colour_of(n):
     """Hues by the golden ratio: none comes twice, and neighbours are far apart."""
-    return tuple(hsv_to_rgb((0.618034 * n % 1, 0.4 + 0.2 * (n % 3), 0.9)))
+    hue, saturation = 0.618034 * n % 1, 0.4 + 0.2 * (n % 3)
+    return tuple(hsv_to_rgb((hue, saturation, 0.9)))
+
+# --------------------------------------------------------------------------------------------------
+# Losses
 
 def loss_picture(folders):
-    """Training loss above, val below; of a mixture, a line for each source, dashed in other ways."""
+    """Training loss above, val below: a line for each source, dashed in other ways."""
     figure = Figure((9, 7), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True)
     for i, folder in enumerate(folders):
-        records, vals = list(read_log(f"{folder}/log.jsonl")), collections.defaultdict(list)
-        losses = np.array([(r["step"], r["loss"]) for r in records if "loss" in r])
-        if not len(losses):
-            raise ValueError(f"no losses in {folder}; expected folders of runs of train.py")
-        n = -(-len(losses) // 150)
-        means = losses[:len(losses) // n * n].reshape(-1, n, 2).mean(axis=1)
-        upper.plot(*means.T, label=folder, color=f"C{i % 10}")
+        records = list(read_log(f"{folder}/log.jsonl"))
+        losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
+        if not losses:
+            raise UserError(f"no losses in {folder}; expected folders of runs of train.py")
+        upper.plot(*means_of(losses).T, label=folder, color=f"C{i % 10}")
+        points = collections.defaultdict(list)    # {source: [(step, bits per byte), ...]}
         for record in records:
-            if "val_bpb" in record:
-                vals[record.get("source")].append((record["step"], record["val_bpb"]))
-        for j, (source, points) in enumerate(vals.items()):
-            style, label = "o" + ("-", "--", ":", "-.")[j % 4], f"{folder}: {source}, {points[-1][1]:.4f}"
-            lower.plot(*np.transpose(points), style, color=f"C{i % 10}", label=label)
+            for name in record:
+                if name.startswith("val_bpb/"):
+                    source = name.removeprefix("val_bpb/")
+                    points[source].append((record["step"], record[name]))
+        for source, style in zip(points, itertools.cycle(("-", "--", ":", "-.")), strict=False):
+            _, last = points[source][-1]
+            lower.plot(*np.transpose(points[source]), "o" + style, color=f"C{i % 10}",
+                       label=f"{folder}: {source}, {last:.4f}")
     upper.set(ylabel="training loss, nats per token")
     lower.set(ylabel="val, bits per byte", xlabel="step")
     upper.legend()
     lower.legend()
     return figure
 
+def means_of(points):
+    """At most 150 points; each is a mean."""
+    n = -(-len(points) // 150)
+    n_points = len(points) // n
+    return np.array(points[:n_points * n]).reshape(n_points, n, 2).mean(axis=1)
+
+# --------------------------------------------------------------------------------------------------
+# Documents
+
 def documents_picture(run):
     """Of each source: bits per byte over the steps, and how far above them its documents were."""
     figure = Figure((9, 2.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    with loader_of(newest_of(run), False) as loader:
+    with loader_of(newest_of(run)) as loader:
         for name, _, usual, documents in losses_of(run, loader.sources):
             left.plot(np.arange(len(usual)) * 50, usual, label=name)
-            right.hist([above for above, *_ in documents], 60, log=True, histtype="stepfilled", alpha=0.7)
+            above = [document.above for document in documents]
+            right.hist(above, 60, log=True, histtype="stepfilled", alpha=0.7)
     left.set(xlabel="step", ylabel="bits per byte")
     right.set(xlabel="bits per byte above those of the same steps", ylabel="documents")
     left.legend()
     return figure
 
-def main(argv: list[str] | None = None) -> None:
+def main(argv=None):
     parser = Parser("python -m dev.pictures", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rows", "loss", "documents"])
-    parser.add_argument("inputs", nargs="*", help="loss: folders of runs; rows: the data, as in train.py")
-    parser.add_argument("--tokenizer", help="rows: its folder (default: the one trained on the data)")
-    parser.add_argument("--T", type=int, default=8192, help="rows: tokens in a row (default 8192)")
-    parser.add_argument("--out", help="the picture (default: WHAT.svg)")
+    add = parser.add_argument
+    add("what", choices=["rows", "loss", "documents"])
+    add("inputs", nargs="*", help="loss: folders of runs; documents: a run; rows: a folder of data")
+    add("--tokenizer", help="rows: its folder (default: the one trained on the data)")
+    add("--T", type=int, default=8192, help="rows: tokens in a row (default 8192)")
+    add("--out", help="the picture (default: WHAT.svg)")
     flags = parser.parse_args(argv)
     with errors_in_one_line():
-        if flags.what == "rows":
-            data_dir = find_data(*flags.inputs)
-            tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)
-            picture = rows_picture(tokenizer, data_dir, flags.T)
-        else:
-            picture = loss_picture(flags.inputs) if flags.what == "loss" else documents_picture(*flags.inputs)
-        picture.savefig(flags.out or f"{flags.what}.svg")
+        picture = draw(flags)
+        picture.savefig(flags.out or f"{flags.what}.svg", metadata={"Date": None})
+
+def draw(flags):
+    if flags.what == "loss":
+        return loss_picture(flags.inputs)
+    if flags.what == "documents":
+        return documents_picture(*flags.inputs)
+    data_dir = find_data(*flags.inputs)
+    tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)
+    return rows_picture(tokenizer, data_dir, flags.T)
 
 if __name__ == "__main__":
     main()

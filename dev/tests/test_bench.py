@@ -1,215 +1,130 @@
 """
-dev/bench.py and dev/pictures.py: what they draw, count and name is what the loader gives.
+dev/bench.py counts what the loader delivers, and each of its commands prints a line each.
 
     python -m pytest dev/tests/test_bench.py
 """
 
 import collections
-import contextlib
-import importlib
 import itertools
-import json
 import os
 import pickle
 import random
 import re
-import sys
-from types import SimpleNamespace
 
-import numpy as np
-import pyarrow.parquet as pq
+import pyarrow as pa
 import pytest
 
-import train
-from dataloader import PACKINGS
-from dev import bench, ledger
-from test_dataloader import ByteTokenizer, documents_in, grouped, make, run, write_shards
+from dataloader import PACKINGS, PackedLoader
+from dataset import list_shards, write_shard
+from dev import bench
+from dev.drawn import ByteTokenizer
 from tokenizer import RustBPETokenizer
-
-
-@pytest.fixture(autouse=True)
-def three_packings(monkeypatch):
-    """Other test files may add packings."""
-    monkeypatch.setattr(bench, "PACKINGS", {name: PACKINGS[name] for name in ("flat", "bestfit", "exactfit")})
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
+    """Two shards of 8 row groups each, and a tokenizer."""
     folder, draw = tmp_path_factory.mktemp("bench"), random.Random(0)
     texts = ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 500))) for _ in range(240)]
-    groups = grouped(texts, [15] * 16)
-    write_shards(folder / "data", [groups[:8], groups[8:], [["val one", "val two"]] * 4])
-    RustBPETokenizer.train_from_iterator(iter(texts), 300).save(str(folder / "tokenizer"))
+    groups = [pa.array(texts[i:i + 15]) for i in range(0, 240, 15)]
+    write_shard(f"{folder}/data/train-0.parquet", groups[:8])
+    write_shard(f"{folder}/data/train-1.parquet", groups[8:])
+    write_shard(f"{folder}/data/val.parquet", [pa.array(["validation"])])
+    RustBPETokenizer.train_from_iterator(iter(texts), 300).save(f"{folder}/tokenizer")
     return folder
 
-
-@pytest.fixture(scope="module")
-def checkpoint(base):
-    """That of step 3, by train.py."""
-    flags = (f"--data {base}/data --tokenizer {base}/tokenizer --out {base}/run --device cpu --depth 1 "
-             "--seq_len 64 --batch_size 6 --steps 3 --eval_rows 4")
-    train.main(flags.split())
-    return f"{base}/run/step_0000003.pt"
-
-
-@pytest.mark.parametrize("packing", [*PACKINGS])
-def test_compare_counts_what_a_loader_delivers(corpus, packing):
-    """Over whole chunks: of `compare`, and of the pieces of all rows."""
-    loader = make(corpus, packing=packing, B=1, T=30, epochs=1, chunk_bytes=200)
-    chunks = [[len(ids) for ids in bench.encode_chunk(loader, parts)]
-              for _, parts in itertools.islice(bench.deal_first_lane(loader), 5)]
-    counts = collections.Counter()
-    for lengths in chunks:
-        counts.update(bench.count_rows(PACKINGS[packing], lengths, 31))
-    rows, unmasked = [], 0
-    while len(rows) < counts["rows"]:
-        unmasked += int((next(loader)[1] >= 0).sum())
-        rows += loader.pieces()
-    stops = {}
-    for piece in itertools.chain(*rows):
-        stops.setdefault(piece.location, []).append(piece.stop)
-    lengths = list(itertools.chain(*chunks))
-    assert len(stops) == len(lengths) and counts["padding"] == counts["rows"] * 30 - unmasked
-    assert counts["dropped"] == sum(lengths) - sum(map(max, stops.values()))
-    fit = {at: len(text) + 1 for at, text in documents_in(corpus).items() if len(text) <= 30}
-    whole = {piece.location for piece in itertools.chain(*rows)
-             if piece.stop - piece.start == fit.get(piece.location)}
-    assert counts["cut"] == len(stops.keys() & fit.keys() - whole)
-    assert (counts["dropped"] > 100) == (packing == "bestfit") and counts["padding"] > 0
-    assert (counts["cut"] > 0) == (packing != "wholefit")
-
-
-def test_compare_and_bench_print_a_line_each(base, monkeypatch):
+@pytest.fixture
+def fresh(monkeypatch):
+    """What runs in a process of its own runs here, and is pickled."""
     def run_here(function, job):
         pickle.dumps((function, job))
-        return SimpleNamespace(result=lambda: function(job))
+        return function(job)
 
-    here = contextlib.nullcontext(SimpleNamespace(submit=run_here))
-    monkeypatch.setattr(bench, "ProcessPoolExecutor", lambda *args: here)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *args: None)
+    monkeypatch.setattr(bench, "run_fresh", run_here)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
     monkeypatch.setattr(bench, "cores", lambda: 1)
     monkeypatch.setenv("NANOLOADER_ENGINE", "tiktoken")    # is set by each line
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: None)    # gigatoken's, for less time
-    data, folder = str(base / "data"), str(base / "tokenizer")
-    lines = list(bench.compare(ByteTokenizer(), data, T=32))
-    assert re.match(r"of the first 1\d\d,\d\d\d tokens, in \d+ chunks of one lane", lines[0])
-    assert [line.split()[0] for line in lines[2:]] == [*bench.PACKINGS]
-    lines = [line.split() for line in bench.bench(folder, data, B=2, T=32, seconds=0.01)][2:]
-    want = itertools.product((("text", "tiktoken"), ("tokens", "-")), bench.PACKINGS)
-    assert [line[:3] for line in lines] == [[kind, packing, engine] for (kind, engine), packing in want]
+
+def test_counts_of_two_documents():
+    """Of 5 and 4 tokens, in rows of 8: what is padded, dropped, and cut although it fits."""
+    def counts_of(packing):
+        counts = bench.count_rows(packing, [5, 4], 8)
+        return [counts[name] for name in ("rows", "padding", "dropped", "fit", "cut")]
+
+    assert counts_of("wholefit") == [2, 3 + 4, 0, 2, 0]
+    assert counts_of("bestfit") == [1, 0, 1, 2, 1]
+    assert counts_of("flat") == [2, 6, 0, 2, 1]      # a row begins with the last token before
+    assert counts_of("exactfit") == [2, 6, 0, 2, 1]    # 5 + 3; BOS again and the last token
+
+@pytest.mark.parametrize("packing", [*PACKINGS])
+def test_counts_are_those_of_delivered_rows(base, packing):
+    """One epoch of one lane: of its chunks' lengths, and of the pieces and targets of all rows."""
+    T, counts = 30, collections.Counter()
+    options = {"data_dir": f"{base}/data", "num_lanes": 1, "chunk_bytes": 5000, "epochs": 1}
+    with PackedLoader(ByteTokenizer(), 1, T, "train", packing=packing, **options) as loader:
+        [source] = loader.sources.values()
+        for n in range(source.chunks_per_lane):
+            lengths = bench.lengths_of_chunk(loader, n)
+            counts += bench.count_rows(packing, lengths, T + 1)
+        n_targets, n_rows, stops, whole = 0, 0, {}, set()
+        for _, targets in loader:
+            n_targets += int((targets >= 0).sum())
+            n_rows += 1
+            for piece in loader.pieces()[0]:
+                stops[piece.location] = max(stops.get(piece.location, 0), piece.stop)
+                if piece.start == 0:
+                    whole.add((piece.location, piece.stop))
+    lengths = {}
+    for shard in list_shards(f"{base}/data", "train"):
+        for row_group in range(len(shard.group_sizes)):
+            for row, text in enumerate(shard.read(row_group).to_pylist()):
+                lengths[shard.path, row_group, row] = len(text) + 1
+    fit = {location for location in stops if lengths[location] <= T + 1}
+    assert counts["rows"] == n_rows and counts["padding"] == n_rows * T - n_targets
+    assert counts["dropped"] == sum(lengths.values()) - sum(stops.values())
+    assert counts["fit"] == len(fit)
+    assert counts["cut"] == sum((location, lengths[location]) not in whole for location in fit)
+
+def test_packings_and_lengths_print_a_line_for_each(base, capsys):
+    words = f"--data {base}/data --tokenizer {base}/tokenizer --T 64".split()
+    bench.main(["packings", *words])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[2:]] == [*PACKINGS]
+    lines = list(bench.compare_lengths(n_chunks=1))
+    assert len(lines) == 2 + 2 * len(bench.LENGTHS)
+    assert all(line.count("%") == 2 * len(PACKINGS) for line in lines[2:])
+
+def test_speed_prints_a_line_for_each_input(base, fresh):
+    folder, data = f"{base}/tokenizer", f"{base}/data"
+    lines = bench.measure_speed(folder, data, 2, 32, ["tiktoken"], ["flat", "exactfit"], 0.01)
+    lines = [line.split() for line in lines][2:]
+    inputs = ("text", "tiktoken"), ("tokens", "-")
+    want = itertools.product(inputs, ("flat", "exactfit"))
+    assert [line[:3] for line in lines] == [
+        [kind, packing, engine] for (kind, engine), packing in want]
     assert all(float(line[4]) > 0 for line in lines)
 
+def test_remote_counts_requests(base, monkeypatch):
+    """Each request takes its time: the first batch waits for at least two in succession."""
+    monkeypatch.setattr(bench.SlowFile, "latency", 0.05)
+    _, line, waits = bench.measure_remote(
+        f"{base}/tokenizer", f"{base}/data", 2, 16, 3, 8, megabytes=0.1, steps=2, step_seconds=0.01)
+    seconds, n_requests = re.search(r"first batch (\S+) s; .* (\d+)$", line).groups()
+    assert float(seconds) > 0.1 and int(n_requests) >= 2
+    assert re.fullmatch(r"2 steps of 0.01 s: waits \d+.\d%", waits)
 
-@pytest.mark.parametrize("steps", [(1, 3), None, (4, 6)])
-def test_audit_names_the_documents_of_all_ranks_rows(base, checkpoint, steps):
-    """Before, at and after the checkpoint: each token is encoded again from what is named."""
-    tokenizer = RustBPETokenizer.from_directory(str(base / "tokenizer"))
-    lines = [json.loads(line) for line in bench.audit(checkpoint, steps, as_json=True)]
-    first, stop = np.multiply(steps or (3, 4), 6).tolist()
-    rows, _ = run(str(base / "data"), steps=stop // 6, world=2, B=3, T=64, tokenizer=tokenizer, num_lanes=8,
-                  chunk_bytes=None, shuffle_seed=1)
-    assert [6 * line["step"] + line["row"] for line in lines] == [*range(first, len(rows))]
-    for line, row in zip(lines, rows[first:], strict=True):
-        got = []
-        for piece in line["documents"]:
-            got += [tokenizer.get_bos_token_id()] * (piece["offset"] - len(got))    # BOS again
-            row_group = pq.ParquetFile(piece["path"]).read_row_group(piece["row_group"])
-            text = row_group["text"][piece["row"]].as_py()
-            assert text.startswith(piece["text"])
-            got += [tokenizer.get_bos_token_id(), *tokenizer.encode(text)][piece["from"]:piece["to"]]
-        assert got + [-100] * (65 - len(got)) == list(row)
+def test_mixing_prints_a_line_for_each_cell(base, fresh):
+    lines = bench.measure_mixing(
+        f"{base}/tokenizer", f"{base}/data", "tiktoken", 2, 32, lanes=[0, 2],
+        chunks=[0.01, 0.02], sources=[1, 2], groups=[0.05], megabytes=0.2)
+    lines = [line.split() for line in lines][2:]
+    assert [line[0] for line in lines] == ["1"] * 4 + ["2"] * 4
+    assert [line[3] for line in lines] == ["64", "64", "2", "2"] * 2
+    assert [line[4] for line in lines] == ["0.01", "0.02"] * 4
+    assert all(float(line[6].rstrip("%")) > 0 for line in lines)
 
+def test_a_fresh_process_has_its_own_memory():
+    assert 10 < bench.run_fresh(peak_of, None) < 1000
 
-def test_audit_says_where_a_document_continues_after_its_bos_again(checkpoint):
-    lines = list(bench.audit(checkpoint, (50, 56)))
-    again = [line for line in lines if ", after its BOS again: " in line]
-    assert again and all(int(re.search(r"tokens (\d+)", line)[1]) > 0 for line in again)
-    assert len([line for line in lines if line.startswith("step 53, row ")]) == 6
-
-
-def test_audit_refuses_steps_before_changed_flags(checkpoint, monkeypatch):
-    saved = {**train.load_checkpoint(checkpoint), "constant_since": 2}
-    monkeypatch.setattr(ledger, "load_checkpoint", lambda path: saved)
-    with pytest.raises(ValueError, match=r"at step 2: .*; pass one of step 2 or before"):
-        next(bench.audit(checkpoint, (1, 2)))
-
-
-def test_commands_print_lines_and_mistakes_are_one_line(base, capsys):
-    bench.main(f"compare {base}/data --tokenizer {base}/tokenizer --T 64".split())
-    printed = capsys.readouterr()
-    assert printed.out.count("\n") == 5 and f"tokenizer: {base / 'tokenizer'}" in printed.err
-    for arguments, words in (("", "required"), ("audit", "required"), ("audit --steps 4:4", "expected A:B"),
-                             ("audit --steps 4", "4: expected A:B"), ("compare --T 0", "at least 1")):
-        with pytest.raises(SystemExit):
-            bench.main(arguments.split())
-        error = capsys.readouterr().err
-        assert error.count("\n") == 1 and words in error
-    with pytest.raises(SystemExit, match="expected one folder, not a b; "):
-        bench.main(["compare", "--data", "a", "b"])
-
-
-@pytest.fixture
-def pictures(monkeypatch):
-    pytest.importorskip("matplotlib")
-    from dev import pictures
-    monkeypatch.setattr(pictures, "PACKINGS", bench.PACKINGS)
-    return pictures
-
-
-def test_pictures_without_matplotlib_say_so_in_a_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "dev.pictures", raising=False)
-    with pytest.raises(SystemExit, match=r"^error: .*matplotlib"):
-        importlib.import_module("dev.pictures")
-
-
-def test_bars_of_a_row_fill_it(base, pictures, tmp_path):
-    pictures.main(f"rows {base}/data --tokenizer {base}/tokenizer --T 128 --out {tmp_path}/rows.svg".split())
-    words = "Dark bar: it begins here", "it is cut, and goes on", *bench.PACKINGS
-    assert all(word in (tmp_path / "rows.svg").read_text() for word in words)
-    figure = pictures.rows_picture(ByteTokenizer(), str(base / "data"), 128)
-    for panel, packing in zip(figure.axes, bench.PACKINGS, strict=True):    # dark: where BOS is
-        bars = [bar for bar in panel.patches if bar.get_facecolor()[:3] != (34 / 255,) * 3]
-        rows = [[bar for bar in bars if round(bar.get_y() + 0.4) == y] for y in range(8)]
-        widths = [sum(bar.get_width() for bar in row) for row in rows]
-        assert max(widths) == 129 and widths.count(129) >= 7, "only the last row of a chunk is short"
-        assert all(row[0].get_x() == 0 for row in rows)
-        dark = {bar.get_y() for bar in panel.patches if bar not in bars and bar.get_x() == 0}
-        assert (len(dark) == 8) == (packing != "flat"), "rows begin with BOS"
-        assert panel.lines, "cuts are marked"
-
-
-def test_colours_of_documents_do_not_repeat(pictures):
-    colours = [pictures.colour_of(n) for n in range(300)]
-    steps = [abs(np.subtract(a, b)).sum() for a, b in itertools.pairwise(colours)]
-    assert len({*colours}) == 300 and min(steps) > 0.2
-
-
-def test_losses_have_steps_val_and_a_legend(pictures, tmp_path):
-    """A run without losses is an error."""
-    names = [str(tmp_path / name) for name in ("first", "second")]
-    records = [{"flags": {}}, *({"step": i, "loss": 9 - i} for i in range(3)), {"step": 3, "val_bpb": 2.5}]
-    for name in names:
-        os.makedirs(name)
-        with open(f"{name}/log.jsonl", "w") as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records) + '{"step": 4, "lo')
-    upper, lower = pictures.loss_picture(names).axes
-    assert [text.get_text() for text in upper.get_legend().texts] == names
-    assert all(line.get_xydata().tolist() == [[0, 9], [1, 8], [2, 7]] for line in upper.lines)
-    assert lower.get_xlabel() == "step" and lower.lines[0].get_xydata().tolist() == [[3, 2.5]]
-    with pytest.raises(SystemExit, match="no losses in nowhere; expected folders of runs"):
-        pictures.main(["loss", names[0], "nowhere"])
-
-
-def test_loss_of_a_mixture_has_a_line_for_each_source(pictures, tmp_path):
-    records = [{"step": step, "loss": 5.0} for step in range(3)]
-    records += [{"step": step, "val_bpb": bpb + step, "source": source} for step in (1, 2)
-                for source, bpb in (("web", 2.0), ("code", 1.0), ("all", 1.5))]
-    (tmp_path / "log.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    upper, lower = pictures.loss_picture([str(tmp_path)]).axes
-    assert [line.get_xydata().tolist() for line in lower.lines] == [
-        [[1, bpb + 1], [2, bpb + 2]] for bpb in (2.0, 1.0, 1.5)]
-    assert [text.get_text() for text in lower.get_legend().texts] == [
-        f"{tmp_path}: web, 4.0000", f"{tmp_path}: code, 3.0000", f"{tmp_path}: all, 3.5000"]
-    assert len({line.get_linestyle() for line in lower.lines}) == 3
-    assert len(upper.lines) == 1
+def peak_of(_):
+    return bench.peak_memory()

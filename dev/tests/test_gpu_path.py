@@ -1,197 +1,213 @@
 """
-What CUDA and several ranks run, without a GPU: steps on fake tensors, collectives, attention. Tests that need
-one are in test_train.py (needs_cuda); dev/gpu.md tells what to run where there is one.
+What CUDA and several ranks run, without a GPU: steps on fake tensors, collectives, compilation.
+Tests that need a GPU are at the end (-k cuda); dev/gpu.md tells what to run where there is one.
 """
 
 import ctypes
-import json
+import functools
+import logging
 import os
 import shutil
-import socket
 import subprocess
-import sys
-import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_map_only
 
 import train
-from dev.tests.test_train import BOS_ID, TOY, base, losses_of, own_folder, random_model  # noqa: F401
-from test_dataloader import HERE
+from dev.tests.test_train import (  # noqa: F401
+    TOY,
+    base,
+    command,
+    differences,
+    interrupt,
+    losses_of,
+    own_folder,
+    own_signals,
+    resume,
+    two_ranks,
+)
 
 GUARD = """
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
 """
 
-
 @pytest.fixture(scope="module")
 def cuda_guard(tmp_path_factory):
     """torch for CPUs lacks what switches between GPUs, which even fake ones need for x[:, None]."""
-    if not torch.backends.cuda.is_built():
-        if not shutil.which("g++"):
-            pytest.skip("needs g++, or torch built for CUDA")
-        folder, path = tmp_path_factory.mktemp("guard"), os.path.dirname(torch.__file__)
-        (folder / "guard.cpp").write_text(GUARD)
-        subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{path}/include", "guard.cpp",
-                        "-o", "guard.so", f"-L{path}/lib", "-lc10"], cwd=folder, check=True)
-        ctypes.CDLL(folder / "guard.so")
+    if torch.backends.cuda.is_built():
+        return
+    if not shutil.which("g++"):
+        pytest.skip("needs g++, or torch built for CUDA")
+    folder, path = tmp_path_factory.mktemp("guard"), os.path.dirname(torch.__file__)
+    (folder / "guard.cpp").write_text(GUARD)
+    subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", f"-I{path}/include", "guard.cpp",
+                    "-o", "guard.so", f"-L{path}/lib", "-lc10"], cwd=folder, check=True)
+    ctypes.CDLL(folder / "guard.so")
 
-
-@pytest.fixture
-def fake(cuda_guard):
-    """Tensors without memory: reading a value, or an operation on two devices, is an error."""
-    train.rope_tables.cache_clear()
-    with FakeTensorMode() as mode:
-        yield mode
-    train.rope_tables.cache_clear()
-
-
-def fake_model(device, **options):
+def fake_model(device):
     with torch.device("meta"):
-        model = train.GPT(12, 32768, bf16=True, **options)
+        model = train.GPT(12, 32768, bf16=True)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(torch.empty(p.shape, device=device)))
     return model
 
-
-@pytest.mark.parametrize("device, options", [("cpu", {}), ("cuda:0", {}), ("cuda:0", {"bos": 3})])
-def test_step_at_depth_12_reads_no_value_and_stays_on_its_device(fake, monkeypatch, device, options):
+def test_step_at_depth_12_stays_on_its_device_and_in_bfloat16(cuda_guard, monkeypatch):
     """
-    Forward, backward, both optimizers, a copy to save, and loading it. Autograd needs a real GPU: on the fake
-    one, backward only makes the gradients. Reading a value of a fake tensor is an error.
+    Forward, backward, both optimizers. Autograd needs a real GPU: on the fake one, backward only
+    makes the gradients. To read a value of a fake tensor is an error, but for the norm.
     """
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
-    model, on_cpu = fake_model(device, **options), device == "cpu"
-    model.flex = bool(options)
-    inputs = torch.empty(6, 256, dtype=torch.int64, device=device)
-    if not on_cpu:
-        def backward(loss):
-            assert loss.device == torch.device(device) and loss.dtype == torch.float32
-            for p in model.parameters():
-                p.grad = torch.empty_like(p)
-        monkeypatch.setattr(torch.Tensor, "backward", backward)
-    with torch.set_grad_enabled(on_cpu), warnings.catch_warnings():
-        warnings.simplefilter("ignore")    # flex attention is slow where it is not compiled
+    device, seen = torch.device("cuda:0"), set()
+
+    def backward(loss):
+        assert loss.device == device and loss.dtype == torch.float32
+        for p in model.parameters():
+            p.grad = torch.empty_like(p)
+
+    def linear(x, weight, original=torch.nn.functional.linear):
+        seen.add((x.device, x.dtype, weight.dtype))
+        return original(x, weight)
+    monkeypatch.setattr(torch.Tensor, "backward", backward)
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: tensor)
+    monkeypatch.setattr(train.F, "linear", linear)
+    train.rope_tables.cache_clear()
+    with FakeTensorMode(), torch.no_grad():
+        model = fake_model(device)
+        inputs = torch.empty(6, 256, dtype=torch.int64, device=device)
         optimizers = train.make_optimizers(model, None, 2**19)
+        flags = SimpleNamespace(micro_batch_size=4, dtype="bfloat16")
         for _ in range(2):
-            counts = train.count_and_hash(inputs, inputs, 12, 0)
-            sums, _ = train.train_step(model, model, optimizers, inputs, inputs, counts[0], 4)
-            assert counts.device == sums.device == torch.device(device) and sums.dtype == torch.float32
-            content = {"model": model.state_dict(), "optimizers": [o.state_dict() for o in optimizers]}
-            momenta = [name for o in content["optimizers"] for name in o.get("state", o)]
-            assert len(momenta) == len(list(model.parameters())), "an optimizer forgot some"
-            saved = tree_map_only(torch.Tensor, lambda x: x.detach().to("cpu", copy=True), content)
-            model.load_state_dict(saved["model"])
-            for optimizer, state in zip(optimizers, saved["optimizers"], strict=True):
-                optimizer.load_state_dict(state)
+            counts = train.sum_counts(inputs, inputs, range(12, 18), 0)
+            nats, norm = train.train_step(model, optimizers, inputs, inputs, counts[0], flags)
+            assert {nats.device, norm.device, counts.device} == {device}
+            assert nats.shape == (6, 256) and nats.dtype == torch.float32
+    train.rope_tables.cache_clear()
+    assert seen == {(device, torch.bfloat16, torch.bfloat16)}, "also after a norm or a square"
 
+class Scale(torch.nn.Module):
+    """A model of one parameter."""
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Linear(1, 1, bias=False)
+        torch.nn.init.ones_(self.embedding.weight)
 
-TWO_RANKS = """
-import collections, json, sys, torch.distributed as dist, train
-calls, steps = collections.Counter(), []
-def counted(name):
-    original = getattr(dist, name)
-    def call(*args, **kwargs):
-        calls[name] += 1
-        return original(*args, **kwargs)
-    setattr(dist, name, call)
-for name in ("all_reduce", "all_gather", "broadcast", "all_gather_object", "barrier"):
-    counted(name)
-hook = train.bf16_compress_hook
-train.bf16_compress_hook = lambda state, bucket: calls.update(["bf16"]) or hook(state, bucket)
-step = train.train_step
-def train_step(*args):
-    result = step(*args)
-    steps.append(dict(calls))
-    calls.clear()
-    return result
-train.train_step = train_step
-status = train.main(sys.argv[1:])
-print("CALLS", json.dumps(steps))
-sys.exit(status)
-"""
+    def forward(self, inputs, targets):
+        return self.embedding.weight.flatten() * targets.flatten()
 
+def test_gradients_travel_in_the_dtype_of_the_activations(monkeypatch):
+    """By two ranks that have the same gradient."""
+    sent = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
 
-def calls_of_two_ranks(*words):
-    """-> what each step of two ranks over gloo has called, from the end of the step before"""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-           "PYTHONPATH": str(HERE), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [subprocess.Popen([sys.executable, "-c", TWO_RANKS, *TOY, *map(str, words)], text=True,
-                              env={**env, "RANK": rank, "LOCAL_RANK": rank}, stdout=subprocess.PIPE)
-             for rank in "01"]
-    outputs = [process.communicate(timeout=300)[0] for process in ranks]
-    assert not any(process.returncode for process in ranks), outputs
-    return json.loads(outputs[0].split("CALLS")[1])
+    def all_reduce(tensor):
+        sent.append(tensor.dtype)
+        tensor.mul_(2)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    for dtype in ("float32", "bfloat16"):
+        model = Scale()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        targets = torch.tensor([[1.0, 2.0]])
+        flags = SimpleNamespace(micro_batch_size=1, dtype=dtype)
+        train.train_step(model, [optimizer], targets, targets, torch.tensor(8), flags)
+        assert model.embedding.weight.item() == 1 - 2 * (1 + 2) / 8
+    assert sent == [torch.float32, torch.bfloat16]
 
+def test_two_ranks_in_bfloat16_are_near_one_in_float32(command):    # noqa: F811
+    command("--out", "one")
+    two_ranks(*TOY, "--data", "a", "--dtype", "bfloat16", "--out", "two")
+    assert losses_of("two") == pytest.approx(losses_of("one"), abs=0.05)
 
-def test_step_of_two_ranks_has_five_collectives_beside_the_gradients():
-    """Numbers of the batch with the wish to stop; the loss; updates of each of three shapes of matrices."""
-    words = ["--depth", 3, "--data", "a", "--steps", 6, "--dtype"]
-    steps = calls_of_two_ranks(*words, "float32", "--out", "float32")[1:]
-    assert len(steps) == 5 and steps[0] == {"all_reduce": 2, "all_gather": 3}
-    assert all(calls == steps[0] for i, calls in enumerate(steps, 1) if i % 3)    # --save_every 3
-    steps = calls_of_two_ranks(*words, "bfloat16", "--out", "bfloat16")
-    assert steps[1]["bf16"] >= 1 and steps[1]["all_reduce"] == 2 + steps[1]["bf16"]    # whose gradients
-    assert losses_of("bfloat16") == pytest.approx(losses_of("float32"), abs=0.05)
+@pytest.mark.parametrize("env, n_visible, index", [
+    ({"LOCAL_RANK": "3"}, 8, 3), ({"LOCAL_RANK": "1", "SLURM_LOCALID": "2"}, 4, 1),
+    ({"SLURM_LOCALID": "2"}, 4, 2), ({"SLURM_LOCALID": "2"}, 1, 0), ({}, 2, 0)])
+def test_each_rank_takes_a_gpu_of_its_node(monkeypatch, env, n_visible, index):
+    taken = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: n_visible)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", taken.append)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    assert train.start_ranks(SimpleNamespace(device="cuda")) == torch.device("cuda")
+    assert taken == [index]
 
-
-@pytest.mark.parametrize("world", [2, 3, 8])
-def test_ranks_share_the_work_of_muon_whatever_their_number(monkeypatch, world):
-    """Each rank's share is that of one rank alone; together they have all, also of one matrix for 8 ranks."""
-    torch.manual_seed(0)
-    shapes = [(8, 8), (32, 8), (8, 8), (8, 8), (8, 8)]
-    weights, gradients, momenta = ([torch.randn(shape) for shape in shapes] for _ in range(3))
-
-    def results(rank, world):    # NaN where another rank would have sent its share
-        def gather(self, share):
-            gathered = torch.full((world, *share.shape), torch.nan)
-            gathered[rank] = share
-            return gathered.flatten(0, 1)
-        monkeypatch.setattr(train, "ranks_of_this_process", lambda: (rank, world))
-        monkeypatch.setattr(train.Muon, "_gather", gather)
-        named = [(str(i), torch.nn.Parameter(weight.clone())) for i, weight in enumerate(weights)]
-        for (_, p), gradient in zip(named, gradients, strict=True):
-            p.grad = gradient.clone()
-        muon = train.Muon(named, 0.02)
-        muon.load_state_dict({str(i): momentum for i, momentum in enumerate(momenta)})
-        muon.step()
-        return [p.detach() for _, p in named] + [muon.state_dict()[name] for name, _ in named]
-    want, seen = results(0, 1), [0] * 10
-    for rank in range(world):
-        for i, got in enumerate(results(rank, world)):
-            if not got.isnan().any():
-                seen[i] += 1
-                assert torch.allclose(got, want[i], atol=1e-6)
-                assert not torch.equal(got, [*weights, *momenta][i])
-    assert min(seen) >= 1 and max(seen[0], seen[2]) <= -(-4 // world) * world - 3
-
-
-def test_flex_attention_is_the_dense_mask():
-    """Of documents that change with each batch, which compiles nothing anew. Its gradients need a GPU."""
-    from torch._dynamo.utils import counters
-    models = [random_model(BOS_ID, depth=2), random_model(BOS_ID, depth=2)]
-    models[1].flex = True
-    for block in models[1].blocks:
-        block.compile(dynamic=False, backend="eager")
-    counters.clear()
-    for seed in range(3):
-        torch.manual_seed(seed)
-        inputs = torch.randint(0, 299, (3, 160))
-        inputs[:, 0] = inputs[0, 70 + seed] = inputs[1, 3 * seed:9] = BOS_ID
-        with torch.no_grad():
-            dense, flex = (model(inputs, inputs.roll(-1)) for model in models)
-        assert torch.allclose(dense, flex, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] == 1
-    models[0].bos = None
-    assert not torch.allclose(models[0](inputs, inputs.roll(-1)), flex, atol=1e-3), "the mask did nothing"
-
+@pytest.mark.parametrize("name, peak", [
+    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H100 NVL", 835e12),
+    ("NVIDIA GB200", 2500e12), ("NVIDIA B200", 2250e12), ("Tesla T4", None)])
+def test_utilization_is_of_the_peak_of_this_gpu(monkeypatch, name, peak):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2e9)
+    flags = SimpleNamespace(batch_size=4, seq_len=256, device="cuda")
+    model = SimpleNamespace(flops_per_token=lambda T: 1e9)
+    speed = train.speed_of(flags, model, 0.5)
+    assert speed["mfu"] == pytest.approx(4 * 256 * 1e9 / 0.5 / peak if peak else 0)
+    assert speed["memory_gb"] == 2 and speed["tokens_per_s"] == 2048
 
 def test_memory_of_gpus_may_grow_in_segments():
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+# --------------------------------------------------------------------------------------------------
+# Compilation
+
+def test_compiles_on_cuda_or_when_asked(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function, dynamic: "compiled")
+    cases = [(True, "auto", True), (True, "off", False), (False, "auto", False),
+             (False, "on", True)]
+    for is_cuda, choice, want in cases:
+        blocks = []
+        block = SimpleNamespace(compile=lambda dynamic, blocks=blocks: blocks.append(dynamic))
+        model = SimpleNamespace(embedding=SimpleNamespace(weight=SimpleNamespace(is_cuda=is_cuda)),
+                                blocks=[block, block], embed=None, read_out=None)
+        train.compile_parts(model, choice)
+        assert len(blocks) == 2 * want
+        assert (model.embed, model.read_out) == (("compiled",) * 2 if want else (None, None))
+
+def test_all_blocks_share_few_compiled_variants(monkeypatch):
+    """Embed, read-out, blocks with and without value embeddings; two batch sizes, and an eval."""
+    from torch._dynamo.utils import counters
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)    # slow to show
+    module = torch.nn.Module
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(module, "compile", functools.partialmethod(module.compile, backend="eager"))
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    model = train.GPT(7, 64)
+    inputs = torch.randint(0, 64, (2, 16))
+    want = model(inputs, inputs)
+    train.compile_parts(model, "on")
+    for _ in range(2):
+        for batch in (inputs, inputs[:1]):
+            model(batch, batch).sum().backward()
+        with torch.no_grad():
+            assert torch.allclose(model.eval()(inputs, inputs), want, atol=1e-5)
+        model.train()
+    assert counters["frames"]["total"] == counters["frames"]["ok"], counters["frames"]
+    assert counters["stats"]["unique_graphs"] == 4 * 3
+
+# --------------------------------------------------------------------------------------------------
+# Where there is a GPU
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+ON_CUDA = [*TOY[2:], "--steps", 20, "--data", "a", "--dtype", "float32", "--compile", "off"]
+
+@needs_cuda
+@pytest.mark.parametrize("flags", [["--compile", "on"], ["--dtype", "bfloat16", "--compile", "on"]])
+def test_cuda_losses_are_those_of_plain_float32(command, flags):    # noqa: F811
+    command(*ON_CUDA, "--device", "cuda", *flags, "--out", "cuda", toy=[])
+    command(*ON_CUDA, "--device", "cpu", "--out", "cpu", toy=[])
+    assert losses_of("cuda") == pytest.approx(losses_of("cpu"), abs=0.05)
+
+@needs_cuda
+def test_cuda_resumes_with_the_same_rows(command, resume, interrupt):    # noqa: F811
+    """Not bit for bit: attention's backward may add in any order."""
+    command(*ON_CUDA, "--device", "cuda", "--out", "whole", toy=[])
+    interrupt("SIGTERM", 9)
+    command(*ON_CUDA, "--device", "cuda", "--out", "run", toy=[], status=143)
+    resume("--out", "run")
+    assert "rows_hash" not in differences("whole", "run")
+    assert losses_of("run") == pytest.approx(losses_of("whole"), abs=1e-3)

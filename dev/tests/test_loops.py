@@ -1,18 +1,15 @@
 """
-The snippets of dev/loops.md, run with the real libraries at toy size.
+The snippets of dev/loops.md, taken from it and run as they stand, at toy size.
 
-    python -m pytest dev/tests/test_loops.py              a library that is not installed is skipped
-    python -m pytest dev/tests/test_loops.py -k JAX
-    python -m pytest dev/tests/test_loops.py -k ray       takes minutes, and runs with this command only
+    python -m pytest dev/tests/test_loops.py             what is not installed is skipped
+    python -m pytest dev/tests/test_loops.py -k jax
 
-Each snippet becomes a script of one or two processes, which is killed two batches after a checkpoint, started
-again, killed again, and, where any number of ranks may load its state, started a third time on one. The rows
-that its model got are compared with those of one PackedLoader in this process.
+A loop runs in one or more processes, which are killed two batches after a save. It is started
+again, also on another number of ranks. Its model must get the rows of a run that never stopped.
 """
 
 import collections
-import glob
-import inspect
+import contextlib
 import itertools
 import json
 import multiprocessing
@@ -23,6 +20,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -31,695 +29,564 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-from torch.nn.attention.varlen import varlen_attn
-from torch.utils.data import DataLoader
 
-from dataloader import PackedLoader
+from dataloader import PACKINGS, PackedLoader
+from dataset import list_shards
 from dev.nanochat import tokenizing_distributed_data_loader_with_state_bos_bestfit
+from test_dataloader import BOS, ByteTokenizer, grouped, make, numbered, show_all, texts_of, write
 
-HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+LOOPS = Path(__file__).parents[1] / "loops.md"
 
-# ---------------------------------------------------------------------------------------------------------
+def snippets(title, kind="python"):
+    """The blocks of code in a section of loops.md."""
+    sections = re.split("^## (.*)\n", "## First lines\n" + LOOPS.read_text(), flags=re.M)
+    sections = sections[1:]
+    text = dict(zip(sections[::2], sections[1::2], strict=True))[title]
+    blocks = re.findall(rf"^```{kind}\n(.*?)^```", text, re.M | re.S)
+    assert blocks, title
+    return blocks
+
+(FIRST_LINES,) = snippets("First lines")
+
+# --------------------------------------------------------------------------------------------------
 # What the snippets leave to their reader
 
-B, T, BOS = 2, 16, 256
-save_every, kill_at = 4, 6    # in batches of one process
-
-
-class Tokenizer:
-    """Token ids are bytes."""
-
-    def get_bos_token_id(self):
-        return BOS
-
-    def encode(self, texts, prepend=None, num_threads=1):
-        return [([] if prepend is None else [prepend]) + list(text.encode()) for text in texts]
-
+B, T = 2, 16
+SAVE_EVERY, KILL_AT = 4, 6    # batches of one process
 
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.head = torch.nn.Embedding(257, 8), torch.nn.Linear(8, 257)
+        self.embedding = torch.nn.Embedding(257, 8)
+        self.head = torch.nn.Linear(8, 257)
 
-    def forward(self, inputs, targets):
-        logits = self.head(self.embedding(inputs))
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    def forward(self, inputs):
+        note(inputs)
+        return self.head(self.embedding(inputs))
 
-
-tokenizer, model = Tokenizer(), Model()
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-n_batches = 0
-
-
-def note_rows(inputs, targets):
-    """Write the rows of a batch to this process's file; kill the process at batch number `kill_at`."""
-    global n_batches
-    n_batches += 1
-    rows = [[a[0], *b] for a, b in zip(inputs.tolist(), targets.tolist(), strict=True)]
-    with open(f"{os.environ['ROWS']}-{os.getpid()}", "a") as file:
-        print(json.dumps(rows), file=file)
-    if n_batches == kill_at:
+def note(inputs, *others):
+    """Write these rows to this process's file. At batch KILL_AT: kill -9."""
+    with open(os.environ["ROWS"], "a") as file:
+        print(json.dumps(inputs.tolist()), file=file)
+    if Path(file.name).read_text().count("\n") == KILL_AT:
         os.kill(os.getpid(), signal.SIGKILL)
 
+def names_of_the_reader():
+    torch.manual_seed(0)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return {"__name__": "__main__", "tokenizer": ByteTokenizer(), "model": model, "note": note,
+            "optimizer": optimizer, "train_step": note, "B": B, "T": T, "save_every": SAVE_EVERY}
 
-def train_step(inputs, targets):
-    note_rows(inputs, targets)
+class Enough(Exception):
+    pass
 
+def run_here(code, n=1, **names):
+    """Run code in this process until its n-th step; returns its names."""
+    steps = itertools.count(1)
 
-# ---------------------------------------------------------------------------------------------------------
-# Snippets to scripts, scripts to rows
+    def train_step(*arguments):
+        if next(steps) == n:
+            raise Enough
 
-def text_of_loops():
-    with open(f"{HERE}/dev/loops.md") as file:
-        return file.read()
+    names = {**names_of_the_reader(), "train_step": train_step, **names}
+    with contextlib.suppress(Enough):
+        exec(FIRST_LINES + code, names)
+    return names
 
-
-def snippets():
-    """{first bold words: code} of loops.md; the first one, which all need, is under ""."""
-    found = re.findall(r"(?:^\*\*([^*]+)\*\*|^# In other)(?:(?!```).)*```python\n(.*?)```", text_of_loops(),
-                       re.M | re.S)
-    return {name.rstrip("."): code for name, code in found}
-
-
-def script_of(name, before, after=""):
-    return "\n".join(["import sys", f"sys.path.insert(0, {HERE!r})", "from dev.tests.test_loops import *",
-                      snippets()[""], before, snippets()[name] if name else "", after])
-
-
-def run_leg(folder, leg, script, ranks):
-    """
-    -> the rows of each batch number, of all processes together. ranks: the number of processes, which get the
-    variables that torchrun sets; None: one, which has its own launcher
-    """
-    (folder / "script.py").write_text(script)
-    common = {"LEG": str(leg), "ROWS": f"{folder}/rows-{leg}", "OMP_NUM_THREADS": "1",
-              "PYTHONPATH": os.pathsep.join([HERE, os.environ.get("PYTHONPATH", "")]),
-              "CUDA_VISIBLE_DEVICES": "", "RAY_USAGE_STATS_ENABLED": "0", "MASTER_ADDR": "127.0.0.1",
-              "MASTER_PORT": free_port(), "JAX_PORT": free_port()}
-    by_rank = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_RUN_ID": "1"} for rank in range(ranks or 0)]
-    processes = []
-    for rank, variables in enumerate(by_rank):    # forked, so the imports are done
-        child = (folder, script, f"log-{leg}-{rank}", {**common, **variables})
-        processes.append(multiprocessing.get_context("fork").Process(target=run_here, args=child))
-        processes[-1].start()
-    for process in processes:
-        process.join(100)
-        assert process.exitcode is not None, logs(folder, leg)
-    if not ranks:
-        with open(folder / f"log-{leg}", "w") as log:
-            subprocess.run([sys.executable, "script.py"], cwd=folder, stdout=log, stderr=log, timeout=300,
-                           env={**os.environ, **common})
-    batches = collections.defaultdict(list)
-    for path in glob.glob(f"{folder}/rows-{leg}-*"):
-        with open(path) as file:
-            for number, line in enumerate(file):
-                batches[number] += map(tuple, json.loads(line))
-    return batches
-
-
-def run_here(folder, script, log, variables):
-    os.chdir(folder)
-    os.environ.update(variables)
-    file = os.open(log, os.O_CREAT | os.O_WRONLY)
-    os.dup2(file, 1), os.dup2(file, 2)
-    sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)    # pytest's would not end in the log
-    torch.set_num_threads(1)    # OpenMP hangs in a forked process if the parent used its threads
-    exec(compile(script, "script.py", "exec"), {"__name__": "__main__"})
-
-
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
-def logs(folder, leg, n=4000):
-    return "\n".join(open(path).read()[-n:] for path in glob.glob(f"{folder}/log-{leg}*"))
-
+# --------------------------------------------------------------------------------------------------
+# One runner for all loops
 
 @pytest.fixture
-def folder(tmp_path):
-    """my_shards: 60 documents in 12 row groups of 3 shards, and a shard for val."""
-    texts = [(f"{i}." * 41)[:(7 * i * i + 3) % 41] for i in range(60)]
-    (tmp_path / "my_shards").mkdir()
-    for i, part in enumerate([texts[:20], texts[20:40], texts[40:], ["val one", "val two"] * 8]):
-        table = pa.table({"text": pa.array(part, pa.string())})
-        pq.write_table(table, tmp_path / f"my_shards/shard_{i:05d}.parquet", row_group_size=5)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    texts = numbered([(7 * i * i + 3) % 41 for i in range(240)])
+    groups = grouped(texts, 20)
+    write("my_shards", *grouped(groups, 4))
     return tmp_path
 
+def be_a_rank(rank, world_size, leg, port, code):
+    os.environ |= {
+        "RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "LOCAL_RANK": f"{rank}",
+        "LOCAL_WORLD_SIZE": f"{world_size}", "TORCHELASTIC_RUN_ID": "1", "GROUP_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}", "ROWS": f"rows-{leg}-{rank}"}
+    log = os.open(f"log-{leg}-{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout = sys.stderr = os.fdopen(log, "w", buffering=1)
+    torch.set_num_threads(1)    # OpenMP hangs in a forked process
+    exec(compile(code, "snippet", "exec"), names_of_the_reader())
 
-def rows_of_one_process(folder, n):
-    with PackedLoader(tokenizer, 1, T, "train", data_dir=folder / "my_shards") as loader:
-        batches = list(itertools.islice(loader, n))
-    return [(int(inputs[0, 0]), *targets[0].tolist()) for inputs, targets in batches]
+def run(code, world_size, leg=0):
+    """{batch number: the rows of all ranks}"""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        _, port = free.getsockname()
+    # Forks of a process that has only imported these: after a backward, here, torch forbids a fork.
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["pytest", "hypothesis", "tiktoken", "pyarrow.parquet",
+                                   "huggingface_hub", "torch.distributed.checkpoint"])
+    ranks = []
+    for rank in range(world_size):
+        arguments = rank, world_size, leg, port, code
+        process = server.Process(target=be_a_rank, args=arguments)
+        process.start()
+        ranks.append(process)
+    for process in ranks:
+        process.join(100)
+        assert process.exitcode is not None, logs()
+    batches = collections.defaultdict(list)
+    for path in Path().glob(f"rows-{leg}-*"):
+        for number, line in enumerate(path.read_text().splitlines()):
+            batches[number] += json.loads(line)
+    return batches
 
+def logs():
+    """What a failed test shows."""
+    texts = [path.read_text() for path in sorted(Path().glob("log-*"))]
+    return "\n".join(text[-3000:] for text in texts)
 
-def check(folder, script, launched=True, legs=(2, 2, 1), copies=1):
-    """
-    Each leg begins after the last checkpoint and gets the rows of one process, none skipped. legs: numbers of
-    processes; launched: as torchrun starts them. copies: the number of processes that get the same rows
-    """
-    want, at = rows_of_one_process(folder, 60), 0
-    for leg, ranks in enumerate(legs):
-        batches = run_leg(folder, leg, script, ranks if launched else None)
-        for number in range(save_every):
-            rows = want[at:at + ranks // copies * B]
-            assert sorted(batches[number]) == sorted(rows * copies), (leg, number, logs(folder, leg))
-            at += len(rows)
+def rows_of_one_process(n, **options):
+    with PackedLoader(ByteTokenizer(), 1, T, "train", data_dir="my_shards", **options) as loader:
+        return [next(loader)[0][0].tolist() for _ in range(n)]
 
+def check(code, worlds=(2, 2, 1), copies=1, **options):
+    """worlds: processes of each start. copies: processes that get the same rows."""
+    want = rows_of_one_process(80, **options)
+    for leg, world_size in enumerate(worlds):
+        batches = run(code, world_size, leg)
+        for number in range(SAVE_EVERY):
+            n = world_size // copies * B
+            rows, want = want[:n], want[n:]
+            assert sorted(batches[number]) == sorted(rows * copies), (leg, number, logs())
 
-IMPORTS = """
-import glob, torch
-import torch.distributed as dist
+def script(title, before=""):
+    """before: what this snippet leaves to its reader."""
+    return FIRST_LINES + textwrap.dedent(before) + "\n".join(snippets(title))
+
+# --------------------------------------------------------------------------------------------------
+# Loops
+
+def test_own_loop(folder):
+    check(script("Your own loop, with DDP"))
+
+GRADIENT = """
+    class optimizer:
+        def step():
+            print("gradient", model.module.head.bias.grad.norm().item())
+        def zero_grad():
+            model.zero_grad()
 """
 
+def test_gradient_of_the_ddp_loop_is_that_of_one_process(folder):
+    """2 ranks of 2 rows, 1 of 4: ranks have unequally many targets."""
+    found = []
+    for world_size in (2, 1):
+        before = f"{GRADIENT}\n    B = {4 // world_size}\n"
+        run(script("Your own loop, with DDP", before), world_size, leg=world_size)
+        Path("loader.json").unlink()
+        log = Path(f"log-{world_size}-0").read_text()
+        found.append([float(norm) for norm in re.findall("gradient (.*)", log)])
+    of_two, of_one = found
+    assert len(of_two) >= SAVE_EVERY
+    assert of_two == pytest.approx(of_one), logs()
 
-# ---------------------------------------------------------------------------------------------------------
-# The loops
-
-def test_snippets_are_ten_lines_at_most():
-    lines = {name: sum(map(bool, code.splitlines())) for name, code in snippets().items()}
-    assert len(lines) == 16 and {lines.pop(name) for name in ("Boundaries", "nanoGPT's tokens")} == {16, 15}
-    assert max(lines.values()) == 10, lines
-
-
-def test_interrupted_save_keeps_the_previous_state(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    names = {}
-    exec(snippets()[""], names)
-    with PackedLoader(tokenizer, B, T, "train", data_dir="my_shards") as loader:
-        names["save"](loader)
-        before = loader.state_dict()
-        next(loader)
-        monkeypatch.setattr(os, "replace", lambda *paths: None)    # as if killed just before
-        names["save"](loader)
-        names["load"](loader)
-        assert loader.state_dict() == before
-
-
-def test_your_own_loop(folder):
-    check(folder, script_of("Your own loop", IMPORTS))
-
-
-def test_dataloaders_give_the_same_batches_without_workers(folder):
-    """torch's; and torchdata's, whose state holds the loader's."""
-    torchdata, want = pytest.importorskip("torchdata.stateful_dataloader"), rows_of_one_process(folder, 12)
-    for kind in (DataLoader, torchdata.StatefulDataLoader):
-        with PackedLoader(tokenizer, B, T, "train", data_dir=folder / "my_shards") as loader:
-            batches = kind(loader, batch_size=None, num_workers=0)
-            got = list(itertools.islice(batches, 6))
-            state = loader.state_dict()
-            assert kind is DataLoader or state in find_states(batches.state_dict())
-        assert [(int(x[i, 0]), *y[i].tolist()) for x, y in got for i in range(B)] == want
-
-
-def find_states(value):
-    """All dicts in nested dicts."""
-    if isinstance(value, dict):
-        yield value
-        for inner in value.values():
-            yield from find_states(inner)
-
-
-LIGHTNING = """
-import lightning as L
-class Module(L.LightningModule):
-    def __init__(self):
-        super().__init__()
-        self.model = model
-    def training_step(self, batch, i):
-        note_rows(*batch)
-        return self.model(*batch)
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), 0.1)
-options = dict(accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", 2)), logger=False,
-               enable_progress_bar=False, enable_model_summary=False, callbacks=[
-               L.pytorch.callbacks.ModelCheckpoint("saved", every_n_train_steps=save_every, save_top_k=-1)])
-"""
-FIT = """
-saved = sorted(glob.glob("saved/*.ckpt"), key=os.path.getmtime)
-trainer.fit(Module(), Data(), ckpt_path=saved[-1] if saved else None)
+MESH = """
+    from torch.distributed.device_mesh import init_device_mesh
+    dist.init_process_group()
+    device_type = "cpu"
 """
 
+def test_tensor_parallel_ranks_get_the_same_rows(folder):
+    check(script("Tensor parallel", MESH), worlds=(4, 2), copies=2)
 
-@pytest.mark.parametrize("launched", [True, False])
-def test_lightning(folder, launched):
-    """By torchrun; and by its own launcher, which sets other variables."""
-    pytest.importorskip("lightning")
-    script = script_of("Lightning", IMPORTS + LIGHTNING, FIT)
-    check(folder, script, launched, (2, 2, 1) if launched else (2, 2))
+CONTEXT = """
+    def train_step(*parts):
+        note(torch.stack(parts))
+"""
 
+def test_context_parallel_parts_make_the_batch(folder):
+    """Sorted by position, the parts are the rows. Each part has an early and a late quarter."""
+    run(script("Context parallel", MESH + CONTEXT), 4)
+    want = rows_of_one_process(4)
+    for data_rank in range(2):
+        parts = []
+        for rank in (2 * data_rank, 2 * data_rank + 1):
+            first = Path(f"rows-0-{rank}").read_text().splitlines()[0]
+            parts.append(np.array(json.loads(first)))
+        inputs, targets, positions = np.concatenate(parts, axis=2)
+        order = [*range(4), *range(12, 16), *range(4, 12)]
+        assert positions.tolist() == B * [order]
+        inputs = inputs[:, np.argsort(order)]
+        targets = targets[:, np.argsort(order)]
+        assert inputs.tolist() == want[data_rank::2]
+        follows = targets[:, :-1] == inputs[:, 1:]
+        assert (follows | (targets[:, :-1] == -100)).all()
 
-@pytest.mark.parametrize("limit", [None, 3])
-def test_every_validation_of_lightning_begins_at_the_beginning(folder, limit, monkeypatch):
-    """Also after the two batches of its sanity check, and where the previous one was broken off."""
-    lightning = pytest.importorskip("lightning")
-    monkeypatch.chdir(folder)
-    names = {"PackedLoader": PackedLoader, "tokenizer": tokenizer, "B": B, "T": T}
-    exec(snippets()["Validation"], names)
-    validated = []
+STAGES = """
+    readers = dist.new_group({readers})
+    def train_step(inputs, targets):
+        dist.barrier(readers)    # stages wait for each other
+        note(inputs)
+"""
 
-    class Module(lightning.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.model = Model()
+def test_pipeline_stages_without_a_loader_are_not_waited_for(folder):
+    """Two stages of two ranks; resumed with a loader in the last stage alone."""
+    want = rows_of_one_process(32)
+    both, last = (script("Pipeline parallel", MESH + STAGES.format(readers=readers))
+                  for readers in ([0, 1, 2, 3], [2, 3]))
+    last = last.replace("(0, last)", "(last,)")
+    for leg, (code, copies) in enumerate([(both, 2), (last, 1)]):
+        batches = run(code + "dist.barrier()", 4, leg)
+        for number in range(SAVE_EVERY):
+            rows, want = want[:4], want[4:]
+            assert sorted(batches[number]) == sorted(rows * copies), logs()
 
-        def training_step(self, batch, i):
-            return self.model(*batch)
+def test_dcp_loads_a_state_on_another_number_of_ranks(folder):
+    check(script("FSDP2 and DCP"), worlds=(4, 3, 1), num_lanes=96)
 
-        def validation_step(self, batch, i):
-            validated.append((i, batch[0].tolist()))
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    with PackedLoader(tokenizer, B, T, "train", data_dir="my_shards") as loader:
-        trainer = lightning.Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False, max_steps=4, val_check_interval=2, limit_train_batches=4,
-            limit_val_batches=limit)
-        trainer.fit(Module(), map(tuple, loader), names["Val"]())
-    complete = [(i, batch[0].tolist()) for i, batch in enumerate(names["Val"]())]
-    assert validated == complete[:2] + 2 * complete[:limit] and len(complete) > 4
-
+def test_torchdata(folder):
+    pytest.importorskip("torchdata")
+    check(script("torchdata"), worlds=(1, 1, 1))
 
 def test_accelerate(folder):
     pytest.importorskip("accelerate")
-    check(folder, script_of("Accelerate and Fabric", IMPORTS + "from accelerate import Accelerator"))
+    check(script("Accelerate and Fabric"))
 
+FABRIC = """
+    import accelerate, lightning
+    class Accelerator(lightning.Fabric):
+        def __init__(self):
+            super().__init__(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]))
+            self.launch()
+        prepare = lightning.Fabric.setup
+        def save_state(self, path):
+            self.save(f"{path}/model.pt", {"model": model})
+        def load_state(self, path):
+            self.load(f"{path}/model.pt", {"model": model})
+    accelerate.Accelerator = Accelerator
+"""
 
 def test_fabric(folder):
-    """The same snippet, with fabric's launcher."""
+    """The same snippet."""
+    pytest.importorskip("accelerate")
     pytest.importorskip("lightning")
-    fabric = """
-import lightning as L
-class Accelerator(L.Fabric):
-    def __init__(self):
-        super().__init__(accelerator="cpu", devices=2)
-        self.launch()
-    prepare = L.Fabric.setup
-    def save_state(self, path):
-        self.save(path + "/model.pt", {"model": model})
-"""
-    check(folder, script_of("Accelerate and Fabric", IMPORTS + fabric), launched=False, legs=(2, 2))
+    check(script("Accelerate and Fabric", FABRIC))
 
+LIGHTNING = """
+    import glob
+    import lightning
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+        def training_step(self, batch, i):
+            inputs, targets = batch
+            return F.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+    module = Module()
+    saves = lightning.pytorch.callbacks.ModelCheckpoint(
+        "saved", every_n_train_steps=save_every, save_top_k=-1)
+    options = {"accelerator": "cpu", "devices": int(os.environ["WORLD_SIZE"]), "logger": False,
+               "enable_progress_bar": False, "callbacks": [saves]}
+    last_checkpoint = max(glob.glob("saved/*"), key=os.path.getmtime, default=None)
+"""
+
+def test_lightning(folder):
+    pytest.importorskip("lightning")
+    check(script("Lightning", LIGHTNING))
 
 TRAINER = """
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
-class Llama(LlamaForCausalLM):
-    def forward(self, input_ids, shift_labels, **others):
-        note_rows(input_ids, shift_labels)
-        return super().forward(input_ids, shift_labels=shift_labels, **others)
-model = Llama(LlamaConfig(vocab_size=257, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-                          num_attention_heads=1))
-options = dict(save_steps=save_every, use_cpu=True, report_to=[], disable_tqdm=True)
-saved = sorted(glob.glob("out/checkpoint-*"), key=os.path.getmtime)
-last_checkpoint = saved[-1] if saved else None
+    import glob
+    from transformers import LlamaConfig, LlamaForCausalLM
+    class Llama(LlamaForCausalLM):
+        def forward(self, input_ids, shift_labels, **others):
+            note(input_ids)
+            return super().forward(input_ids, shift_labels=shift_labels, **others)
+    model = Llama(LlamaConfig(vocab_size=257, hidden_size=8, intermediate_size=8,
+                              num_hidden_layers=1, num_attention_heads=1))
+    options = {"save_steps": save_every, "use_cpu": True, "report_to": [], "disable_tqdm": True}
+    last_checkpoint = max(glob.glob("out/checkpoint-*"), key=os.path.getmtime, default=None)
 """
-
 
 def test_trainer(folder):
     pytest.importorskip("accelerate")
-    pytest.importorskip("transformers.trainer")
-    pytest.importorskip("transformers.models.llama.modeling_llama")
-    check(folder, script_of("transformers.Trainer", IMPORTS + TRAINER))
-
+    pytest.importorskip("transformers")
+    check(script("transformers.Trainer", TRAINER))
 
 JAX = """
-import jax
-from jax.sharding import NamedSharding, PartitionSpec as P
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-if os.environ["WORLD_SIZE"] == "2":
-    jax.distributed.initialize("127.0.0.1:" + os.environ["JAX_PORT"], 2, int(os.environ["RANK"]))
-def train_step(inputs, targets):
-    assert inputs.shape == (B * jax.process_count(), T)
-    note_rows(*(torch.tensor(x.addressable_shards[0].data.tolist()) for x in (inputs, targets)))
+    import jax
+    from jax.experimental.multihost_utils import sync_global_devices
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if os.environ["WORLD_SIZE"] == "2":
+        address = "127.0.0.1:" + os.environ["MASTER_PORT"]
+        jax.distributed.initialize(address, 2, int(os.environ["RANK"]))
+    def train_step(inputs, targets):
+        sync_global_devices("a step waits for all processes")
+        assert inputs.shape == (B * jax.process_count(), T)
+        note(inputs.addressable_shards[0].data)
 """
-
 
 def test_jax(folder):
     pytest.importorskip("jax")
-    check(folder, script_of("JAX", IMPORTS + JAX))
+    check(script("JAX", JAX))
 
-
-DCP = """
-import torch.distributed.checkpoint as dcp
-from torch.distributed.fsdp import fully_shard
-dist.init_process_group("gloo")
+SRUN = """#!/bin/sh
+for SLURM_PROCID in 0 1; do
+    export SLURM_PROCID SLURM_LOCALID=$SLURM_PROCID SLURM_NTASKS=2
+    "$@"
+done
 """
 
+def test_slurm_script_starts_each_rank(tmp_path):
+    """Fakes of srun, scontrol and python are on the PATH."""
+    variables = "$RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT $*"
+    fakes = {"srun": SRUN, "scontrol": "#!/bin/sh\nprintf 'node1\\nnode2\\n'\n",
+             "python": f"#!/bin/sh\necho {variables}\n"}
+    for name, text in fakes.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    (job,) = snippets("Slurm", "bash")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", job], env=environment, capture_output=True, check=True)
+    assert done.stdout.decode().splitlines() == [
+        "0 2 0 node1 29500 train.py",
+        "1 2 1 node1 29500 train.py"]
 
-def test_fsdp2_and_dcp(folder):
-    check(folder, script_of("FSDP2 and DCP", IMPORTS + DCP))
+def test_validation_always_begins_again(folder):
+    (code,) = snippets("Validation")
+    val = run_here(code)["Val"]()
+    next(iter(val))
+    assert show_all(val) == show_all(val) != []
 
+# --------------------------------------------------------------------------------------------------
+# Rows, fields and transforms
 
-RAY = """
-storage = os.getcwd()
-import ray
-ray.init(num_cpus=2, include_dashboard=False)    # also on a machine with one core
-from ray.train import ScalingConfig
-from ray.train.torch import TorchTrainer
-"""
+def test_rows_of_all_ranks_are_those_of_one(folder, monkeypatch):
+    (code,) = snippets("Which documents were in which row")
+    lines = {1: [], 2: []}
+    for world_size, rank in [(2, 0), (2, 1), (1, 0)]:
+        monkeypatch.setenv("RANK", f"{rank}")
+        monkeypatch.setenv("WORLD_SIZE", f"{world_size}")
+        names = run_here(code, n=1 + 8 // world_size)    # the last step is not written
+        names["log"].close()
+        lines[world_size] += Path(f"rows-{rank}.txt").read_text().splitlines()
+    lines[2].sort(key=lambda line: int(line.split()[0]))
+    assert len(lines[1]) == 16 and lines[1] == lines[2]
+    assert re.fullmatch(r"0(\ttrain-\d\.parquet:\d+:\d+ \d+-\d+)+", lines[1][0])
 
-
-def test_ray(folder, request):
-    pytest.importorskip("ray")
-    if request.config.getoption("keyword") != "ray":
-        pytest.skip("takes minutes; python -m pytest dev/tests/test_loops.py -k ray")
-    check(folder, script_of("Ray Train", IMPORTS + RAY), launched=False, legs=(2, 2))
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Parallel layouts: real processes, which talk over gloo
-
-MESH = """
-from torch.distributed.device_mesh import init_device_mesh
-dist.init_process_group("gloo")
-device_type = "cpu"
-"""
-
-
-def test_tensor_parallel_ranks_get_the_same_rows(folder):
-    """2 x 2 processes, then 1 x 2."""
-    check(folder, script_of("Tensor parallel", IMPORTS + MESH), legs=(4, 2), copies=2)
-
-
-CONTEXT = """
-from torch.distributed.tensor.experimental import context_parallel
-def train_step(inputs, targets, positions):
-    with open(f"{os.environ['ROWS']}-{os.getpid()}", "a") as file:
-        print(json.dumps([[dist.get_rank(), x.tolist()] for x in (positions, inputs, targets)]), file=file)
-    if sum(1 for _ in open(file.name)) == save_every:
-        whole = [torch.arange(T).expand(B, T).clone()]
-        with context_parallel(mesh["context"], buffers=whole, buffer_seq_dims=[1]):
-            assert torch.equal(whole[0], positions), (whole, positions)
-        print("like torch")
-        sys.exit()
-"""
-
-
-def test_context_parallel_slices_make_the_batch(folder):
-    """Sorted by position, the slices are the batch; each has an early and a late part, as torch's have."""
-    batches = run_leg(folder, 0, script_of("Context parallel", IMPORTS + MESH + CONTEXT), 4)
-    want = iter(rows_of_one_process(folder, save_every * 2 * B))
-    for number in range(save_every):
-        slices = collections.defaultdict(list)    # of each process: positions, inputs, targets
-        for rank, tensor in batches[number]:
-            slices[rank].append(tensor)
-        for b, data_rank in itertools.product(range(B), range(2)):
-            row = []
-            for positions, inputs, targets in (slices[2 * data_rank], slices[2 * data_rank + 1]):
-                row += zip(positions[b], inputs[b], targets[b], strict=True)
-            assert [i for i, _, _ in row] == [*range(4), *range(12, 16), *range(4, 12)], logs(folder, 0)
-            row.sort()
-            assert (row[0][1], *(target for _, _, target in row)) == next(want)
-            assert all(target in (token, -100) for (_, _, target), (_, token, _) in itertools.pairwise(row))
-    assert logs(folder, 0).count("like torch") == 4, logs(folder, 0)
-
-
-PIPELINE = """
-readers = dist.new_group({readers})
-def train_step(inputs, targets):
-    dist.barrier(readers)    # as stages wait for each other: none is killed before the others have saved
-    note_rows(inputs, targets)
-"""
-
-
-def test_pipeline_stages_without_a_loader_are_not_waited_for(folder):
-    """
-    Three stages, of which the first and last have a loader; resumed with two, of which the last has one; then
-    a finite run.
-    """
-    want = rows_of_one_process(folder, 100)
-    script, alone = (script_of("Pipeline parallel", IMPORTS + MESH + PIPELINE.format(readers=readers),
-                               "dist.barrier()") for readers in ([0, 1, 4, 5], [2, 3]))
-    alone = alone.replace("(0, last)", "(last,)")
-    finite = alone.replace('"my_shards", ', '"my_shards", epochs=1, ').replace(" load(loader)\n", "\n")
-    finite = finite.replace("import sys", "import sys, dev.tests.test_loops as t; t.kill_at = None", 1)
-    for leg, (code, processes, copies) in enumerate([(script, 6, 2), (alone, 4, 1)]):
-        batches = run_leg(folder, leg, code, processes)
-        for number in range(save_every):
-            at = 2 * B * (leg * save_every + number)
-            assert sorted(batches[number]) == sorted(want[at:at + 2 * B] * copies), logs(folder, leg)
-    batches = run_leg(folder, 2, finite, 4)
-    with PackedLoader(tokenizer, 1, T, "train", data_dir=folder / "my_shards", epochs=1) as loader:
-        want = [(int(x[0, 0]), *y[0].tolist()) for x, y in loader]
-        loader.load_state_dict(json.loads((folder / "loader.json").read_text()))
-        n_saved = loader.state_dict()["rows"] // (2 * B)
-    rows = [row for batch in batches.values() for row in batch]
-    assert sorted(filter(has_targets, rows)) == sorted(filter(has_targets, want)), logs(folder, 2)
-    assert 2 * save_every < len(batches) and n_saved == len(batches) // save_every * save_every
-
-
-def has_targets(row):
-    return max(row[1:]) >= 0
-
-
-GROUPS = """
-dist.init_process_group("gloo")
-others, group = dist.new_group([0]), dist.new_group([0, 2])    # rank 0 is in one more group
-def batch_of_finite_run(group):
-    return next(PackedLoader(tokenizer, B, T, "train", data_dir="my_shards", epochs=1, num_lanes=6,
-                             group=group))
-note_rows(*batch_of_finite_run(None))
-try:
-    dist.destroy_process_group(others)
-    batch = batch_of_finite_run(group)
-except ValueError as error:
-    assert dist.get_rank() == 1 and "not in `group`" in str(error), error
-else:
-    note_rows(*batch)
-"""
-
-
-def test_ranks_of_a_finite_run_may_be_in_other_groups_too(folder):
-    """Of the world, or of a group; a process that is no member of it gets an error."""
-    batches = run_leg(folder, 0, script_of("", IMPORTS, GROUPS), 3)
-    assert [len(batches[number]) for number in range(2)] == [3 * B, 2 * B], logs(folder, 0)
-
-
-# ---------------------------------------------------------------------------------------------------------
-# Boundaries of documents, for variable-length attention
-
-def dense_attention(q, k, v, inputs):
-    """With the dense mask; q, k, v: (B, heads, T, head size)."""
-    names = {"inputs": inputs, "tokenizer": tokenizer}
-    exec(snippets()["Attention inside documents"], names)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=names["mask"])
-
-
-def varlen_attention(q, k, v, cu_seqlens):
-    """Document by document, as varlen_attn does on CUDA; q, k, v: (1, heads, B * T, head size)."""
-    output = torch.full_like(q, torch.nan)
-    for a, b in itertools.pairwise(cu_seqlens.tolist()):
-        one = (x[:, :, a:b] for x in (q, k, v))
-        output[:, :, a:b] = F.scaled_dot_product_attention(*one, is_causal=True)
-    return output
-
-
-@pytest.mark.parametrize("packing", ["exactfit", "bestfit", "flat"])
-def test_boundaries_give_the_attention_of_the_dense_mask(folder, packing, monkeypatch):
-    """With flex attention, and document by document; of cut documents, short rows and empty ones."""
-    monkeypatch.setattr("torch.nn.attention.flex_attention._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    B, seen = 18, collections.Counter()
-    names = {"np": np, "torch": torch, "B": B, "T": T, "n_documents": B * T,
-             "create_block_mask": create_block_mask, "flex_attention": flex_attention}
-    exec(snippets()["Boundaries"], names)
-    with PackedLoader(tokenizer, B, T, "train", data_dir=folder / "my_shards", epochs=1,
-                      packing=packing) as loader:
-        for inputs, _ in loader:
-            q, k, v = torch.randn(3, 1, 2, B * T, 8)
-            names |= {"loader": loader, "q": q, "k": k, "v": v}
-            exec(snippets()["Flex attention"], names)
-            cu_seqlens = names["cu_seqlens"]
-            assert cu_seqlens.shape == (B * T + 1,) and cu_seqlens.dtype == torch.int32
-            assert names["max_seqlen"] == int(cu_seqlens.diff().max())
-            by_row = (x.view(2, B, T, 8).transpose(0, 1) for x in (q, k, v))
-            want = dense_attention(*by_row, inputs).transpose(0, 1).reshape(q.shape)
-            real = torch.tensor([b * T + i for b, pieces in enumerate(loader.pieces()) if pieces
-                                 for i in range(min(T, end_of(pieces[-1])))], dtype=torch.int64)
-            for output in (names["output"], varlen_attention(q, k, v, cu_seqlens)):
-                assert not output.isnan().any()
-                torch.testing.assert_close(output[:, :, real], want[:, :, real])
-            check_positions(loader, names["positions"], seen)
-            seen.update(empty=loader.pieces().count([]), short=len(real) < B * T)
-    assert seen["first"] and seen["empty"] and seen["short"]
-    assert bool(seen["later"]) == (packing != "bestfit")
-
-
-def end_of(piece):
-    return piece.offset + piece.stop - piece.start
-
-
-def check_positions(loader, positions, seen):
-    """Those of a piece are its tokens' offsets in the document; a repeated BOS has the one before."""
-    for row, pieces in zip(positions.tolist(), loader.pieces(), strict=True):
+def test_each_token_has_the_weight_of_its_document(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("scored", [["val"]])
+    scores = [i % 4 / 4 + 0.25 for i in range(200)]
+    table = pa.table({"text": numbered(200 * [9]), "score": scores})
+    pq.write_table(table, "scored/train-0.parquet")
+    (code,) = snippets("A loss weight for each token")
+    names = run_here(code, model=lambda inputs: torch.zeros(B, T, 257))
+    assert names["loss"].item() == pytest.approx(np.log(257))
+    want = torch.zeros(B, T + 1)
+    for row, pieces in enumerate(names["loader"].pieces()):
         for piece in pieces:
-            first = piece.offset - bool(piece.start and piece.offset)
-            want = [*range(piece.start - piece.offset + first, piece.stop)]
-            assert row[first:end_of(piece)] == want[:T - first]
-            seen["later" if piece.start else "first"] += 1
+            end = piece.offset + piece.stop - piece.start
+            want[row, piece.offset:end] = scores[piece.location.row]
+    has_target = names["targets"] >= 0
+    assert torch.equal(names["weight"], want[:, 1:] * has_target)
 
+def test_a_random_transform_depends_on_the_document_and_the_epoch(folder):
+    """It is the same for a folder that has moved, and loses no token."""
+    (code,) = snippets("A random transform")
+    names = run_here(code, fim_start=300, fim_end=301, fim_middle=302)
+    transform, n_told, n_new = names["fill_in_the_middle"], 0, 0
+    for location, text in texts_of("my_shards").items():
+        ids = np.array([BOS, *text.encode()])
+        moved = location._replace(path=f"/moved/{location.path}")
+        told = transform(ids, location, 1)
+        assert np.array_equal(told, transform(ids, moved, 1))
+        n_new += not np.array_equal(told, transform(ids, location, 2))
+        if len(told) > len(ids):
+            n_told += 1
+            bos, start, end, middle = np.split(told, np.flatnonzero(told >= 300))
+            assert np.array_equal(ids, [*bos, *start[1:], *middle[1:], *end[1:]])
+    assert 80 < n_told < 140 < n_new
+    next(names["loader"])
 
-def test_more_documents_than_expected_are_an_error(folder):
-    names = {"np": np, "torch": torch}
-    exec(snippets()["Boundaries"], names)
-    with PackedLoader(tokenizer, B, 64, "train", data_dir=folder / "my_shards") as loader:
-        next(loader)
-        n = sum(len(pieces) + (end_of(pieces[-1]) < 64) for pieces in loader.pieces())
-        assert n > 2 and names["boundaries"](loader, n)[0].shape == (n + 1,)
-        with pytest.raises(ValueError, match=f"{n} documents in this batch, {n - 1} expected"):
-            names["boundaries"](loader, n - 1)
+def test_only_the_last_answer_has_a_loss(tmp_path, monkeypatch, tokenizer):
+    monkeypatch.chdir(tmp_path)
+    words = [("user", "Hi"), ("assistant", "Yo"), ("user", "Bye"), ("assistant", "So long")]
+    messages = [{"role": role, "content": content} for role, content in words]
+    write("my_chats", [200 * [json.dumps(messages)]], column="messages")
+    (code,) = snippets("Chats")
+    inputs, targets = next(run_here(code, tokenizer=tokenizer, T=40)["loader"])
+    assert "<|user_start|>Hi<|user_end|>" in tokenizer.decode(inputs[0].tolist())
+    answers = targets[targets >= 0].tolist()
+    assert tokenizer.decode(answers) == B * "So long<|assistant_end|>"
 
+# --------------------------------------------------------------------------------------------------
+# Attention inside documents
 
-def test_varlen_attn_takes_the_arguments_of_the_snippet():
-    """It needs CUDA to run."""
-    line = snippets()["Flex attention"].splitlines()[-1]
-    names = {name: torch.zeros(1, 2, B * T, 8) for name in "qkv"}
-    names |= {"cu_seqlens": torch.zeros(3), "max_seqlen": 9, "bind": inspect.signature(varlen_attn).bind}
-    bound = eval(line.replace("# or varlen_attn(", "bind("), names).arguments
-    assert bound["query"].shape == (B * T, 2, 8) and bound["window_size"] == (-1, 0)
-    assert bound["cu_seq_k"] is names["cu_seqlens"] and bound["max_k"] == 9
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_attention_stays_inside_documents(folder, packing, monkeypatch):
+    """By a dense mask, by flex attention, and document by document, as varlen_attn does on CUDA."""
+    flex_module = "torch.nn.attention.flex_attention"
+    monkeypatch.setattr(f"{flex_module}._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    first, dense, flex, varlen = snippets("Attention inside documents")
+    names = run_here(first, B=6, n_documents=96)
+    batches = [*make("my_shards", B=6, T=T, packing=packing, epochs=1, chunk_bytes=500)]
+    for inputs, _ in [*batches[::9], batches[-1]]:
+        q, k, v = torch.randn(3, 6, 2, T, 8)
+        names |= {"inputs": inputs, "q": q, "k": k, "v": v}
+        exec(dense, names)
+        output = names["output"]
+        exec(flex, names)
+        torch.testing.assert_close(names["output"], output)
+        exec(varlen, names)
 
+        lengths, positions = [], []
+        for b, row in enumerate(inputs.tolist()):
+            text = "".join("|" if token == BOS else chr(token) for token in row)
+            end = 0
+            for document in re.findall(r"^[^|]+|\|+[^|]*", text):
+                begin, end = end, end + len(document)
+                lengths.append(end - begin)
+                positions += range(end - begin)
+                alone = [x[b, :, begin:end] for x in (q, k, v)]
+                want = F.scaled_dot_product_attention(*alone, is_causal=True)
+                torch.testing.assert_close(output[b, :, begin:end], want)
+        lengths += (96 - len(lengths)) * [0]
+        assert names["cu_seqlens"].diff().tolist() == lengths
+        assert names["positions"].tolist() == positions
+    names["n_documents"] = 5    # fewer than rows
+    with pytest.raises(AssertionError, match="raise n_documents"):
+        exec(varlen, names)
 
-# ---------------------------------------------------------------------------------------------------------
-# nanoGPT: the diff, applied to its loop in miniature
+# --------------------------------------------------------------------------------------------------
+# nanoGPT and nanochat
+
+def apply_diff(diff, files):
+    """Edit files, {name: lines}. A line "-..." deletes all lines up to the diff's next one."""
+    deletes_until_next = False
+    for line in diff.splitlines():
+        sign, text = line[:1], line[1:]
+        if sign == "#":
+            name, _, _ = text.strip().partition(":")
+            lines, at = files[name], 0
+        elif line.strip("- ") == "...":
+            deletes_until_next = True
+        elif sign == "+":
+            lines.insert(at, text)
+            at += 1
+        else:
+            i = lines.index(text, at)
+            if deletes_until_next:
+                del lines[at:i]
+                i, deletes_until_next = at, False
+            if sign == "-":
+                del lines[i]
+            at = i + (sign == " ")
 
 NANOGPT = """
+import os
+import torch
 from model import GPTConfig, GPT
-out_dir, eval_interval, eval_iters, batch_size, block_size, gradient_accumulation_steps = "out", 2, 3, B, T, 2
-device, init_from = "cpu", "resume" if os.path.exists("out/ckpt.pt") else "scratch"
-ddp = int(os.environ.get("RANK", -1)) != -1
-if ddp:
-    dist.init_process_group("gloo")
-    gradient_accumulation_steps //= dist.get_world_size()
-master_process = not ddp or dist.get_rank() == 0
-os.makedirs(out_dir, exist_ok=True)
+eval_interval, batch_size, block_size, gradient_accumulation_steps = 2, B, T, 2
+if os.environ["WORLD_SIZE"] == "2":
+    torch.distributed.init_process_group()
+    gradient_accumulation_steps = 1
+master_process = os.environ["RANK"] == "0"
+device = "cpu"
 def get_batch(split):
     x = y = torch.zeros(B, T, dtype=torch.int64)
     return x, y
-iter_num, meta_vocab_size = 0, None
+iter_num = 0
 # model init
-model = GPT(GPTConfig(vocab_size=meta_vocab_size))
-optimizer = torch.optim.SGD(model.parameters(), 0.1)
-if init_from == 'resume':
-    checkpoint = torch.load("out/ckpt.pt")
+if os.path.exists("ckpt.pt"):
+    checkpoint = torch.load("ckpt.pt")
     iter_num = checkpoint["iter_num"]
-    model.load_state_dict(checkpoint["model"])
     optimizer.load_state_dict(checkpoint['optimizer'])
-raw_model = model
-if ddp:
-    model = torch.nn.parallel.DistributedDataParallel(model)
 def estimate_loss():
     for split in ['train', 'val']:
-        for k in range(eval_iters):
+        for k in range(3):
             X, Y = get_batch(split)
-            print("eval", split, k, model(X, Y) and Y.tolist())
+            print("eval", split, k, Y.tolist())
 X, Y = get_batch('train') # fetch the very first batch
 while True:
     # evaluate the loss on train/val sets and write checkpoints
     if iter_num % eval_interval == 0 and master_process:
         estimate_loss()
-        if True:
-            if iter_num > 0:
+        if iter_num > 0:
                 checkpoint = {
-                    "model": raw_model.state_dict(),
-                    "optimizer": optimizer.state_dict(),
+                    'optimizer': optimizer.state_dict(),
                     "iter_num": iter_num,
                 }
-                torch.save(checkpoint, "out/ckpt.pt")
+                torch.save(checkpoint, "ckpt.pt")
     for micro_step in range(gradient_accumulation_steps):
-        note_rows(X, Y)
-        loss = model(X, Y)
+        note(X)
         # immediately async prefetch next batch while model is doing the forward pass on the GPU
         X, Y = get_batch('train')
-        loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
     iter_num += 1
 """
-NANOGPT_MODEL = """
-import torch
-import torch.nn.functional as F
-GPTConfig = dict
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        n = config["vocab_size"]
-        self.embedding, self.head = torch.nn.Embedding(n, 8), torch.nn.Linear(8, n)
-    def forward(self, inputs, targets):
-        logits = self.head(self.embedding(inputs))
-        if True:
-            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-        return loss
-"""
+NANOGPT_LOSS = ("            loss = F.cross_entropy(logits.view(-1, logits.size(-1)), "
+                "targets.view(-1), ignore_index=-1)")
 NANOGPT_TOKENIZER = """
+import sys, types
 import tokenizer as module
-class WithSize(Tokenizer):
-    def get_vocab_size(self):
-        return 257
-module.get_tokenizer = lambda path: WithSize()
+sys.modules["model"] = types.SimpleNamespace(GPT=None, GPTConfig=None)
+tokenizer.get_vocab_size = lambda: 257
+module.get_tokenizer = lambda path: tokenizer
 """
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nanogpt_resumes_with_the_next_rows(folder, world_size):
+    """The diff is applied to its loop in miniature. Each evaluation gets the same batches."""
+    files = {"train.py": NANOGPT.splitlines(), "model.py": [NANOGPT_LOSS]}
+    (diff,) = snippets("nanoGPT", "diff")
+    apply_diff(diff, files)
+    assert files["model.py"][0].endswith("ignore_index=-100)")
+    check(NANOGPT_TOKENIZER + "\n".join(files["train.py"]), worlds=(world_size, world_size, 1))
+    lines = "".join(path.read_text() for path in Path().glob("log-*")).splitlines()
+    evaluations = [line for line in lines if line.startswith("eval")]
+    n = len(evaluations) // 6
+    assert n > 2
+    assert evaluations == evaluations[:6] * n
 
-def apply_diff(diff, files):
-    """Edit files, {name: lines}. A line "-..." deletes all lines up to the next one of the diff."""
-    before = ""
-    for line in diff.splitlines():
-        if line.startswith("# "):
-            lines, at = files[line.split()[1].rstrip(":")], 0
-        elif line[0] == "+":
-            lines.insert(at, line[1:])
-            at += 1
-        elif line.strip("- ") != "...":
-            i = lines.index(line[1:], at)
-            if before.strip("- ") == "...":
-                del lines[at:i]
-                i = at
-            at = i + 1
-            if line[0] == "-":
-                del lines[i]
-                at = i
-        before = line
+def test_tokens_of_nanogpt_become_shards(tmp_path, monkeypatch, tokenizer):
+    """Each document of train.bin and val.bin once, with its end mark in front."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save("my_tokenizer")
+    bos = tokenizer.get_bos_token_id()
+    documents = [tokenizer.encode(f"document {i}") for i in range(1500)]
+    parts = {"train": documents[:1400], "val": documents[1400:]}
+    for split, part in parts.items():
+        ids = [[*document, bos] for document in part]
+        np.concatenate(ids).astype(np.uint16).tofile(f"{split}.bin")
+    (code,) = snippets("nanoGPT's tokens")
+    exec(code, {})
+    for split, part in parts.items():
+        (shard,) = list_shards("my_gpt", split)
+        groups = [shard.read(i).to_pylist() for i in range(len(shard.group_sizes))]
+        found = [np.frombuffer(raw, shard.dtype) for raw in itertools.chain(*groups)]
+        assert [ids.tolist() for ids in found] == [[bos, *ids] for ids in part]
+    next(make("my_gpt", tokenizer=tokenizer))
 
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_nanogpt_resumes_with_the_next_rows(folder, ranks):
-    """Killed after the batches that follow a checkpoint; every evaluation gets the same batches."""
-    files = {"train.py": NANOGPT.splitlines(), "model.py": NANOGPT_MODEL.splitlines()}
-    apply_diff(re.search(r"\*\*nanoGPT.*?```diff\n(.*?)```", text_of_loops(), re.S)[1], files)
-    (folder / "model.py").write_text("\n".join(files["model.py"]))
-    before = IMPORTS + NANOGPT_TOKENIZER + "sys.path.insert(0, '')"
-    check(folder, script_of("", before, "\n".join(files["train.py"])), legs=(ranks, ranks, 1))
-    lines = "\n".join(logs(folder, leg, 10**6) for leg in range(3)).splitlines()
-    evaluated = [line for line in lines if line.startswith("eval ")]
-    n = len(evaluated) // 6
-    assert n >= 6 and evaluated == evaluated[:6] * n and any("-100" in line for line in evaluated), evaluated
-
-
-# ---------------------------------------------------------------------------------------------------------
-# nanochat: its loop around what the diff adds; dev/tests/test_nanochat.py has the rows
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_nanochat_saves_the_state_before_the_batch_it_fetched(folder, ranks, monkeypatch):
-    """With and without a process group: a resumed run begins with that batch."""
-    diff = re.search(r"\*\*nanochat.*```diff\n(.*)```", text_of_loops(), re.S)[1].splitlines()
-    added = textwrap.dedent("\n".join(line[1:] for line in diff if re.match(r"\+ .*(states|is_init)", line)))
-    gather, saved = added.rsplit("\n", 1)
-    assert gather.count("\n") == 3 and '"dataloader_state_dict": states,' in saved
-    os.rename(folder / "my_shards", folder / "base_data")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_nanochat_saves_the_state_before_the_batch_it_fetched(folder, world_size, monkeypatch):
+    """A resumed run begins with that batch. dev/tests/test_nanochat.py checks the rows."""
+    (diff,) = snippets("nanochat", "diff")
+    added = re.findall(r"^\+( .*(?:states|is_init).*)", diff, re.M)
+    *gathering, saved = textwrap.dedent("\n".join(added)).splitlines()
+    assert saved.strip() == '"dataloader_state_dict": states,'
+    os.rename("my_shards", "base_data")
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(folder))
+    monkeypatch.setenv("WORLD_SIZE", f"{world_size}")
 
-    def start(rank, state):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    def start(rank, state=None):
+        monkeypatch.setenv("RANK", f"{rank}")
         loader = tokenizing_distributed_data_loader_with_state_bos_bestfit(
-            tokenizer, B, T, "train", device="cpu", resume_state_dict=state, buffer_size=5)
+            ByteTokenizer(), B, T, "train", device="cpu", resume_state_dict=state, buffer_size=5)
         return loader, next(loader)
 
-    loaders, batches = zip(*(start(rank, None) for rank in range(ranks)), strict=True)
+    loaders, batches = zip(*map(start, range(world_size)), strict=True)
     for _ in range(3):
         before = [state for _, _, state in batches]
         batches = [next(loader) for loader in loaders]
@@ -727,10 +594,11 @@ def test_nanochat_saves_the_state_before_the_batch_it_fetched(folder, ranks, mon
     def all_gather_object(states, state):
         states[:] = before
 
-    dist = SimpleNamespace(is_initialized=lambda: ranks > 1, all_gather_object=all_gather_object)
-    for rank in range(ranks):
-        names = {"dist": dist, "ddp_world_size": ranks, "state_before": before[rank]}
-        exec(gather, names)
-        saved = json.loads(json.dumps(names["states"]))
-        _, (inputs, targets, _) = start(rank, saved)
-        assert torch.equal(inputs, batches[rank][0]) and torch.equal(targets, batches[rank][1])
+    fake = SimpleNamespace(is_initialized=lambda: world_size > 1,
+                           all_gather_object=all_gather_object)
+    for rank, (inputs, targets, _) in enumerate(batches):
+        names = {"dist": fake, "ddp_world_size": world_size, "state_before": before[rank]}
+        exec("\n".join(gathering), names)
+        states = json.loads(json.dumps(names["states"]))
+        _, (resumed, resumed_targets, _) = start(rank, states)
+        assert torch.equal(inputs, resumed) and torch.equal(targets, resumed_targets)

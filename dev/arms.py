@@ -1,0 +1,69 @@
+"""
+Train each arm with each seed and print a line of a table for each arm: dev/log.md's figures.
+
+    python -m dev.arms "" "--num_lanes 8" "--depth 4 --steps 500" --seeds 1 2 3
+    python -m dev.arms "--data novels" --train ../other/train.py --out runs/other
+
+An arm is a string of flags of train.py, or of a copy of it with a changed line (--train; with an
+--out of its own). Runs follow one another, and one that is complete in --out is not repeated.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+
+import dataset
+from train import read_log
+
+
+def run_arm(train, arm, seed, folder):
+    """-> bits per byte of each eval, in order; the run's folder is named after arm and seed"""
+    name = arm.replace("/", "_").replace(" ", "_") or "default"
+    out = os.path.join(folder, f"{name}_seed_{seed}")
+    if not is_complete(out):
+        command = [sys.executable, train, "--seed", str(seed), "--out", out]
+        subprocess.run([*command, *shlex.split(arm)], check=True, stdout=sys.stderr)
+    return list(evals_of(out))
+
+def evals_of(out):
+    """With several sources, those of all of them."""
+    found = {}
+    for record in read_log(os.path.join(out, "log.jsonl")):
+        if "val_bpb" in record:
+            found[record["step"]] = record["val_bpb"]
+    return found.values()
+
+def is_complete(out):
+    steps, last = None, None
+    for record in read_log(os.path.join(out, "log.jsonl")):
+        steps = record.get("flags", {}).get("steps", steps)
+        if "val_bpb" in record:
+            last = record["step"]
+    return last is not None and last == steps
+
+def line_of(arm, evals):
+    """evals: those of each seed"""
+    last = [bpb[-1] for bpb in evals]
+    best = [min(bpb) for bpb in evals]
+    mean = sum(last) / len(last)
+    over = max(a - b for a, b in zip(last, best, strict=True))
+    each = ", ".join(f"{bpb:.4f}" for bpb in last)
+    return f"| `{arm or 'default'}` | {each} | {mean:.4f} | {over:.4f} |"
+
+def main(argv=None):
+    p = dataset.Parser(description=__doc__)
+    p.add_argument("arms", nargs="+", metavar="FLAGS")
+    p.add_argument("--seeds", nargs="+", type=int, default=[1])
+    p.add_argument("--train", default="train.py", metavar="FILE")
+    p.add_argument("--out", default="runs/arms", metavar="DIR")
+    flags = p.parse_args(argv)
+    print("| flags | bits per byte of each seed | mean | last eval above the best, at most |")
+    print("| --- | --- | --- | --- |")
+    for arm in flags.arms:
+        evals = [run_arm(flags.train, arm, seed, flags.out) for seed in flags.seeds]
+        print(line_of(arm, evals), flush=True)
+
+if __name__ == "__main__":
+    with dataset.errors_in_one_line():
+        main()

@@ -1,0 +1,573 @@
+"""
+Does the suite find each mistake? Changes one place of dataloader.py at a time and runs the tests.
+
+    python -m dev.mutants              # all
+    python -m dev.mutants verdict      # those with this in their name
+
+Each mutant is (name, text, its replacement). The text must be in dataloader.py exactly once: when
+the loader changes, its mutants change with it. Prints a line for each, killed or SURVIVED, and how
+many survived, which is also the exit code.
+"""
+
+import multiprocessing
+import os
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+# Imported once, here, for all: each mutant's process is a fork, which saves it some five seconds.
+import hypothesis  # noqa: F401
+import pyarrow  # noqa: F401
+import pytest
+import torch.distributed.checkpoint  # noqa: F401
+
+ROOT = Path(__file__).resolve().parent.parent
+LOADER = (ROOT / "dataloader.py").read_text()
+FILES = ["dataset.py", "tokenizer.py", "test_dataloader.py"]
+LIMIT = 200    # seconds for a mutant; some of them hang
+
+MUTANTS = [
+    # Packings
+    ("flat does not repeat the last token",
+     "row, free = [(d, stop - 1, stop)], R - 1",
+     "row, free = [], R"),
+    ("flat: a last row of one repeated token",
+     "if free < R - 1 or not rows:",
+     "if free < R or not rows:"),
+    ("flat: no row for a lone BOS",
+     "if free < R - 1 or not rows:",
+     "if free < R - 1:"),
+    ("bestfit crops the longest",
+     "shortest, _ = left[0]",
+     "shortest, _ = left[-1]"),
+    ("bestfit: of equal documents the last",
+     "left = sorted((n, -d) for d, n",
+     "left = sorted((n, d) for d, n"),
+    ("bestfit: of the shortest the last",
+     "i = bisect_right(left, (shortest, 0)) - 1",
+     "i = 0"),
+    ("a looser best fit",
+     "i = bisect_left(rows, (size,))",
+     "i = bisect_left(rows, (size + 1,))"),
+    ("worst fit",
+     "free, row = rows.pop(i)\n        row.append(piece)",
+     "free, row = rows.pop()\n        row.append(piece)"),
+    ("smallest piece first",
+     "pieces.sort(key=size_in_row, reverse=True)",
+     "pieces.sort(key=size_in_row)"),
+    ("exactfit: threshold R / 2",
+     "(R // 32 + 1,)",
+     "(R // 2 + 1,)"),
+    ("exactfit: threshold 0",
+     "(R // 32 + 1,)",
+     "(1,)"),
+    ("exactfit fills a gap of one",
+     "while free > 1 and",
+     "while free > 0 and"),
+    ("exactfit leaves a gap of two",
+     "while free > 1 and",
+     "while free > 2 and"),
+    ("exactfit takes the fullest row apart",
+     "_, spare = short.pop()",
+     "_, spare = short.popleft()"),
+    ("exactfit fills the emptiest row first",
+     "free, row = short.popleft()",
+     "free, row = short.pop()"),
+    ("exactfit: no room for BOS again",
+     "room = free - 1 if start else free",
+     "room = free"),
+    ("size of a piece without BOS again",
+     "return stop - start + 1 if start else stop - start",
+     "return stop - start"),
+    ("BOS is not repeated",
+     "        if start:\n            pieces.append((d, 0, 1))\n",
+     ""),
+
+    # The line of documents
+    ("no epoch in the key of the row groups",
+     "shuffled(len(groups), self.seed, 0, epoch)",
+     "shuffled(len(groups), self.seed, 0)"),
+    ("no epoch in the key of documents",
+     "self.seed, 1, epoch, group)",
+     "self.seed, 1, group)"),
+    ("no group in the key of documents",
+     "self.seed, 1, epoch, group)",
+     "self.seed, 1, epoch)"),
+    ("keys of documents and row groups may be equal",
+     "self.seed, 1, epoch, group)",
+     "self.seed, 0, epoch, group)"),
+    ("keys of documents and rows may be equal",
+     "self.seed, 1, epoch, group)",
+     "self.seed, 2, epoch, group)"),
+    ("keys end with the purpose",
+     "np.random.PCG64((*key, seed))",
+     "np.random.PCG64((seed, *key))"),
+    ("file order: lanes one after the other",
+     "chunk = i * self.num_lanes + segment",
+     "chunk = segment * self.chunks_per_lane + i"),
+    ("shuffled order: lanes in turns",
+     "chunk = segment * self.chunks_per_lane + i",
+     "chunk = i * self.num_lanes + segment"),
+    ("lanes have the same part of each epoch",
+     "segment = (lane + epoch - 1) % self.num_lanes",
+     "segment = lane"),
+    ("epochs are counted from 0",
+     "epoch = 1 + n // self.chunks_per_lane",
+     "epoch = n // self.chunks_per_lane"),
+    ("a chunk begins in the middle of a document",
+     "return k, math.ceil(bytes_before",
+     "return k, int(bytes_before"),
+    ("fewer chunks",
+     "max(1, round(bytes_per_lane / chunk_bytes))",
+     "max(1, int(bytes_per_lane / chunk_bytes))"),
+    ("one epoch more",
+     "epochs * self.chunks_per_lane    # of a lane",
+     "epochs * self.chunks_per_lane + 1    # of a lane"),
+    ("the line is that of the first epoch",
+     "groups, _ = self.line(epoch)",
+     "groups, _ = self.line(1)"),
+
+    # Documents to ids
+    ("transform: the epoch is 1",
+     "result = self.transform(ids.astype(np.int64), location, epoch)",
+     "result = self.transform(ids.astype(np.int64), location, 1)"),
+    ("transform gets the tokenizer's dtype",
+     "result = self.transform(ids.astype(np.int64), location, epoch)",
+     "result = self.transform(ids, location, epoch)"),
+    ("BOS of a transform is not checked",
+     "if not fit or ids[0] not in (bos, ~bos):",
+     "if not fit:"),
+    ("ids of a transform are not checked",
+     "fit = are_ids and -n_tokens <= ids.min() <= ids.max() < n_tokens",
+     "fit = are_ids"),
+    ("a document that fails is not named",
+     "                    self.encode(alone, array, epoch, check_every=1)\n",
+     "                    pass\n"),
+    ("an error that is ours becomes another one",
+     "kind = UserError if isinstance(error, UserError) else RuntimeError",
+     "kind = RuntimeError"),
+    ("a bug becomes an error of ours",
+     "kind = UserError if isinstance(error, UserError) else RuntimeError",
+     "kind = UserError"),
+    ("token shards: half tokens",
+     "if (np.diff(offsets) % dtype.itemsize).any():",
+     "if False:"),
+    ("the end of the program is not seen",
+     "if dataset.ENDING.is_set():",
+     "if False:"),
+
+    # Chunks
+    ("rows are not shuffled",
+     "rows = [rows[i] for i in order]",
+     "pass"),
+    ("no lane and chunk in the key of rows",
+     "shuffled(len(rows), self.seed, 2, lane, n)",
+     "shuffled(len(rows), self.seed, 2)"),
+    ("no chunk in the key of rows",
+     "shuffled(len(rows), self.seed, 2, lane, n)",
+     "shuffled(len(rows), self.seed, 2, lane)"),
+    ("rows in the order of the packing",
+     "            rows.sort(key=min)    # by",
+     "            # by"),
+    ("a failed read is kept",
+     "if read is None or has_failed(read):",
+     "if read is None:"),
+    ("a failed chunk is kept",
+     "                if has_failed(future):\n                    del self.chunks[key]\n",
+     "                pass\n"),
+    ("chunks are never forgotten",
+     "            self._maker.forget(source, lane, n)\n",
+     ""),
+    ("nulls are not counted",
+     "n_null += 1",
+     "pass"),
+    ("filtered documents are not counted",
+     "n_filtered += 1",
+     "pass"),
+    ("other fields are not seen",
+     "if any(ids.dtype != dtype for ids in documents):",
+     "if False:"),
+    ("offset is 0",
+     "offset += stop - start",
+     "pass"),
+    ("the epoch of pieces is one more",
+     "Piece(location, self.chunk.epoch, start",
+     "Piece(location, self.chunk.epoch + 1, start"),
+    ("documents count in each of their rows",
+     "counts.append(len(seen) - n_before)",
+     "counts.append(len(row))"),
+
+    # Mixtures
+    ("1/8 for the golden ratio",
+     "GOLDEN = 0x9E3779B97F4A7C15",
+     "GOLDEN = 1 << 61"),
+    ("weights are ignored",
+     "values.append(float(value))",
+     "values.append(1.0)"),
+    ("a weight's function gets row 0",
+     "weight(g) if callable(weight)",
+     "weight(0) if callable(weight)"),
+    ("a weight may be nan",
+     "if not 0 <= value < math.inf:",
+     "if False:"),
+    ("a source in its border has the row",
+     "i = min(bisect_right(ends, point), len(ends) - 1)",
+     "i = min(bisect_left(ends, point), len(ends) - 1)"),
+    ("the chosen source is that of sorted names",
+     "return list(weights)[i]",
+     "return sorted(weights)[i]"),
+    ("sources in the order of data_dir",
+     "sources.sort(key=lambda source: (source.fingerprint, source.name))",
+     "pass"),
+    ("sources in the order of their names",
+     "sources.sort(key=lambda source: (source.fingerprint, source.name))",
+     "sources.sort(key=lambda source: source.name)"),
+    ("an ended source keeps its part",
+     "if n < self.sources[name].n_chunks:\n                weights",
+     "if True:\n                weights"),
+    ("a source that ends leaves a gap",
+     "                del weights[name]    # it ends",
+     "                return None    # it ends"),
+
+    # The next batch
+    ("no other lane takes over",
+     "for k in range(len(places)):",
+     "for k in range(1):"),
+    ("an ended run does not begin again",
+     "if self._finished:    # start the run again, like any iterable",
+     "if False:"),
+    ("each iteration begins again",
+     "if self._finished:    # start the run again, like any iterable",
+     "if True:"),
+    ("drop_last is ignored",
+     "(self.drop_last and not is_full)",
+     "False"),
+    ("drop_last always",
+     "(self.drop_last and not is_full)",
+     "not is_full"),
+    ("an empty run is no error",
+     "if loader.g == 0 and loader._knows_all_lanes():",
+     "if False:"),
+    ("a run that has ended is an empty one",
+     "if loader.g == 0 and loader._knows_all_lanes():",
+     "if loader._knows_all_lanes():"),
+    ("no limit of chunks without a token",
+     "if n_without > 100 + 3 * source.chunks_per_lane:",
+     "if n_without > 10**4:"),
+    ("too low a limit of chunks without a token",
+     "if n_without > 100 + 3 * source.chunks_per_lane:",
+     "if n_without > 1:"),
+    ("chunks without a document count as empty",
+     "if not chunk.rows and chunk.n_null + chunk.n_filtered:",
+     "if not chunk.rows:"),
+    ("rank r has the r-th rows of a batch",
+     "first = (self.rank - self.g) % self.world_size",
+     "first = self.rank"),
+    ("progress before the batch",
+     "            batch = self._batch(own, blank",
+     "            self._progress = self._progress._replace(places=places)\n"
+     "            batch = self._batch(own, blank"),
+    ("progress in two steps",
+     "            self._progress = Progress(g, places, counts, numbers, own)",
+     "            self._progress = self._progress._replace(counts=counts)\n"
+     "            self._progress = Progress(g, places, counts, numbers, own)"),
+    ("drawing moves the loader's places",
+     "places[lane] = at.copy()",
+     "places[lane] = at"),
+    ("counts are those of the loader",
+     "all_counts = copy.deepcopy(self._progress.counts)",
+     "all_counts = self._progress.counts"),
+    ("nulls count with each row",
+     "            if row.i == 0:\n",
+     "            if True:\n"),
+    ("stats: an epoch more at the end",
+     "n = min(n, source.n_chunks - 1)",
+     "pass"),
+    ("threads may share a step",
+     "        with self._lock:\n            if self._finished:",
+     "        with contextlib.nullcontext():\n            if self._finished:"),
+
+    # Masks and fields
+    ("the end of a row has a loss",
+     "            targets[b, max(0, n_tokens - 1):] = -100\n",
+     ""),
+    ("the target after the last token has a loss",
+     "targets[b, max(0, n_tokens - 1):] = -100",
+     "targets[b, n_tokens:] = -100"),
+    ("inputs are not BOS at the end of a row",
+     "            inputs[b, n_tokens:] = self.tokenizer.bos\n",
+     ""),
+    ("inputs without a loss are 0",
+     "inputs = np.where(inputs < 0, ~inputs, inputs)",
+     "inputs = np.maximum(inputs, 0)"),
+    ("tokens without a loss are not -100",
+     "        targets[targets < 0] = -100\n",
+     ""),
+    ("fields are not shifted",
+     "field = tokens[name][:, 1:].copy()",
+     "field = tokens[name][:, :-1].copy()"),
+    ("fields are not 0 where a target is -100",
+     "                field[targets < 0] = 0\n",
+     ""),
+    ("fields become int64",
+     "field = tokens[name][:, 1:].copy()",
+     "field = tokens[name][:, 1:].astype(np.int64)"),
+    ("batches share memory",
+     "inputs = ids[:, :-1].astype(np.int64)",
+     "inputs = self.__dict__.setdefault('_kept', ids[:, :-1].astype(np.int64))\n"
+     "        inputs[:] = ids[:, :-1]"),
+
+    # The end of a finite run
+    ("ranks do not agree",
+     "if not is_finite or not has_others or self._knows_all_lanes():",
+     "if True:"),
+    ("each rank has its own verdict",
+     "            dist.all_reduce(flag, dist.ReduceOp.MAX, self.group)\n",
+     ""),
+    ("the verdict is not kept after an error",
+     "        if asked_at == self.g:    # an error came between the question and the batch\n"
+     "            return verdict\n",
+     ""),
+    ("the verdict is kept for ever",
+     "if asked_at == self.g:    # an error",
+     "if asked_at is not None:    # an error"),
+    ("an interrupt while ranks agree is forgotten",
+     "        if self._is_agreeing:\n",
+     "        if False:\n"),
+    ("a load does not end what ranks agree on",
+     "        self._is_agreeing = False      # with",
+     "        # with"),
+    ("places of the last rank only",
+     "                places |= places_of_rank\n",
+     "                places = places_of_rank\n"),
+    ("gather_states on all ranks",
+     "return merge_states(states) if dist.get_rank(loader.group) == 0 else None",
+     "return merge_states(states)"),
+
+    # States
+    ("the row of the run is not restored",
+     'self._go_to(state["rows"], places)',
+     "self._go_to(0, places)"),
+    ("lanes of a rank depend on the row",
+     "        lanes = self._own_lanes(num_lanes)\n",
+     '        first = (self.rank + state["rows"]) % self.world_size\n'
+     "        lanes = range(first, num_lanes, self.world_size)\n"),
+    ("num_lanes of the state is ignored",
+     'for name in ("num_lanes", "chunk_bytes"):\n            if self.given',
+     'for name in ("chunk_bytes",):\n            if self.given'),
+    ("chunk_bytes of the state is ignored",
+     'for name in ("num_lanes", "chunk_bytes"):\n            if self.given',
+     'for name in ("num_lanes",):\n            if self.given'),
+    ("sources are not opened again at a load",
+     "            self._open(shards)\n            self._go_to(state",
+     "            self._go_to(state"),
+    ("old chunks are used after a load",
+     "                self._maker.stop()\n                self._maker = None\n",
+     "                pass\n"),
+    ("the seed is not compared",
+     '"shuffle_seed": loader.shuffle_seed, ',
+     ""),
+    ("the transform is not compared",
+     '"transform": name_of(loader.transform)}',
+     "}"),
+    ("the tokenizer is not compared",
+     '"tokenizer": loader.tokenizer.fingerprint(),',
+     ""),
+    ("the split is not compared",
+     '"split": loader.split, ',
+     ""),
+    ("a change of packing is not seen",
+     ' and state["packing"] == self.packing',
+     ""),
+    ("a change of T is not seen",
+     'state["T"] == self.T and ',
+     ""),
+    ("another T skips whole chunks, too",
+     "if i > 0 and not same_rows:",
+     "if not same_rows:"),
+    ("another T repeats the chunk",
+     "n, i = n + 1, 0\n                places",
+     "n, i = n, 0\n                places"),
+    ("moved folders are not found",
+     "names[name] = moved.pop(source.fingerprint)",
+     "pass"),
+    ("changed folders are not seen",
+     'if saved[name]["fingerprint"] != source.fingerprint:',
+     "if False:"),
+    ("a state of no source fits",
+     "    if not names:\n",
+     "    if False:\n"),
+    ("another shard is the first that differs",
+     "if ours[k:k + 1] != theirs[k:k + 1]:",
+     "if ours[k:k + 1] != theirs[:1]:"),
+    ("a change of T or the packing is not said",
+     "        if now != before:\n",
+     "        if False:\n"),
+    ("no warning of other weights",
+     "if weight != weight_before:",
+     "if False:"),
+    ("no warning of new sources",
+     "for name in loader.sources.keys() - names_in_state.keys():",
+     "for name in ():"),
+    ("no warning of sources that are gone",
+     'for name in state["sources"].keys() - names_in_state.values():',
+     "for name in ():"),
+    ("no warning of other code",
+     'if hash_of_code(loader.transform) != state["code"]:',
+     "if False:"),
+    ("code without constants",
+     "return [code.co_code.hex(), code.co_names, constants]",
+     "return [code.co_code.hex(), code.co_names]"),
+    ("the order of a set is code",
+     "value = sorted(map(repr, value))",
+     "pass"),
+    ("functions of weights have only a name",
+     'return f"{name_of(weight)} {hash_of_code(weight)}" if callable(weight) else weight',
+     "return name_of(weight) if callable(weight) else weight"),
+    ("merge: steps are not compared",
+     '{**state, "lanes": None} != {**first, "lanes": None}',
+     "False"),
+    ("merge: lanes may lack",
+     '        check_lanes(range(first["config"]["num_lanes"]), lanes)\n',
+     ""),
+    ("load: lanes may lack",
+     '        check_lanes(lanes, state["lanes"])\n',
+     ""),
+    ("older versions are read",
+     "if version != VERSION:",
+     "if version is None:"),
+    ("another version",
+     "VERSION = 8 ",
+     "VERSION = 9 "),
+    ("a state that lacks a key is a KeyError",
+     "except (KeyError, TypeError, AttributeError, IndexError) as error:",
+     "except (TypeError, AttributeError, IndexError) as error:"),
+
+    # Defaults and guards
+    ("32 lanes by default",
+     "    num_lanes = 64\n",
+     "    num_lanes = 32\n"),
+    ("default lanes do not know the row groups",
+     "bytes_of_lane += n_bytes / n_groups + chunk_bytes",
+     "bytes_of_lane += chunk_bytes"),
+    ("default lanes do not know other sources",
+     "bytes_of_lane += n_bytes / n_groups + chunk_bytes",
+     "bytes_of_lane = n_bytes / n_groups + chunk_bytes"),
+    ("default lanes do not know the world size",
+     "return math.lcm(num_lanes, world_size)",
+     "return num_lanes"),
+    ("chunks of 128 rows by default",
+     "bytes_of_256_rows = 1024 * (T + 1)",
+     "bytes_of_256_rows = 512 * (T + 1)"),
+    ("smaller chunks by default",
+     "2 << 20), 64 << 20)",
+     "1 << 20), 64 << 20)"),
+    ("a fork is not seen",
+     "os.getpid() != loader._pid or ",
+     ""),
+    ("a worker is not seen",
+     " or get_worker_info() is not None",
+     ""),
+    ("a closed loader is not seen",
+     "if loader._closed:",
+     "if False:"),
+    ("close stops nothing",
+     "        if self._maker and self._pid == os.getpid():\n            self._maker.stop()\n",
+     ""),
+    ("token shards with another tokenizer",
+     "if source.shards[0].fingerprint not in (None, loader.tokenizer.fingerprint()):",
+     "if False:"),
+    ("a process group made later is not seen",
+     "        if seen != now:",
+     "        if False:"),
+    ("RANK=1 alone",
+     '{"RANK": None, ',
+     '{"RANK": "1", '),
+    ("SLURM_PROCID=1 alone",
+     '"SLURM_PROCID": "0",',
+     '"SLURM_PROCID": "1",'),
+    ("SLURM_STEP_NUM_TASKS=4 alone",
+     '"SLURM_STEP_NUM_TASKS": "1",',
+     '"SLURM_STEP_NUM_TASKS": "4",'),
+    ("given ranks are compared with the launcher's",
+     'if loader.given["rank"] is None:',
+     "if True:"),
+    ("epochs are not checked",
+     '            check_int("epochs", n)\n',
+     "            pass\n"),
+    ("True is an int",
+     "if type(value) is not int or value < least:",
+     "if not isinstance(value, int) or value < least:"),
+]
+
+# Tests of other files are left out. The slow ones run when all others have passed.
+OTHERS = "train_gives or tiktoken or conversations or checksum or index"
+SLOW = ("never_change or drawn_runs or ctrl_c or program_ends or distributed_checkpoint or "
+        "real_ranks")
+
+def try_mutant(mutant):
+    """A line that says whether the suite finds it."""
+    name, before, after = mutant
+    began = time.time()
+    with tempfile.TemporaryDirectory() as folder:
+        for file in FILES:
+            shutil.copy(ROOT / file, folder)
+        Path(folder, "dataloader.py").write_text(LOADER.replace(before, after))
+        verdict = run_suite(folder)
+    return f"{verdict}: {name} ({time.time() - began:.0f} s)"
+
+def run_suite(folder):
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=run_tests, args=(folder,))
+    process.start()
+    process.join(LIMIT)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)    # with the ranks that it has started
+        process.join()
+        return "killed by the time limit"
+    if process.exitcode == 0:
+        return "SURVIVED"
+    output = Path(folder, "output").read_text()
+    failed = re.search(r"(?:FAILED|ERROR) \S+::(\w+)", output)
+    return f"killed by {failed[1] if failed else 'an error'}"
+
+def run_tests(folder):
+    """In a process of its own: exits with 0 if all tests pass."""
+    os.setpgid(0, 0)
+    os.chdir(folder)
+    output = os.open("output", os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    arguments = ["-q", "-x", "-p", "no:cacheprovider", "--tb=no", "test_dataloader.py", "-k"]
+    for selection in (f"not ({OTHERS}) and not ({SLOW})", SLOW):
+        code = pytest.main([*arguments, selection])
+        sys.stdout.flush()
+        if code:
+            os._exit(1)
+    os._exit(0)
+
+def main():
+    part = " ".join(sys.argv[1:])
+    chosen = [mutant for mutant in MUTANTS if part in mutant[0]]
+    outdated = [name for name, before, _ in chosen if LOADER.count(before) != 1]
+    if outdated:
+        sys.exit("these mutants no longer apply, their text is not in dataloader.py exactly once:\n"
+                 + "\n".join(outdated))
+    as_it_is = try_mutant(("no mutant", "", ""))
+    if not as_it_is.startswith("SURVIVED"):
+        sys.exit(f"the tests must pass without a mutant, but: {as_it_is}")
+    survived = 0
+    with ThreadPoolExecutor(2) as pool:
+        for line in pool.map(try_mutant, chosen):
+            survived += line.startswith("SURVIVED")
+            print(line, flush=True)
+    print(f"{len(chosen)} mutants, {survived} survived")
+    sys.exit(min(survived, 100))
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,338 @@
+"""
+What a run of train.py saw: which documents, when, and how hard they were for the model.
+
+    python -m dev.runs audit --resume FILE --steps 600:602    the documents in these steps' rows
+    python -m dev.runs when RUN shard_00000.parquet:0         the steps that have row 0 of this file
+    python -m dev.runs losses RUN                             the easiest and the hardest documents
+
+RUN is the folder of a run; FILE is a checkpoint in it. `losses` needs a run with --ledger, and with
+one `when` is faster. The trade-off: without a ledger, both others pack rows again. `audit` of steps
+before FILE packs all rows from the run's beginning; `when` packs the lanes that have the document.
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.runs, typed where dataloader.py is")
+
+import argparse
+import functools
+import glob
+import json
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from dataloader import PackedLoader
+from dataset import Location, Parser, UserError, errors_in_one_line
+from tokenizer import RustBPETokenizer
+from train import list_checkpoints, load_checkpoint, sources_of
+
+# --------------------------------------------------------------------------------------------------
+# A run, from its newest checkpoint
+
+def newest_of(run):
+    return load_checkpoint(max(list_checkpoints(run), default=run))
+
+def flags_of(saved):
+    return argparse.Namespace(**saved["flags"])
+
+def loader_of(saved, begins=False, B=None, rank=0, world_size=1):
+    """A loader of a checkpoint's run: at the checkpoint, or at the run's beginning."""
+    changed = saved["constant_since"]
+    if begins and changed:
+        raise UserError(f"the run changed its flags at step {changed}: a checkpoint of step "
+                        f"{saved['step']} cannot name rows before it; pass one of step {changed} "
+                        "or before")
+    flags, state = flags_of(saved), json.loads(saved["loader"])
+    config, tokenizer = state["config"], RustBPETokenizer.from_dict(saved["tokenizer"])
+    loader = PackedLoader(
+        tokenizer, B or flags.batch_size, state["T"], "train", packing=state["packing"],
+        data_dir=sources_of(flags), rank=rank, world_size=world_size,
+        num_lanes=config["num_lanes"], chunk_bytes=config["chunk_bytes"],
+        shuffle_seed=config["shuffle_seed"])
+    if not begins:
+        loader.load_state_dict(state)
+    return loader
+
+def shards_of(loader):
+    return [shard for source in loader.sources.values() for shard in source.shards]
+
+@functools.lru_cache(maxsize=16)
+def read_row_group(shard, row_group):
+    return shard.read(row_group)
+
+def text_of(shard, row_group, row, loader):
+    document = read_row_group(shard, row_group)[row].as_py()
+    if shard.kind != "tokens":
+        return document or ""
+    ids = np.frombuffer(document or b"", shard.dtype).astype(int)
+    tokens = np.maximum(ids, ~ids)    # ~t is token t without a loss
+    return loader.tokenizer.tokenizer.decode(tokens[1:].tolist())
+
+def beginning_of(location, loader):
+    for shard in shards_of(loader):
+        if shard.path == location.path:
+            return text_of(shard, location.row_group, location.row, loader)[:60]
+
+class Seen(NamedTuple):
+    """A piece of a document in a row."""
+    step: int
+    g: int    # the row of the run
+    location: Location
+    epoch: int
+    start: int
+    stop: int
+
+def without_bos_again(pieces):
+    """A BOS that is repeated before another piece of its document is not worth a line."""
+    continued = {piece[:3] for piece in pieces if piece.start > 0}    # step, g, location
+    return [piece for piece in pieces if piece.stop > 1 or piece[:3] not in continued]
+
+# --------------------------------------------------------------------------------------------------
+# audit: the documents in the rows of a run's steps
+
+def audit(path, steps=None, as_json=False):
+    """
+    Lines for each row of steps A to B-1 (default: the next one) of a checkpoint's run, those of all
+    ranks: of W ranks, row g of the run is that of rank g % W. Steps before the checkpoint are
+    packed again from the beginning of the run.
+    """
+    saved = load_checkpoint(path)
+    first, stop = steps or (saved["step"], saved["step"] + 1)
+    begins = first < saved["step"]
+    with loader_of(saved, begins) as loader:
+        for step in range(0 if begins else saved["step"], stop):
+            next(loader)
+            if step < first:
+                continue
+            for g, pieces in zip(loader.numbers, loader.pieces(), strict=True):
+                yield from lines_of_row(step, g, pieces, loader, as_json)
+
+def lines_of_row(step, g, pieces, loader, as_json):
+    if as_json:
+        documents = []
+        for piece in pieces:
+            text = beginning_of(piece.location, loader)
+            documents.append({**piece.location._asdict(), "epoch": piece.epoch, "text": text,
+                              "from": piece.start, "to": piece.stop, "offset": piece.offset})
+        yield json.dumps({"step": step, "row": g, "documents": documents})
+        return
+    yield f"step {step}, row {g} of the run"
+    seen = [Seen(step, g, *piece[:4]) for piece in pieces]
+    for piece in without_bos_again(seen):
+        yield f"  {describe(piece, loader)}"
+
+def describe(piece, loader):
+    return (f"{piece.location}, epoch {piece.epoch}, tokens {piece.start:,}-{piece.stop - 1:,}: "
+            f"{beginning_of(piece.location, loader)!r}")
+
+# --------------------------------------------------------------------------------------------------
+# The ledger: what train.py --ledger wrote
+
+def read_ledger(run, sources=None):
+    """Its rows (see train.ledger_rows) of these sources or all, in the order of the run."""
+    files = glob.glob(f"{glob.escape(run)}/ledger/*.parquet")
+    if not files:
+        return pa.schema({"step": pa.int64(), "path": pa.string()}).empty_table()
+    ledger = pq.read_table(files).sort_by("g")
+    if sources is None:
+        return ledger
+    known = [shard.path for source in sources.values() for shard in source.shards]
+    others = {*ledger["path"].unique().to_pylist()} - {*known}
+    if others:
+        print(f"left out: {len(others)} files that the run no longer has (moved?), such as "
+              f"{min(others)}")
+    return ledger.filter(pc.field("path").isin(known))
+
+# --------------------------------------------------------------------------------------------------
+# losses: which documents were hard, which were easy
+
+class Difficulty(NamedTuple):
+    """Of a document, in bits per byte."""
+    above: float    # more than all documents of the same 50 steps had
+    bits: float
+    n_bytes: int
+    location: Location
+
+class SourceLosses(NamedTuple):
+    name: str
+    n_tokens: int
+    usual: np.ndarray    # bits per byte in every 50 steps
+    documents: list      # a Difficulty each, the easiest first
+
+def losses_of(run, sources):
+    """Yield the SourceLosses of each source. Documents of fewer than 200 bytes say little."""
+    ledger = read_ledger(run, sources)
+    if not len(ledger):
+        raise UserError(f"{run} has no ledger; train.py writes one with --ledger")
+    for name, source in sources.items():
+        paths = [shard.path for shard in source.shards]
+        rows = ledger.filter(pc.field("path").isin(paths))
+        period = rows["step"].to_numpy() // 50
+        bits = rows["nats"].to_numpy() / np.log(2)
+        n_bytes = rows["bytes"].to_numpy()
+        bits_of_period = np.bincount(period, bits, minlength=1)
+        bytes_of_period = np.bincount(period, n_bytes, minlength=1)
+        usual = bits_of_period / np.maximum(1, bytes_of_period)
+        above = bits - usual[period] * n_bytes
+        rows = rows.append_column("bits", [bits]).append_column("above", [above])
+        totals = rows.group_by([*Location._fields])
+        totals = totals.aggregate([("above", "sum"), ("bits", "sum"), ("bytes", "sum")])
+        documents = []
+        for row in totals.to_pylist():
+            n = row["bytes_sum"]
+            if n >= 200:
+                above, bits = row["above_sum"] / n, row["bits_sum"] / n
+                location = Location(row["path"], row["row_group"], row["row"])
+                documents.append(Difficulty(above, bits, n, location))
+        n_tokens = sum(rows["tokens"].to_pylist())
+        yield SourceLosses(name, n_tokens, usual, sorted(documents))
+
+def losses(run, n=10):
+    """
+    Lines: the tokens of each source and how its loss fell, then its n easiest and n hardest
+    documents of 200 bytes or more.
+    """
+    with loader_of(newest_of(run)) as loader:
+        for name, n_tokens, usual, documents in losses_of(run, loader.sources):
+            began = next((bits for bits in usual if bits), 0)
+            yield (f"{name}: {n_tokens:,} tokens, {began:.3f} bits per byte in the first 50 steps, "
+                   f"{usual[-1]:.3f} in the last; documents: {len(documents):,}")
+            yield ("   above  bits per byte      bytes    (above: more bits per byte than the same "
+                   "50 steps)")
+            both_ends = {*documents[:n], *documents[-n:]}
+            for above, bits, n_bytes, location in sorted(both_ends):
+                text = beginning_of(location, loader)
+                yield f"{above:>+8.3f}{bits:>15.3f}{n_bytes:>11,}    {location}: {text!r}"
+
+# --------------------------------------------------------------------------------------------------
+# when: the steps that have a document
+
+def when(run, name=None, text=None):
+    """
+    Lines: the rows of a run that have a document, past and to come. The past ones are in the
+    ledger; without one, they are packed again, as those to come are.
+    """
+    saved = newest_of(run)
+    with loader_of(saved) as loader:
+        wanted = {*find_documents(loader, name, text)}
+        if not wanted:
+            raise UserError(f"no {name or repr(text)} in the run; expected FILE[:GROUP]:ROW or "
+                            "--text WORDS")
+        ledger = read_ledger(run, loader.sources)
+        steps = ledger["step"].unique().to_pylist()
+        is_complete = {*range(saved["step"])} <= {*steps}
+        seen = {*seen_in(ledger, wanted), *replay(saved, not is_complete, wanted)}
+        seen = sorted(without_bos_again(seen))
+        for piece in seen:
+            to_come = "to come: " if piece.step >= saved["step"] else ""
+            yield f"{to_come}step {piece.step}, row {piece.g} of the run: {describe(piece, loader)}"
+    missing = wanted - {piece.location for piece in seen}
+    yield f"{len(seen):,} pieces; documents in none: {len(missing):,}"
+
+def find_documents(loader, name, text):
+    """Yield the Location of FILE[:GROUP]:ROW in each folder that has it, or of all with a text."""
+    for shard in shards_of(loader):
+        number = 0    # of the document in the file
+        for row_group, n in enumerate(shard.group_sizes):
+            for row in range(n):
+                names = f"/{shard.path}:{number}", f"/{shard.path}:{row_group}:{row}"
+                is_named = any(full.endswith(f"/{name}") for full in names)
+                if is_named or (text and text in text_of(shard, row_group, row, loader)):
+                    yield Location(shard.path, row_group, row)
+                number += 1
+
+def seen_in(ledger, wanted):
+    """Yield each piece of these documents in the ledger."""
+    paths = [*{location.path for location in wanted}]
+    ledger = ledger.filter(pc.field("path").isin(paths))
+    for row in ledger.to_pylist():
+        location = Location(row["path"], row["row_group"], row["row"])
+        if location in wanted:
+            piece = row["epoch"], row["start"], row["stop"]
+            yield Seen(row["step"], row["g"], location, *piece)
+
+def replay(saved, begins, wanted):
+    """
+    Yield each piece of these documents, from the checkpoint or the run's beginning to its end. Each
+    lane is packed alone, as by rank `lane` of num_lanes; one that has none of them is not packed.
+    """
+    flags, state = flags_of(saved), json.loads(saved["loader"])
+    num_lanes, now = state["config"]["num_lanes"], state["rows"]
+    end = now + (flags.steps - saved["step"]) * flags.batch_size
+    with loader_of(saved, begins) as loader:
+        lanes = [lane for lane in range(num_lanes)
+                 if has_documents(loader, lane, state, begins, end, wanted)]
+    for lane in lanes:
+        with loader_of(saved, begins, B=1, rank=lane, world_size=num_lanes) as loader:
+            while loader.g < end:
+                next(loader)
+                [g], [pieces] = loader.numbers, loader.pieces()
+                step = saved["step"] + (g - now) // flags.batch_size
+                for piece in pieces:
+                    if piece.location in wanted and g < end:
+                        yield Seen(step, g, *piece[:4])
+
+def has_documents(loader, lane, state, begins, end, wanted):
+    """Whether a chunk of the lane has such a document, up to row `end` and an epoch more."""
+    groups = {(location.path, location.row_group) for location in wanted}
+    for name, source in loader.sources.items():
+        n, _ = state["lanes"][str(lane)][name]
+        rows_to_come = end - state["rows"]
+        n_more = (n + 1) * rows_to_come // max(1, state["rows"])    # chunks, at the same speed
+        stop = n + 1 + n_more + source.chunks_per_lane
+        for k in range(0 if begins else n, stop):
+            _, parts = source.parts(lane, k)
+            near = [part for part in parts if (part.shard.path, part.row_group) in groups]
+            if any(not wanted.isdisjoint(part.locations()) for part in near):
+                return True
+    return False
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+def main(argv=None):
+    flags = make_parser().parse_args(argv)
+    with errors_in_one_line():
+        for line in flags.lines(flags):
+            print(line, flush=True)
+
+def make_parser():
+    parser = Parser("python -m dev.runs", description=__doc__,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("audit", description=audit.__doc__)
+    command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps, flags.json))
+    command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
+    command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the next one")
+    command.add_argument("--json", action="store_true", help="a row per line, for programs")
+
+    command = commands.add_parser("losses", description=losses.__doc__)
+    command.set_defaults(lines=lambda flags: losses(flags.run, flags.head))
+    command.add_argument("run", metavar="RUN", help="the folder of a run with --ledger")
+    command.add_argument("--head", type=parse_head, default=10, metavar="N", help="default 10")
+
+    command = commands.add_parser("when", description=when.__doc__)
+    command.set_defaults(lines=lambda flags: when(flags.run, flags.document, flags.text))
+    command.add_argument("run", metavar="RUN", help="the folder of a run")
+    command.add_argument("document", nargs="?", metavar="FILE[:GROUP]:ROW",
+                         help="row of the file, or of a row group in it; the first is 0")
+    command.add_argument("--text", help="words of the documents")
+    return parser
+
+def parse_steps(text):
+    first, _, stop = text.partition(":")
+    if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
+        raise argparse.ArgumentTypeError(f"{text}: expected A:B with 0 <= A < B")
+    return int(first), int(stop)
+
+def parse_head(text):
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
+    return int(text)
+
+if __name__ == "__main__":
+    main()
