@@ -20,20 +20,11 @@ import pyarrow as pa
 import pytest
 
 import train
-from dataset import Location, list_shards, write_shard
+from dataset import Location, write_shard
 from dev import runs
-from test_dataloader import HERE
+from test_dataloader import HERE, texts_of
 from tokenizer import RustBPETokenizer
 
-
-def documents_in(folder):
-    """{location: text} of the train split"""
-    texts = {}
-    for shard in list_shards(folder, "train"):
-        for row_group in range(len(shard.group_sizes)):
-            for row, text in enumerate(shard.read(row_group).to_pylist()):
-                texts[Location(shard.path, row_group, row)] = text
-    return texts
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
@@ -117,7 +108,7 @@ def test_ledger_has_each_token_of_an_epoch_once_and_when_finds_the_same(base, na
     run = request.getfixturevalue(name)
     ledger = runs.read_ledger(run)
     assert sorted({*ledger["step"].to_pylist()}) == [*range(24)]
-    documents = documents_in(f"{base}/a") | documents_in(f"{base}/b")
+    documents = texts_of(f"{base}/a") | texts_of(f"{base}/b")
     tokens = {}    # {(epoch, location): [(start, stop, targets, bytes), ...]}
     for row in ledger.to_pylist():
         location = Location(row["path"], row["row_group"], row["row"])
@@ -155,7 +146,7 @@ def test_when_prints_past_and_coming_steps(alone, base, capsys):
     location = Location(f"{base}/a/train-1.parquet", 1, 5)
     seen = runs.without_bos_again([*runs.seen_in(runs.read_ledger(alone), {location})])
     assert seen[0].step < 18 <= seen[-1].step, "past and to come"
-    text = documents_in(f"{base}/a")[location][:60]
+    text = texts_of(f"{base}/a")[location][:60]
     want = []
     for step, g, _, epoch, start, stop in seen:
         to_come = "to come: " if step >= 18 else ""
@@ -221,7 +212,7 @@ def test_audit_names_the_documents_of_the_rows(base, alone, steps):
             location = Location(piece["path"], piece["row_group"], piece["row"])
             place = piece["epoch"], piece["from"], piece["to"]
             found.append(runs.Seen(line["step"], line["row"], location, *place))
-    documents = documents_in(f"{base}/a") | documents_in(f"{base}/b")
+    documents = texts_of(f"{base}/a") | texts_of(f"{base}/b")
     ledger = runs.seen_in(runs.read_ledger(alone), {*documents})
     assert sorted(found) == sorted(piece for piece in ledger if first <= piece.step < stop)
 
@@ -264,7 +255,7 @@ def test_losses_print_the_tokens_of_each_source_and_its_documents(alone, base, c
         assert first.startswith(f"{base}/{name}: {sum(tokens):,} tokens, ")
         assert first.endswith("in the last; documents: 1")
         location = Location(f"{base}/{name}/train-0.parquet", 0, 7)
-        text = documents_in(f"{base}/{name}")[location]
+        text = texts_of(f"{base}/{name}")[location]
         assert line.endswith(f"    {location}: {text[:60]!r}")
 
 def test_losses_compare_a_document_with_the_same_steps(monkeypatch):
