@@ -145,7 +145,7 @@ def rows_of_one_process(n):
 
 def check(code, worlds=(2, 2, 1), copies=1):
     """worlds: processes of each start. copies: processes that get the same rows."""
-    want = rows_of_one_process(40)
+    want = rows_of_one_process(60)
     for leg, world_size in enumerate(worlds):
         rows = run(code, world_size, leg)
         for number in range(SAVE_EVERY):
