@@ -87,10 +87,10 @@ def with_fields(ids, location, epoch):
     return None if location.row % 5 == 3 else rows
 
 def rising(g):
-    return g / 20
+    return (g + 1) / 20
 
 def late(g):
-    return 1.0 if g >= 15 else 0
+    return 1.0 if g >= 15 else 1e-9    # all weights may not be 0
 
 def in_waves(g):
     return 1 + g % 7
@@ -183,8 +183,6 @@ def draw_mixture(draw, corpora, is_finite):
     sources = draw.sample(range(len(corpora)), draw.choice([1, 1, 2, 3]))
     folders = {source: draw.choice(corpora[source].folders) for source in sources}
     weights = {source: draw.choice(WEIGHTS) for source in sources}
-    if all(callable(weight) for weight in weights.values()):
-        weights[sources[0]] = 1    # not all may be 0
     is_last = draw.random() < 0.3    # whether one source is endless
     epochs = {source: draw.choice([1, 2, 3]) if is_finite else None for source in sources}
     if is_last and not is_finite:

@@ -143,8 +143,7 @@ def choose(weights, g):
     numbers = [weight(g) if callable(weight) else weight for weight in weights.values()]
     point = g * 0x9E3779B97F4A7C15 % 2**64 / 2**64 * sum(numbers)
     ends = itertools.accumulate(numbers)
-    names = [name for name, end in zip(weights, ends, strict=True) if point < end]
-    return names[0] if names else [*weights][-1]    # none: all weights are 0
+    return next(name for name, end in zip(weights, ends, strict=True) if point < end)
 
 def rows_of(run, g=0, places=None):
     """Yield (lane, source, row) of row g of the run, g + 1, ..."""
