@@ -1,5 +1,5 @@
 """
-dev/reference.py and dev/drawn.py: the printed example, and a few drawn runs.
+dev/reference.py and dev/drawn.py: the printed example, and a few drawn runs. dev/mutants.py.
 
     python -m pytest dev/tests/test_reference.py
 """
@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import dataloader
-from dev import drawn, reference
+from dev import drawn, mutants, reference
 from test_dataloader import HERE
 
 
@@ -36,6 +36,12 @@ def test_a_difference_is_an_error_that_names_the_seed(monkeypatch):
     monkeypatch.setattr(dataloader, "GOLDEN", 1 << 61)
     with pytest.raises(AssertionError, match=r"seed \d+, row \d+: the loader has"):
         drawn.compare(40, 700)
+
+def test_each_mutant_is_an_edit_of_dataloader_py():
+    """Its text is there once. If you changed it, change the mutant, too."""
+    counts = {name: mutants.LOADER.count(before) for name, before, _ in mutants.MUTANTS}
+    assert len(counts) == len(mutants.MUTANTS), "two mutants have the same name"
+    assert {name: n for name, n in counts.items() if n != 1} == {}
 
 @pytest.mark.parametrize("name", ["reference", "runs", "bench", "pictures"])
 def test_a_file_that_is_run_by_its_path_says_how(name):
