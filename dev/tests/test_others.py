@@ -14,22 +14,10 @@ Their files:
     OLMo-core     src/test/data/data_loader_test.py
 
 A docstring or a comment says what they promise. Where we promise something else, it says "Ours".
-What test_dataloader.py tests already has no second test here:
-    LanceDB       seeds and epochs have other orders: sections 1 and 2. A second iterator is an
-                  error. Ours: it continues (6). Errors of a transform are raised (7)
-    LanceDB       a rank's state is that of all. Ours: all ranks' states are merged (8)
-    LanceDB       a state of another seed or another number of lanes is refused (8)
-    litData       old states are completed by guesses. Ours: they are refused (8)
-    litData       drop_last gives all ranks as many full batches (6)
-    Grain         ranks take turns; the rest is dropped. Ours: it is masked, or dropped (1, 6)
-    Grain         proportions are numbers or a selection map; not 0. Ours: numbers or functions (3)
-    Grain         a mixture ends with its first source. Ours: with its last (3)
-    Grain         a mixture resumes with fewer, more and other sources. Ours: other weights, too (8)
-    torchtitan    a random map is the same in each run. Ours: if seeded by location.key (8)
-    torchtitan    a last batch is smaller. Ours: it is masked (6)
-    TRL           a second column travels along: a field (5). Empty sequences vanish. Ours: null
-                  ones do, "" is a BOS (1, drawn)
-    OLMo-core     other data is refused, unless a flag says otherwise. Ours: no flag (8)
+dev/log.md has a table of all their promises. What test_dataloader.py tests as ours has no second
+test here: orders of seeds and epochs, iterators, errors of transforms, refused states, merged
+states, drop_last and masks, proportions, sources that end, join or leave, moved and other folders,
+fields, nulls.
 """
 
 import itertools
