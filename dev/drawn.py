@@ -12,6 +12,7 @@ of a finite run; test_dataloader.py has real ranks. Run number i is drawn from s
 import collections
 import itertools
 import json
+import os
 import random
 import shutil
 import tempfile
@@ -223,8 +224,8 @@ def load(loader, members, stop):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         loader.load_state_dict(stop.state)
-    weights, weights_before = ({i: member.weight for i, member in of_leg.items()}
-                               for of_leg in (members, stop.members))
+    weights = {i: member.weight for i, member in members.items()}
+    weights_before = {i: member.weight for i, member in stop.members.items()}
     changed = {i for i, _ in weights.items() ^ weights_before.items()}
     changed |= {name for name in ("T", "packing") if stop.state[name] != getattr(loader, name)}
     n = len(changed) if loader.rank == 0 else 0
@@ -236,23 +237,18 @@ def reference_of(members, transform, options, loader):
     assert fingerprints == sorted(fingerprints)
     by_folder = {member.folder: (i, member) for i, member in members.items()}
     in_order = dict(by_folder[name] for name in loader.sources)
-    ids = {}
-    for member in members.values():
-        for shard in list_shards(member.folder, "train"):
-            for row_group, n in enumerate(shard.group_sizes):
-                for row in range(n):
-                    key = f"{shard.name}:{row_group}:{row}"
-                    ids[shard.path, row_group, row] = member.corpus.ids[key]
 
     def ids_of(location, epoch):
-        found = ids[location]
-        if transform and len(found):
-            found = transform(found, location, epoch)
-        return [] if found is None else found
+        _, member = by_folder[os.path.dirname(location.path)]
+        ids = member.corpus.ids[location.key]
+        if transform and len(ids):
+            ids = transform(ids, location, epoch)
+        return [] if ids is None else ids
 
-    return Run({i: list_shards(member.folder, "train") for i, member in in_order.items()}, ids_of,
-               weights={i: member.weight for i, member in in_order.items()},
-               epochs={i: member.epochs for i, member in in_order.items()}, **options)
+    shards = {i: list_shards(member.folder, "train") for i, member in in_order.items()}
+    weights = {i: member.weight for i, member in in_order.items()}
+    epochs = {i: member.epochs for i, member in in_order.items()}
+    return Run(shards, ids_of, weights=weights, epochs=epochs, **options)
 
 def places_after_load(run, stop):
     """With another T or packing, what is left of the chunks in progress is skipped."""
@@ -316,7 +312,8 @@ def compare_leg(draw, members, transform, options, stop, counts):
     B, drop_last = draw.choice([1, 2, 3, 5]), draw.random() < 0.5
     loaders = open_ranks(draw, members, transform, options, stop, W, B=B, drop_last=drop_last)
     run = reference_of(members, transform, options, loaders[0])
-    g, places = (stop.g if stop else 0), places_after_load(run, stop)
+    g = stop.g if stop else 0
+    places = places_after_load(run, stop)
 
     n_steps = draw.choice([0, 1, 4, 12, 40, 100])
     found = rows_ahead(run, g, places, n_steps * W * B)
