@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dataset
+import train
 from dataset import Location, UserError, list_shards
 from test_dataloader import HERE
 
@@ -83,9 +84,14 @@ def test_the_last_file_is_val_if_no_name_says_another(tmp_path):
         list_shards(folder, "test")
 
 def test_a_val_shard_that_is_in_train_is_a_warning(tmp_path):
-    """train.py compares its sources, too."""
-    folder = write(tmp_path, "a", "b", "c")
-    shutil.copy(tmp_path / "b.parquet", tmp_path / "validation-0.parquet")
+    """train.py also compares its sources."""
+    folder = write(tmp_path / "x", "a", "b", "c")
+    write(tmp_path / "y", "d", "e")
+    shutil.copy(f"{folder}/b.parquet", f"{tmp_path}/y/f.parquet")
+    flags = ["--steps", "1", "--depth", "1", "--vocab_size", "300", "--seq_len", "8", "--device", "cpu"]
+    with pytest.warns(UserWarning, match=r"/y/f.parquet and .*/x/b.parquet hold the same text"):
+        train.main([*flags, "--data", folder, f"{tmp_path}/y", "--out", f"{tmp_path}/run"])
+    shutil.copy(f"{folder}/b.parquet", f"{folder}/validation-0.parquet")
     with pytest.warns(UserWarning, match=r"/b.parquet and .*/validation-0.parquet hold the same"):
         list_shards(folder, "train")
 
