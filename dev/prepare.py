@@ -31,7 +31,6 @@ from tqdm import tqdm
 import dataset
 from dataset import (
     Parser,
-    ShardError,
     UserError,
     all_shards,
     cores,
@@ -116,10 +115,9 @@ def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
 def count_kept_tokens(path, shard, made_from, keep):
     """Bytes of tokens in this shard; UserError unless it is what tokenize would write."""
     folder, name = os.path.split(path)
-    _, head, entry = dataset.read_entry(folder, (name, os.path.getsize(path), None))
-    old, = dataset.shards_of(folder, {**head, "shards": {name: entry}})
-    found = dataset.read_footer(old).extra
-    is_same = all(found.get(key) == value for key, value in made_from.items())
+    footer = dataset.parse_footer(folder, name, os.path.getsize(path))
+    old = dataset.Shard(folder, name, {**footer.common, "shards": {name: footer.entry}})
+    is_same = all(footer.extra.get(key) == value for key, value in made_from.items())
     if not is_same or columns_of(old) != ["tokens", *keep] or old.group_sizes != shard.group_sizes:
         raise UserError(
             f"{path} was made from other text, by another tokenizer, or with other --keep; name a "
@@ -189,7 +187,7 @@ def find_problem(shard):
             others = [name for name in columns_of(shard) if name != shard.kind]
             if others:
                 read_columns(shard, row_group, others)
-    except ShardError as error:
+    except UserError as error:
         return str(error)
     is_ours = dataset.read_footer(shard).checksums and shard.kind != "tokens"
     if is_ours and n_bytes != shard.text_bytes:
