@@ -15,18 +15,11 @@ import pytest
 
 import tokenizer as module
 from dataset import UserError
-from tokenizer import (
-    GPT4_PATTERN,
-    SPECIAL_TOKENS,
-    AnyTokenizer,
-    RustBPETokenizer,
-    build_encoding,
-    encode_conversations,
-)
+from tokenizer import AnyTokenizer, RustBPETokenizer, build_encoding, encode_conversations
 
 BOS = "<|bos|>"
 NAMES = {
-    "nanochat": SPECIAL_TOKENS, "chatml": [BOS, "<|im_start|>", "<|im_end|>"],
+    "nanochat": module.SPECIAL_TOKENS, "chatml": [BOS, "<|im_start|>", "<|im_end|>"],
     "llama3": [BOS, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "none": [BOS, "<|im_start|>", "<|user_start|>"]}
 
@@ -36,7 +29,7 @@ def tokenizer_for(template):
     text = Path(__file__).read_text(encoding="utf-8") + 99 * "a\n\nb\n\n\nc "
     ranks = RustBPETokenizer.train_from_iterator([text], 700).enc._mergeable_ranks
     special = {name: len(ranks) + i for i, name in enumerate(NAMES[template])}
-    return RustBPETokenizer(build_encoding(GPT4_PATTERN, ranks, special), BOS)
+    return RustBPETokenizer(build_encoding(module.GPT4_PATTERN, ranks, special), BOS)
 
 def chat(*pairs, **more):
     """("user", "Hi") -> {"role": "user", "content": "Hi"}; more: keys of the last message."""
@@ -61,9 +54,6 @@ PARTS = [
      "look<|python_start|>1+1<|python_end|>so<|assistant_end|>"),
     ("nanochat", chat(HI, ("assistant", PARTS[:1]), weight=0),
      "<|bos|><|user_start|>Hi<|user_end|><|assistant_start|>look<|assistant_end|>", ""),
-    ("nanochat", chat(("user", "<|bos|>"), ("assistant", "<|user_end|>"), weight=1),
-     "<|bos|><|user_start|><|bos|><|user_end|><|assistant_start|><|user_end|><|assistant_end|>",
-     "<|user_end|><|assistant_end|>"),
     ("chatml", chat(("developer", "Be kind"), HI, ("assistant", "Yo"), tool_calls=None, name="me"),
      "<|bos|><|im_start|>developer\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
      "<|im_start|>assistant\nYo<|im_end|>\n", "Yo<|im_end|>"),
@@ -111,6 +101,14 @@ def test_a_bad_message_is_shown(template, messages, words):
     with pytest.raises(UserError, match=words):
         encode_conversations(tokenizer_for(template), [json.dumps(messages)])
 
+@pytest.mark.parametrize("text", ["hello", "<|bos|>", "<|assistant_end|>"])
+def test_names_of_special_tokens_in_a_message_are_plain_text(text):
+    tok = tokenizer_for("nanochat")
+    parts = [{"type": "text", "text": text}, {"type": "python", "text": text}]
+    messages = chat(("system", text), ("user", text), ("assistant", parts))
+    ids, _ = tok.render_conversation({"messages": messages})
+    assert np.count_nonzero(tok.token_bytes[ids] == 0) == 7
+
 @pytest.mark.parametrize("template", ["nanochat", "chatml", "llama3"])
 def test_prompt_ends_where_the_answer_begins(template):
     tok = tokenizer_for(template)
@@ -128,71 +126,65 @@ def test_prompt_ends_where_the_answer_begins(template):
 
 WORDS = ["hello", " World", "\n", "\n\n", "  ", "日本", "é", "12345", "'s", "", "def f(x):"]
 
-def draw_text(draw, words=WORDS):
-    return "".join(draw.choices(words, k=draw.randrange(9)))
+def draw_text(draw):
+    return "".join(draw.choices(WORDS, k=draw.randrange(9)))
 
-def by_nanochats_rules(tok, messages):
-    """One piece after the other. -> [(id, whether it has a loss), ...]"""
-    tokens = [(tok.get_bos_token_id(), 0)]
-    if messages[0]["role"] == "system":
+def draw_chat(draw, template):
+    roles = draw.choices(["user", "assistant", "tool", "system"], k=draw.randint(1, 5))
+    if template == "nanochat":
+        roles = ["system", "user", "assistant", "user", "assistant"]
+        roles = roles[draw.randrange(2):draw.randint(2, 5)]
+    messages = []
+    for role in roles:
+        content = draw_text(draw)
+        if template == "nanochat" and role == "assistant" and draw.random() < 0.5:
+            types = draw.choice([[], ["text", "python", "python_output", "text"], ["python"]])
+            content = [{"type": type, "text": draw_text(draw)} for type in types]
+        messages += chat((role, content), weight=draw.randrange(2))
+    return messages
+
+def spell(messages, opening, closing, after):
+    """-> (the whole text, whether each of its bytes has a loss)"""
+    text, losses = BOS, len(BOS) * [0]
+    if opening == "<|{}_start|>" and messages[0]["role"] == "system":
         system, user, *others = messages
         messages = [{**user, "content": system["content"] + "\n\n" + user["content"]}, *others]
     for message in messages:
-        role, content, learned = message["role"], message["content"], message["weight"]
-        learned = learned if role == "assistant" else 0
-        tokens.append((tok.encode_special(f"<|{role}_start|>"), 0))
-        for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
-            name = {"text": None, "python": "python", "python_output": "output"}[part["type"]]
-            ids = tok.encode(part["text"])
-            if name:
-                ids = tok.encode(part["text"], f"<|{name}_start|>", f"<|{name}_end|>")
-            tokens += [(id, 0 if name == "output" else learned) for id in ids]
-        tokens.append((tok.encode_special(f"<|{role}_end|>"), learned))
-    return tokens
-
-def test_drawn_conversations_follow_nanochats_rules():
-    tok, draw = tokenizer_for("nanochat"), random.Random(1)
-    words = WORDS + SPECIAL_TOKENS
-    for _ in range(200):
-        messages = chat(("system", draw_text(draw, words)))[:draw.randrange(2)]
-        for i in range(draw.randint(1, 5)):
-            content = draw_text(draw, words)
-            if i % 2 and draw.random() < 0.5:
-                types = draw.choices(["text", "python", "python_output"], k=draw.randrange(4))
-                content = [{"type": type, "text": draw_text(draw, words)} for type in types]
-            messages += chat((["user", "assistant"][i % 2], content), weight=draw.randrange(2))
-        want = by_nanochats_rules(tok, messages)
-        for max_tokens in (7, None):
-            ids, mask = tok.render_conversation({"messages": messages}, max_tokens)
-            assert [*zip(ids, mask, strict=True)] == want[:max_tokens]
+        role, content = message["role"], message["content"]
+        learned = message["weight"] if role == "assistant" else 0
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        pieces = [(opening.format(role), 0)]
+        for part in parts:
+            form = {"text": "{}", "python": "<|python_start|>{}<|python_end|>",
+                    "python_output": "<|output_start|>{}<|output_end|>"}[part["type"]]
+            has_loss = 0 if part["type"] == "python_output" else learned
+            pieces.append((form.format(part["text"]), has_loss))
+        for piece, has_loss in [*pieces, (closing.format(role), learned), (after, 0)]:
+            text += piece
+            losses += len(piece.encode()) * [has_loss]
+    return text, losses
 
 @pytest.mark.parametrize("template, opening, closing, after", [
+    ("nanochat", "<|{}_start|>", "<|{}_end|>", ""),
     ("chatml", "<|im_start|>{}\n", "<|im_end|>", "\n"),
     ("chatml", "<|im_start|>→ {} →", "<|im_end|>", "\n"),
     ("llama3", "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", "")])
 def test_drawn_conversations_have_the_ids_of_the_whole_text(
         template, opening, closing, after, monkeypatch):
     """A token that begins in the header, as "\\n\\n" does in "assistant\\n\\nYo", has no loss."""
-    own = module.CHATML._replace(header="→ {} →")
-    if "→" in opening:
-        monkeypatch.setattr(module, "TEMPLATES", [own])
     tok, draw = tokenizer_for(template), random.Random(2)
+    if "→" in opening:
+        own = module.CHATML._replace(header="→ {} →")
+        monkeypatch.setattr(module, "TEMPLATES", [own])
     for _ in range(200):
-        roles = draw.choices(["user", "assistant", "tool", "system"], k=3)
-        messages = chat(*[(role, draw_text(draw)) for role in roles], weight=draw.randrange(2))
-        text, learned = BOS, set()    # bytes of the text
-        for message in messages:
-            text += opening.format(message["role"])
-            begin = len(text.encode())
-            text += message["content"] + closing
-            if message["role"] == "assistant" and message.get("weight", 1):
-                learned |= {*range(begin, len(text.encode()))}
-            text += after
+        messages = draw_chat(draw, template)
+        text, losses = spell(messages, opening, closing, after)
         ids, mask = tok.render_conversation({"messages": messages})
         assert ids == tok.enc.encode(text, allowed_special="all")
         lengths = [len(tok.decode_single_token_bytes(id)) for id in ids]
         begins = [0, *itertools.accumulate(lengths)][:-1]
-        assert mask == [int(begin in learned) for begin in begins]
+        assert mask == [losses[begin] for begin in begins]
+        assert tok.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])
     assert len(tok.encode("\n\n\n")) == 1, "no token begins in a header and ends in the content"
 
 # --------------------------------------------------------------------------------------------------
