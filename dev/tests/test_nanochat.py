@@ -80,9 +80,10 @@ def batches_of_documents(shards, rank, world_size, batch_size):
                     texts = [text for text in shard[rg_idx][i:i + batch_size] if text is not None]
                     yield [[BOS, *text.encode()] for text in texts], (epoch, pq_idx, rg_idx)
 
-def reference(shards, B, T, rank, world_size, batch_size=128, buffer_size=1000):
+def reference(
+        shards, B, T, rank, world_size, tokenizer_batch_size=128, buffer_size=1000):
     """Yields (rows, (epoch, pq_idx, rg_idx)): nanochat's scan of its buffer."""
-    batches = batches_of_documents(shards, rank, world_size, batch_size)
+    batches = batches_of_documents(shards, rank, world_size, tokenizer_batch_size)
     buffer, rows, row = [], [], []
     while True:
         while len(buffer) < buffer_size:
@@ -125,8 +126,7 @@ def test_drawn_batches_are_nanochats_and_resume_is_exact(world_size, as_rank):
     T = draw.choice([16, 40])
     sizes = {}
     if world_size > 1:
-        sizes = {"batch_size": draw.choice([5, 128]), "buffer_size": draw.choice([3, 20])}
-    options = {"tokenizer_" * (name == "batch_size") + name: n for name, n in sizes.items()}
+        sizes = {"tokenizer_batch_size": draw.choice([5, 128]), "buffer_size": draw.choice([3, 20])}
     for rank in range(world_size):
         as_rank(shards, rank, world_size)
         want = take(400, reference(shards, 4, T, rank, world_size, **sizes))
@@ -134,7 +134,7 @@ def test_drawn_batches_are_nanochats_and_resume_is_exact(world_size, as_rank):
         for start, stop in itertools.pairwise([0, *sorted(draw.sample(range(1, 400), 2)), 400]):
             batches = take(stop - start, with_state(
                 NanochatTokenizer(), 4, T, "train", 2, device="cpu", resume_state_dict=saved,
-                **options))
+                **sizes))
             found += map(seen, batches)
             state = batches[-1][2]
             assert json.loads(json.dumps(state)) == state
@@ -186,18 +186,17 @@ def test_errors_in_threads_name_the_row_group(as_rank):
     with pytest.raises(RuntimeError, match=r"shard_00001\.parquet, row group 1: KeyError"):
         take(9, generator)
 
-@pytest.mark.parametrize("words, options", [
-    ("world_size is None in it, but 2", {"state": {"pq_idx": 0, "rg_idx": 3, "epoch": 1}}),
-    ("world_size is 2 in it, but 1", {"world_size": 1}), ("rank is 0 in it, but 1", {"rank": 1}),
-    ("tokenizer is 'bytes' in it, but 'x'", {"tokenizer": ByteTokenizer("x")}),
-    ("shards is", {"split": "val"})])
-def test_states_of_other_runs_are_refused(as_rank, words, options):
+@pytest.mark.parametrize("rank, world_size, name, split, words", [
+    (0, 1, "bytes", "train", "world_size is 2 in it, but 1"),
+    (1, 2, "bytes", "train", "rank is 0 in it, but 1"),
+    (0, 2, "x", "train", "tokenizer is 'bytes' in it, but 'x'"),
+    (0, 2, "bytes", "val", "shards is")])
+def test_states_of_other_runs_are_refused(as_rank, rank, world_size, name, split, words):
     as_rank(FEW, 0, 2)
     saved = next(with_state(ByteTokenizer(), 2, 16, "train", device="cpu"))[2]
-    as_rank(FEW, options.get("rank", 0), options.get("world_size", 2))
+    as_rank(FEW, rank, world_size)
     resumed = with_state(
-        options.get("tokenizer", ByteTokenizer()), 2, 16, options.get("split", "train"),
-        device="cpu", resume_state_dict=options.get("state", saved))
+        ByteTokenizer(name), 2, 16, split, device="cpu", resume_state_dict=saved)
     with pytest.raises(dataset.UserError, match=f"another run's: {words}"):
         next(resumed)
 

@@ -9,13 +9,14 @@ import json
 import random
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import tokenizer as module
 from dataset import UserError
-from tokenizer import AnyTokenizer, RustBPETokenizer, build_encoding, encode_conversations
+from tokenizer import RustBPETokenizer, build_encoding, encode_conversations
 
 BOS = "<|bos|>"
 NAMES = {
@@ -187,33 +188,14 @@ def test_drawn_conversations_have_the_ids_of_the_whole_text(
         assert tok.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])
     assert len(tok.encode("\n\n\n")) == 1, "no token begins in a header and ends in the content"
 
-# --------------------------------------------------------------------------------------------------
-# A tokenizer that renders by itself
+def test_any_tokenizer_may_render_by_itself():
+    """With nanochat's arguments, whose default cuts at 2,048 tokens."""
+    def render_conversation(conversation, max_tokens=2048):
+        n = len(conversation["messages"])
+        return ([7] + n * [9])[:max_tokens], ([0] + n * [1])[:max_tokens]
 
-class Spelled(RustBPETokenizer):
-    """Has a loss for all but the first message; nanochat's arguments."""
-    def render_conversation(self, conversation, max_tokens=2048):
-        ids, mask = [self.bos_token_id], [0]
-        for i, message in enumerate(conversation["messages"]):
-            new = self.encode(message["content"])
-            ids += new
-            mask += len(new) * [min(i, 1)]
-        return ids[:max_tokens], mask[:max_tokens]
-
-class Foreign:
-    def get_bos_token_id(self):
-        return 0
-
-    def get_special_tokens(self):
-        return set(NAMES["chatml"])
-
-def test_who_may_render_by_himself():
-    spelled = Spelled(tokenizer_for("none").enc, BOS)
-    messages = chat(("x", "question"), ("y", 3000 * "answer "))
-    ids, bounds = encode_conversations(spelled, [json.dumps(messages), None])
-    question, answer = [spelled.encode(one["content"]) for one in messages]
-    assert ids.tolist() == [~spelled.bos_token_id, *(~id for id in question), *answer]
-    assert bounds.tolist() == [0, len(ids), len(ids)]
-    assert AnyTokenizer(spelled).bos == spelled.bos_token_id, "text needs no template"
-    with pytest.raises(UserError, match="Foreign cannot render chats; it needs render_conv"):
-        encode_conversations(Foreign(), ["[]"])
+    own = SimpleNamespace(render_conversation=render_conversation)
+    ids, bounds = encode_conversations(own, [json.dumps(3000 * ["Hi"]), None])
+    assert (ids.tolist(), bounds.tolist()) == ([~7, *3000 * [9]], [0, 3001, 3001])
+    with pytest.raises(UserError, match="object cannot render chats; it needs render_conversation"):
+        encode_conversations(object(), ["[]"])
