@@ -200,6 +200,12 @@ def test_states_of_other_runs_are_refused(as_rank, rank, world_size, name, split
     with pytest.raises(dataset.UserError, match=f"another run's: {words}"):
         next(resumed)
 
+def test_a_state_of_nanochats_own_loader_is_refused(as_rank):
+    as_rank(FEW)
+    state = {"pq_idx": 0, "rg_idx": 3, "epoch": 1}
+    with pytest.raises(dataset.UserError, match="world_size is None in it, but 1"):
+        next(with_state(ByteTokenizer(), 2, 16, "train", device="cpu", resume_state_dict=state))
+
 def test_a_rank_without_documents_is_refused(as_rank):
     """nanochat would search forever."""
     as_rank([[["a"], [], ["b"], []], [["c"]]], 0, 2)
