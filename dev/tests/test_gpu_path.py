@@ -148,8 +148,8 @@ def test_utilization_is_of_the_peak_of_this_gpu(monkeypatch, name, peak):
 def test_compiles_on_cuda_or_when_asked(monkeypatch, is_cuda, choice, want):
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function))
-    weight = SimpleNamespace(is_cuda=is_cuda)
-    model = SimpleNamespace(embedding=SimpleNamespace(weight=weight), blocks=[], embed=1, read_out=2)
+    embedding = SimpleNamespace(weight=SimpleNamespace(is_cuda=is_cuda))
+    model = SimpleNamespace(embedding=embedding, blocks=[], embed=1, read_out=2)
     train.compile_parts(model, choice)
     assert len(compiled) == want
 
