@@ -3,12 +3,11 @@ Benchmarks of the loader: each figure beside its yardstick, in turns, in one run
 
     python -m dev.bench speed       batches from text and from tokens; first batch, resume, memory
     python -m dev.bench packings    what each packing drops, pads and cuts, on the data at hand
-    python -m dev.bench lengths     the same on drawn lengths of documents; needs no data
     python -m dev.bench remote      rank 512 of 1,024, with 100 ms for each request to the data
     python -m dev.bench mixing      what lanes, chunks, sources and row groups cost
 
-The trade-off: `speed` takes a quarter of a minute a line, since each line takes turns with its
-yardstick. So the shares hold on a busy machine, too; the tokens per second do not.
+The trade-off: `speed` takes half a minute a line, since each line takes turns with its yardstick.
+So the shares hold on a busy machine, too; the tokens per second do not.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -16,6 +15,7 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import collections
+import contextlib
 import importlib.util
 import io
 import itertools
@@ -25,7 +25,6 @@ import resource
 import shutil
 import sys
 import tempfile
-import threading
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -62,7 +61,7 @@ def peak_memory():
     return int(line.split()[1]) / 1e3
 
 # --------------------------------------------------------------------------------------------------
-# packings, lengths: what each packing drops, pads and cuts
+# packings: what each packing drops, pads and cuts
 
 def compare_packings(tokenizer, data_dir, T):
     """Lines of a table: the first 16 chunks of one lane."""
@@ -112,33 +111,6 @@ def count_rows(packing, lengths, R):
         rows=len(rows), padding=len(rows) * R - sum(stop - start for _, start, stop in pieces),
         dropped=sum(lengths) - sum(n_kept.values()), fit=len(fit), cut=len(fit - whole))
 
-def draw_lengths(kind, R, draw):
-    """The documents of a chunk of about 256 rows."""
-    usual = {"lognormal": draw.lognormal(np.log(R / 4), 1.2, 2000),
-             "all 0.6 rows": np.full(1000, 0.6 * R),
-             "0.5 to 1 rows": draw.uniform(0.5 * R, R, 1000),
-             "long": draw.lognormal(np.log(8 * R), 1.0, 1000),
-             "short": draw.lognormal(np.log(R / 30), 0.5, 20_000)}
-    lengths = np.maximum(1, usual[kind]).astype(int)
-    n_rows = draw.uniform(255.5, 256.5)    # whole rows would flatter a packing
-    n = np.searchsorted(np.cumsum(lengths), n_rows * R)
-    return lengths[:n].tolist()
-
-def compare_lengths(n_chunks=16):
-    """Lines of a table."""
-    yield f"{n_chunks} chunks of about 256 rows; padding, and documents that fit but are cut"
-    yield f"{'lengths':<15}{'T':>6}" + "".join(f"{packing:>20}" for packing in PACKINGS)
-    for T, kind in itertools.product((256, 2048), LENGTHS):
-        draw = np.random.default_rng(0)
-        chunks = [draw_lengths(kind, T + 1, draw) for _ in range(n_chunks)]
-        line = f"{kind:<15}{T:>6}"
-        for packing in PACKINGS:
-            shares = shares_of(packing, chunks, T)
-            line += f"{shares.padding:>11.2%}{shares.cut:>9.2%}"
-        yield line
-
-LENGTHS = ["lognormal", "all 0.6 rows", "0.5 to 1 rows", "long", "short"]
-
 # --------------------------------------------------------------------------------------------------
 # speed: each line in a fresh process, in turns with its yardstick
 #
@@ -187,90 +159,75 @@ def measure(job):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     if job.kind == "text":
         os.environ["NANOLOADER_ENGINE"] = job.engine
-    loader, mine = make_loader(job)
-    first, _ = timed(lambda: next(loader))
-    tokens = tokens_of(loader)
-    for _ in range(3):    # until all chunks are there that are made ahead
-        next(tokens)
-    memory = peak_memory()
-    theirs, yardstick = threading.Event(), memmap(job)
-    if job.kind == "text":
-        theirs, yardstick = encoded(job)
-    speeds = []
+    turns = []
     for _ in range(3):
-        ours = speed_of(tokens, mine, theirs, job.seconds)
-        best = speed_of(yardstick, theirs, mine, job.seconds)
-        speeds.append((ours, ours / best))
-    speed, share = np.median(speeds, axis=0)
-    mine.set()    # threads that wait would never end
-    theirs.set()
-    state = loader.state_dict()
-    loader.close()
-    again, _ = make_loader(job)
-    resume, _ = timed(lambda: (again.load_state_dict(state), next(again)))
-    again.close()
+        first, resume, speed, memory = measure_loader(job)
+        yardstick = encoded(job) if job.kind == "text" else memmap(job)
+        with contextlib.closing(yardstick):
+            next(yardstick)    # until its threads are at work
+            best = speed_of(yardstick, job.seconds)
+        turns.append((first, resume, speed, memory, speed / best))
+    first, resume, speed, _, share = np.median(turns, axis=0)
+    _, _, _, memory, _ = turns[0]    # later, it has the yardstick's, too
     return (f"{job.kind:<8}{job.packing:<12}{job.engine:<10}{job.threads:>8}{speed / 1e6:>12.2f}"
             f"{share:>8.2f}{first:>11.2f} s{resume:>7.2f} s{memory:>7.0f} MB")
 
+def measure_loader(job):
+    """(seconds of the first batch, of a resume, tokens per second, MB)"""
+    with make_loader(job) as loader:
+        first, _ = timed(lambda: next(loader))
+        tokens = tokens_of(loader)
+        for _ in range(3):    # until all chunks are there that are made ahead
+            next(tokens)
+        memory = peak_memory()
+        speed = speed_of(tokens, job.seconds)
+        state = loader.state_dict()
+    with make_loader(job) as again:
+        resume, _ = timed(lambda: (again.load_state_dict(state), next(again)))
+    for closed in (loader, again):
+        closed._maker.workers.shutdown()    # waits: the yardstick has the cores for itself
+    return first, resume, speed, memory
+
 def make_loader(job):
-    """(a PackedLoader, the event while which it may encode)"""
-    loader = PackedLoader(get_tokenizer(job.tokenizer), job.B, job.T, "train", data_dir=job.data,
-                          packing=job.packing, threads=job.threads, num_lanes=8)
-    return loader, gate(loader.tokenizer)
-
-def gate(tokenizer):
-    """An event that the tokenizer waits for: threads must not encode ahead in the other's turn."""
-    may_encode, encode = threading.Event(), tokenizer.encode
-    may_encode.set()
-
-    def encode_in_turn(*args, **kwargs):
-        may_encode.wait()
-        return encode(*args, **kwargs)
-
-    tokenizer.encode = encode_in_turn
-    return may_encode
-
-def encoded(job):
-    """(the event while which it may encode, numbers of tokens that the encoding threads make)"""
-    loader, may_encode = make_loader(job)    # never started
-    n_threads = 1 if loader.tokenizer.is_multithreaded else job.threads
-
-    def numbers():
-        pool, waiting = ThreadPoolExecutor(n_threads), collections.deque()
-        for n in itertools.count():
-            waiting.append(pool.submit(lengths_of_chunk, loader, n))
-            if len(waiting) > 2 * n_threads:
-                yield sum(waiting.popleft().result())
-    return may_encode, numbers()
-
-def speed_of(counts, mine, theirs, seconds):
-    """Tokens per second, from an iterator of numbers. What is ready at the start does not count."""
-    mine.set()
-    theirs.clear()
-    for duration in (min(0.3, seconds), seconds):
-        began, n_tokens = time.perf_counter(), 0
-        while time.perf_counter() - began < duration:
-            n_tokens += next(counts)
-    return n_tokens / (time.perf_counter() - began)
+    return PackedLoader(get_tokenizer(job.tokenizer), job.B, job.T, "train", data_dir=job.data,
+                        packing=job.packing, threads=job.threads, num_lanes=8)
 
 def tokens_of(loader):
     """Yield the tokens from a chunk of lane 0 to the next; all lanes' end at about the same row."""
     n_tokens, n_before = 0, 0
     for inputs, _ in loader:
         n_tokens += inputs.numel()
-        [(n, _)] = loader._progress.places[0].values()
+        [(n, _)] = loader.state_dict()["lanes"]["0"].values()
         if n != n_before:
             yield n_tokens
             n_tokens, n_before = 0, n
 
+def encoded(job):
+    """Yield the numbers of tokens that the encoding threads make."""
+    loader = make_loader(job)    # never started
+    n_threads = 1 if loader.tokenizer.is_multithreaded else job.threads
+    with ThreadPoolExecutor(n_threads) as pool:
+        waiting = collections.deque()
+        for n in itertools.count():
+            waiting.append(pool.submit(lengths_of_chunk, loader, n))
+            if len(waiting) > 2 * n_threads:
+                yield sum(waiting.popleft().result())
+
 def memmap(job):
-    """Numbers of tokens in batches from a file of all ids, from front to back."""
+    """Yield the numbers of tokens in batches from a file of all ids, from front to back."""
     ids = np.memmap(job.ids, get_tokenizer(job.tokenizer).dtype, "r")
     n = job.B * job.T
     for start in itertools.cycle(range(0, len(ids) - n, n)):
         for part in (ids[start:start + n], ids[start + 1:start + 1 + n]):
             torch.from_numpy(part.astype(np.int64)).view(job.B, job.T)
         yield n
+
+def speed_of(counts, seconds):
+    """Tokens per second, from an iterator of numbers."""
+    began, n_tokens = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        n_tokens += next(counts)
+    return n_tokens / (time.perf_counter() - began)
 
 # --------------------------------------------------------------------------------------------------
 # remote: one rank of many, whose every request to the data takes a while
@@ -406,8 +363,6 @@ def main(argv=None):
 
 def run(flags):
     """-> lines"""
-    if flags.command == "lengths":
-        return compare_lengths()
     data_dir = dataset.find_data(flags.data)
     tokenizer, folder = find_tokenizer(flags.tokenizer, [data_dir], 32768)
     print(f"data: {data_dir}; tokenizer: {folder}", file=sys.stderr)
@@ -425,7 +380,6 @@ def make_parser():
     parser = Parser("python -m dev.bench", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("lengths", description=compare_lengths.__doc__)
     engines = ["tiktoken", "gigatoken"] if importlib.util.find_spec("gigatoken") else ["tiktoken"]
     for name in ("speed", "packings", "remote", "mixing"):
         command = commands.add_parser(name)

@@ -1,8 +1,7 @@
 """
-Pictures of rows, losses and documents, by matplotlib. (dev/line.svg was drawn by hand.)
+README's pictures, by matplotlib. (dev/line.svg was drawn by hand.)
 
     python -m dev.pictures rows --out dev/rows.svg                      # documents in rows
-    python -m dev.pictures loss runs/* --out loss.svg                   # a line per run
     python -m dev.pictures documents runs/mine --out documents.svg      # which were hard (--ledger)
 """
 
@@ -10,16 +9,13 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("usage: python -m dev.pictures, typed where dataloader.py is")
 
 import argparse
-import collections
-import itertools
 
 import numpy as np
 
 from dataloader import PACKINGS, PackedLoader
-from dataset import Parser, UserError, errors_in_one_line, find_data
+from dataset import Parser, errors_in_one_line, find_data
 from dev.runs import loader_of, losses_of, newest_of
 from tokenizer import find_tokenizer
-from train import read_log
 
 try:
     import matplotlib
@@ -30,9 +26,6 @@ except ImportError as error:
 
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
 matplotlib.rcParams["svg.hashsalt"] = "nanoloader"    # the same file each time
-
-# --------------------------------------------------------------------------------------------------
-# Rows
 
 LEGEND = ("A colour: a document. Dark bar: BOS, of a document or again after a cut. White tooth: "
           "it is cut, and goes on in another row, unless its packing drops the rest.")
@@ -76,44 +69,6 @@ def colour_of(n):
     hue, saturation = 0.618034 * n % 1, 0.4 + 0.2 * (n % 3)
     return tuple(hsv_to_rgb((hue, saturation, 0.9)))
 
-# --------------------------------------------------------------------------------------------------
-# Losses
-
-def loss_picture(folders):
-    """Training loss above, val below: a line for each source, dashed in other ways."""
-    figure = Figure((9, 7), layout="constrained")
-    upper, lower = figure.subplots(2, sharex=True)
-    for i, folder in enumerate(folders):
-        records = list(read_log(f"{folder}/log.jsonl"))
-        losses = [(record["step"], record["loss"]) for record in records if "loss" in record]
-        if not losses:
-            raise UserError(f"no losses in {folder}; expected folders of runs of train.py")
-        upper.plot(*means_of(losses).T, label=folder, color=f"C{i % 10}")
-        points = collections.defaultdict(list)    # {source: [(step, bits per byte), ...]}
-        for record in records:
-            for name in record:
-                if name.startswith("val_bpb/"):
-                    source = name.removeprefix("val_bpb/")
-                    points[source].append((record["step"], record[name]))
-        for source, style in zip(points, itertools.cycle(("-", "--", ":", "-.")), strict=False):
-            _, last = points[source][-1]
-            lower.plot(*np.transpose(points[source]), "o" + style, color=f"C{i % 10}",
-                       label=f"{folder}: {source}, {last:.4f}")
-    upper.set(ylabel="training loss, nats per token")
-    lower.set(ylabel="val, bits per byte", xlabel="step")
-    upper.legend()
-    lower.legend()
-    return figure
-
-def means_of(points):
-    """At most 150 points; each is a mean."""
-    n = -(-len(points) // 150)
-    n_points = len(points) // n
-    return np.array(points[:n_points * n]).reshape(n_points, n, 2).mean(axis=1)
-
-# --------------------------------------------------------------------------------------------------
-# Documents
-
 def documents_picture(run):
     """Of each source: bits per byte over the steps, and how far above them its documents were."""
     figure = Figure((9, 2.6), layout="constrained")
@@ -132,8 +87,8 @@ def main(argv=None):
     parser = Parser("python -m dev.pictures", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("what", choices=["rows", "loss", "documents"])
-    add("inputs", nargs="*", help="loss: folders of runs; documents: a run; rows: a folder of data")
+    add("what", choices=["rows", "documents"])
+    add("input", nargs="?", help="rows: a folder of data; documents: a run")
     add("--tokenizer", help="rows: its folder (default: the one trained on the data)")
     add("--T", type=int, default=8192, help="rows: tokens in a row (default 8192)")
     add("--out", help="the picture (default: WHAT.svg)")
@@ -143,11 +98,9 @@ def main(argv=None):
         picture.savefig(flags.out or f"{flags.what}.svg", metadata={"Date": None})
 
 def draw(flags):
-    if flags.what == "loss":
-        return loss_picture(flags.inputs)
     if flags.what == "documents":
-        return documents_picture(*flags.inputs)
-    data_dir = find_data(*flags.inputs)
+        return documents_picture(flags.input)
+    data_dir = find_data(flags.input)
     tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)
     return rows_picture(tokenizer, data_dir, flags.T)
 

@@ -3,7 +3,6 @@ The rows of a run, slow and obvious: what dataloader.py makes with threads, on r
 
     python -m dev.reference                          the rows of a small corpus
     python -m dev.reference --drawn 1000 --seed 0    the loader's rows beside these, in 1,000 runs
-    python -m dev.reference --ranks 20               ... in finite runs on 2 to 4 real processes
 
 An epoch is one line of all documents. It is cut into lanes, and each lane into chunks:
 
@@ -195,18 +194,14 @@ def main(argv=None):
     parser = Parser("python -m dev.reference", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--drawn", type=int, default=0, metavar="N", help="runs to compare")
-    parser.add_argument("--ranks", type=int, default=0, metavar="N", help="on real processes")
     parser.add_argument("--seed", type=int, default=0, help="of the first drawn run (default 0)")
     flags = parser.parse_args(argv)
     with errors_in_one_line():
-        if not flags.drawn and not flags.ranks:
-            print_example()
-            return
-        from dev import drawn
         if flags.drawn:
+            from dev import drawn
             drawn.compare(flags.drawn, flags.seed)
-        if flags.ranks:
-            drawn.compare_ranks(flags.ranks, flags.seed)
+        else:
+            print_example()
 
 if __name__ == "__main__":
     main()

@@ -5,19 +5,16 @@ dev/bench.py counts what the loader delivers, and each of its commands prints a 
 """
 
 import collections
-import itertools
 import os
 import pickle
 import random
 import re
 
-import pyarrow as pa
 import pytest
 
-from dataloader import PACKINGS, PackedLoader
-from dataset import list_shards, write_shard
+from dataloader import PACKINGS
 from dev import bench
-from dev.drawn import ByteTokenizer
+from test_dataloader import grouped, make, texts_of, write
 from tokenizer import RustBPETokenizer
 
 
@@ -26,10 +23,7 @@ def base(tmp_path_factory):
     """Two shards of 8 row groups each, and a tokenizer."""
     folder, draw = tmp_path_factory.mktemp("bench"), random.Random(0)
     texts = ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 500))) for _ in range(240)]
-    groups = [pa.array(texts[i:i + 15]) for i in range(0, 240, 15)]
-    write_shard(f"{folder}/data/train-0.parquet", groups[:8])
-    write_shard(f"{folder}/data/train-1.parquet", groups[8:])
-    write_shard(f"{folder}/data/val.parquet", [pa.array(["validation"])])
+    write(folder / "data", *grouped(grouped(texts, 15), 8))
     RustBPETokenizer.train_from_iterator(iter(texts), 300).save(f"{folder}/tokenizer")
     return folder
 
@@ -45,63 +39,49 @@ def fresh(monkeypatch):
     monkeypatch.setattr(bench, "cores", lambda: 1)
     monkeypatch.setenv("NANOLOADER_ENGINE", "tiktoken")    # is set by each line
 
-def test_counts_of_two_documents():
-    """Of 5 and 4 tokens, in rows of 8: what is padded, dropped, and cut although it fits."""
-    def counts_of(packing):
-        counts = bench.count_rows(packing, [5, 4], 8)
-        return [counts[name] for name in ("rows", "padding", "dropped", "fit", "cut")]
+@pytest.mark.parametrize("packing, rows, padding, dropped, cut", [
+    ("wholefit", 2, 3 + 4, 0, 0),
+    ("bestfit", 1, 0, 1, 1),
+    ("flat", 2, 6, 0, 1),         # a row begins with the last token before
+    ("exactfit", 2, 6, 0, 1)])    # 5 + 3; BOS again and the last token
+def test_counts_of_two_documents(packing, rows, padding, dropped, cut):
+    """Of 5 and 4 tokens, in rows of 8."""
+    counts = bench.count_rows(packing, [5, 4], 8)
+    assert (counts["rows"], counts["padding"]) == (rows, padding)
+    assert (counts["dropped"], counts["fit"], counts["cut"]) == (dropped, 2, cut)
 
-    assert counts_of("wholefit") == [2, 3 + 4, 0, 2, 0]
-    assert counts_of("bestfit") == [1, 0, 1, 2, 1]
-    assert counts_of("flat") == [2, 6, 0, 2, 1]      # a row begins with the last token before
-    assert counts_of("exactfit") == [2, 6, 0, 2, 1]    # 5 + 3; BOS again and the last token
-
-@pytest.mark.parametrize("packing", [*PACKINGS])
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_counts_are_those_of_delivered_rows(base, packing):
-    """One epoch of one lane: of its chunks' lengths, and of the pieces and targets of all rows."""
-    T, counts = 30, collections.Counter()
-    options = {"data_dir": f"{base}/data", "num_lanes": 1, "chunk_bytes": 5000, "epochs": 1}
-    with PackedLoader(ByteTokenizer(), 1, T, "train", packing=packing, **options) as loader:
-        [source] = loader.sources.values()
-        for n in range(source.chunks_per_lane):
-            lengths = bench.lengths_of_chunk(loader, n)
-            counts += bench.count_rows(packing, lengths, T + 1)
-        n_targets, n_rows, stops, whole = 0, 0, {}, set()
-        for _, targets in loader:
-            n_targets += int((targets >= 0).sum())
-            n_rows += 1
-            for piece in loader.pieces()[0]:
-                stops[piece.location] = max(stops.get(piece.location, 0), piece.stop)
-                if piece.start == 0:
-                    whole.add((piece.location, piece.stop))
-    lengths = {}
-    for shard in list_shards(f"{base}/data", "train"):
-        for row_group in range(len(shard.group_sizes)):
-            for row, text in enumerate(shard.read(row_group).to_pylist()):
-                lengths[shard.path, row_group, row] = len(text) + 1
-    fit = {location for location in stops if lengths[location] <= T + 1}
-    assert counts["rows"] == n_rows and counts["padding"] == n_rows * T - n_targets
-    assert counts["dropped"] == sum(lengths.values()) - sum(stops.values())
-    assert counts["fit"] == len(fit)
-    assert counts["cut"] == sum((location, lengths[location]) not in whole for location in fit)
+    """One epoch of one lane."""
+    data, counts, tokens = f"{base}/data", collections.Counter(), set()
+    loader = make(data, T=30, num_lanes=1, chunk_bytes=5000, epochs=1, packing=packing)
+    [source] = loader.sources.values()
+    for n in range(source.chunks_per_lane):
+        lengths = bench.lengths_of_chunk(loader, n)
+        counts += bench.count_rows(packing, lengths, 31)
+    n_targets, n_rows = 0, 0
+    for _, targets in loader:
+        n_targets += int((targets >= 0).sum())
+        n_rows += 1
+        for piece in loader.pieces()[0]:
+            tokens |= {(piece.location, k) for k in range(piece.start, piece.stop)}
+    n_tokens = sum(len(text) + 1 for text in texts_of(data).values())
+    assert counts["rows"] == n_rows and counts["padding"] == n_rows * 30 - n_targets
+    assert counts["dropped"] == n_tokens - len(tokens)
 
-def test_packings_and_lengths_print_a_line_for_each(base, capsys):
+def test_packings_prints_a_line_for_each(base, capsys):
     words = f"--data {base}/data --tokenizer {base}/tokenizer --T 64".split()
     bench.main(["packings", *words])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == [*PACKINGS]
-    lines = list(bench.compare_lengths(n_chunks=1))
-    assert len(lines) == 2 + 2 * len(bench.LENGTHS)
-    assert all(line.count("%") == 2 * len(PACKINGS) for line in lines[2:])
 
 def test_speed_prints_a_line_for_each_input(base, fresh):
     folder, data = f"{base}/tokenizer", f"{base}/data"
     lines = bench.measure_speed(folder, data, 2, 32, ["tiktoken"], ["flat", "exactfit"], 0.01)
     lines = [line.split() for line in lines][2:]
-    inputs = ("text", "tiktoken"), ("tokens", "-")
-    want = itertools.product(inputs, ("flat", "exactfit"))
     assert [line[:3] for line in lines] == [
-        [kind, packing, engine] for (kind, engine), packing in want]
+        ["text", "flat", "tiktoken"], ["text", "exactfit", "tiktoken"],
+        ["tokens", "flat", "-"], ["tokens", "exactfit", "-"]]
     assert all(float(line[4]) > 0 for line in lines)
 
 def test_remote_counts_requests(base, monkeypatch):
