@@ -9,15 +9,14 @@ list. Both give the same ids if the list is in the order of the ids, which is ch
 texts before the files are written.
 """
 
-import itertools
 import json
-import os
 import unicodedata
+from pathlib import Path
 
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from dataset import Parser, UserError, errors_in_one_line
-from tokenizer import RustBPETokenizer, build_encoding, hard_texts
+from tokenizer import RustBPETokenizer, build_encoding, check_is_new, hard_texts
 
 BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<|bos|>", "<s>")
 
@@ -31,17 +30,13 @@ def import_tokenizer(path, out, bos=None):
     """Convert, check and save. Returns lines for the screen; an error says what is in the way."""
     from tokenizers import Tokenizer
 
-    if os.path.isdir(out) and os.listdir(out):
-        raise UserError(f"{out} is not empty; name a new folder with --out")
-    if not os.path.isfile(path):
-        raise UserError(f"{path} is no file; expected Hugging Face's tokenizer.json")
-    with open(path, "rb") as file:
-        data = file.read()
+    check_is_new(out)
     try:
+        data = Path(path).read_bytes()
         described = json.loads(data)
         theirs = Tokenizer.from_buffer(data)
     except Exception as error:    # tokenizers raises no other class
-        raise UserError(f"{path} is not a tokenizer.json of Hugging Face: {error}") from error
+        raise UserError(f"{path} is not Hugging Face's tokenizer.json: {error!r}") from error
     ours = convert(described, bos, path)
     is_nfc = bool(described.get("normalizer"))
     n_texts = compare(ours, theirs, is_nfc, path)
@@ -64,9 +59,8 @@ def compare(ours, theirs, is_nfc, path):
         texts = [unicodedata.normalize("NFC", text) for text in texts]
     ids, bounds = ours.encode_documents(texts)
     encoded = theirs.encode_batch(texts, add_special_tokens=False)
-    ends = itertools.pairwise(bounds)
-    for text, (begin, end), want in zip(texts, ends, encoded, strict=True):
-        found = ids[begin + 1:end].tolist()
+    for i, (text, want) in enumerate(zip(texts, encoded, strict=True)):
+        found = ids[bounds[i] + 1:bounds[i + 1]].tolist()
         if found != want.ids or ours.decode(found) != text:
             raise UserError(
                 f"{path}: tiktoken would encode {text[:80]!r} to other ids; nothing was written")
@@ -90,12 +84,11 @@ def convert(described, bos, path):
     ranks = ranks_of(model, special, check)
     ids = {*ranks.values()}
     special = {name: id for name, id in special.items() if id not in ids}
-    wanted = [bos] if bos else BOS_NAMES
-    known = [name for name in wanted if name in special]
-    if not known:
-        names = ", ".join(special) or None
-        raise UserError(f"{path}: --bos opens documents; special tokens: {names!s:.99}")
-    return RustBPETokenizer(build_encoding(pattern, ranks, special), known[0])
+    for name in [bos] if bos else BOS_NAMES:
+        if name in special:
+            return RustBPETokenizer(build_encoding(pattern, ranks, special), name)
+    names = ", ".join(special)
+    raise UserError(f"{path}: --bos opens documents; its special tokens: {names:.99}")
 
 def ranks_of(model, special, check):
     """{bytes: id} of all tokens but the special ones; those that no merge makes become special."""

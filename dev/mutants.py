@@ -148,7 +148,7 @@ MUTANTS = [
      "fit = are_ids and -n_tokens <= ids.min() <= ids.max() < n_tokens",
      "fit = are_ids"),
     ("a document that fails is not named",
-     "                    self.encode(alone, array, epoch, check_every=1)\n",
+     "                    self.encode(alone, array, epoch)\n",
      "                    pass\n"),
     ("an error that is ours becomes another one",
      "kind = UserError if isinstance(error, UserError) else RuntimeError",

@@ -132,7 +132,7 @@ def describe(piece, loader):
 # The ledger: what train.py --ledger wrote
 
 def read_ledger(run, sources=None):
-    """Its rows (see train.ledger_rows) of these sources or all, in the order of the run."""
+    """Its rows (see dev/ledger.py) of these sources or all, in the order of the run."""
     files = glob.glob(f"{glob.escape(run)}/ledger/*.parquet")
     if not files:
         return pa.schema({"step": pa.int64(), "path": pa.string()}).empty_table()

@@ -123,6 +123,12 @@ def test_builtin_corpus_is_made_once_and_is_always_the_same(tmp_path, monkeypatc
     assert 0.5e6 < sum(map(len, read(*val))) < 2e6
     dataset.build_builtin_corpus(str(tmp_path / "again"))
     assert files_of(folder) == files_of(tmp_path / "again")
+    texts = [f"{i} " * (i * 37 % 5000) for i in range(600)]
+    with mock.patch("dataset.read_standard_library", return_value=texts):
+        dataset.build_builtin_corpus(str(tmp_path / "fixed"))
+    digests = [shard.digest for shard in dataset.all_shards(f"{tmp_path}/fixed")]
+    assert digests == ["dc81deb61f793154", "c847ba384baad63e", "93f72063965cbb0d",
+                       "7a772ddda5a548fb", "7d30ce9c1bc2ed9d"], "change BUILTIN_VERSION"
     write(tmp_path / "base_data", "a", "b")
     assert dataset.find_data() == dataset.default_data_dir() == f"{tmp_path}/base_data"
     assert dataset.find_data("s3://bucket/x") == "s3://bucket/x"
@@ -539,8 +545,9 @@ def test_s3_is_listed_or_has_an_index(server, tmp_path):
 
 def test_other_file_systems_of_fsspec_have_a_prefix(tmp_path):
     memory = pytest.importorskip("fsspec").filesystem("memory")
-    memory.put(write(tmp_path / "data", "a", "b") + "/", "/nanoloader-test/", recursive=True)
-    assert read_all("fsspec+memory://nanoloader-test") == ["a", "aa", "aaa", "b", "bb", "bbb"]
+    folder = write(tmp_path / "data", "a", "folder.parquet/b")
+    memory.put(f"{folder}/", "/nanoloader-test/", recursive=True)
+    assert read_all("fsspec+memory://nanoloader-test") == read_all(folder)
 
 def test_program_does_not_wait_for_retries_at_its_end():
     """A thread of an executor is joined at exit, and would sleep for hours."""

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dataset import UserError
 from dev import import_tokenizer as module
-from dev.import_tokenizer import import_tokenizer
 from tokenizer import RustBPETokenizer
 
 library = pytest.importorskip("tokenizers")
@@ -25,8 +23,8 @@ LLAMA = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN = LLAMA.replace("{1,3}", "")
 
-def write(path, pattern=None, model=None, **changes):
-    """A byte-level BPE, split as GPT-2's or by a pattern; returns its description."""
+def train(pattern=None, **changes):
+    """A byte-level BPE, split as GPT-2's or by a pattern, as its tokenizer.json describes it."""
     level = ByteLevel(add_prefix_space=False, use_regex=not pattern)
     made = library.Tokenizer(library.models.BPE())
     made.pre_tokenizer = level
@@ -38,50 +36,56 @@ def write(path, pattern=None, model=None, **changes):
         initial_alphabet=ByteLevel.alphabet())
     made.train_from_iterator(TEXTS, trainer)
     made.enable_truncation(5)    # as many files have it
-    described = json.loads(made.to_str()) | changes
-    described["model"] |= model or {}
-    if described["model"].get("ignore_merges"):    # Llama 3 has words that no merge makes
-        described["model"]["vocab"]["\u0120qxzj"] = 600
-    path.write_text(json.dumps(described))
-    return described
+    return json.loads(made.to_str()) | changes
 
-@pytest.mark.parametrize("pattern, model, normalizer", [
-    (None, None, None), (LLAMA, {"ignore_merges": True}, None), (QWEN, None, {"type": "NFC"})],
+@pytest.fixture
+def convert(tmp_path, capsys):
+    """convert(described, *words) runs the command on a tokenizer.json. Returns what it prints."""
+    def run(described, *words):
+        path = tmp_path / "tokenizer.json"
+        if described is not None:
+            path.write_text(json.dumps(described))
+        module.main([str(path), "--out", str(tmp_path / "out"), *words])
+        return capsys.readouterr().out
+
+    return run
+
+@pytest.mark.parametrize("pattern, changes", [
+    (None, {}), (LLAMA, {}), (QWEN, {"normalizer": {"type": "NFC"}})],
     ids=["GPT-2", "Llama 3", "Qwen"])
-def test_imported_tokenizer_gives_the_librarys_ids(tmp_path, capsys, pattern, model, normalizer):
-    path, out = tmp_path / "tokenizer.json", tmp_path / "out"
-    write(path, pattern, model, normalizer=normalizer)
-    module.main([str(path), "--out", str(out)])
-    printed = capsys.readouterr().out
-    theirs = library.Tokenizer.from_file(str(path))
+def test_imported_tokenizer_gives_the_librarys_ids(tmp_path, convert, pattern, changes):
+    described = train(pattern, **changes)
+    if pattern == LLAMA:    # has words that no merge makes
+        described["model"]["ignore_merges"] = True
+        described["model"]["vocab"]["\u0120qxzj"] = 600
+    printed = convert(described)
+    theirs = library.Tokenizer.from_str(json.dumps(described))
     theirs.no_truncation()
-    ours = RustBPETokenizer.from_directory(out)
+    ours = RustBPETokenizer.from_directory(tmp_path / "out")
     for text in [*TEXTS, " qxzj"]:
         if "<|" not in text:
             assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
     assert ours.get_bos_token_id() == 0 and len(ours.encode("<|endoftext|>")) > 1
-    assert f"{theirs.get_vocab_size()} tokens in {out}; " in printed
+    assert f"{theirs.get_vocab_size()} tokens in {tmp_path / 'out'}; " in printed
     assert "BOS: <|endoftext|>" in printed
-    assert ("normalize your text first" in printed) == bool(normalizer)
+    assert ("normalize your text first" in printed) == ("normalizer" in changes)
     with pytest.raises(SystemExit, match=r"^error: .* is not empty"):
-        module.main([str(path), "--out", str(out)])
+        convert(described)
 
-def test_bos_is_chosen(tmp_path):
-    path = tmp_path / "tokenizer.json"
-    described = write(path)
-    with pytest.raises(UserError, match=r"--bos opens documents; special tokens: <\|"):
-        import_tokenizer(path, tmp_path / "new", "<s>")
-    assert "BOS: <|pad|>" in import_tokenizer(path, tmp_path / "new", "<|pad|>")
-    for name in ("<|endoftext|>", "<|pad|>"):
-        del described["model"]["vocab"][name]
-    path.write_text(json.dumps({**described, "added_tokens": []}))
-    with pytest.raises(UserError, match="special tokens: None"):
-        import_tokenizer(path, tmp_path / "none")
+def test_bos_is_chosen(convert):
+    described = train()
+    with pytest.raises(SystemExit, match=r"--bos opens documents; its special tokens: <\|"):
+        convert(described, "--bos", "<s>")
+    assert "BOS: <|pad|>" in convert(described, "--bos", "<|pad|>")
+
+def without_byte(described):
+    """The byte 1, which no merge has."""
+    del described["model"]["vocab"]["\u0101"]
 
 def swapped(described):
     """Two merges in another order than their ids, as tiktoken cannot have them."""
-    first, second, *others = described["model"]["merges"]
-    described["model"]["merges"] = [second, first, *others]
+    merges = described["model"]["merges"]
+    merges[:2] = merges[1::-1]
 
 def without_merge(described):
     """A word of two tokens that only a lookup finds; tiktoken would merge them anywhere."""
@@ -103,21 +107,16 @@ def changed(part, **changes):
     (changed("model", dropout=0.1), "uses dropout"),
     (swapped, "has merges that are not in the order"),
     (without_merge, r"has no merge for \('q', 'x'\), which tiktoken would merge"),
+    (without_byte, "lacks tokens of single bytes"),
     (lambda described: described.update(pre_tokenizer={"type": "Whitespace"}),
      r"splits text in these steps: \['Whitespace'\]"),
     (changed("pre_tokenizer", add_prefix_space=True), "puts a space in front"),
     (with_spaces, "tiktoken would encode"),
-    (dict.clear, "is not a tokenizer.json")])
-def test_what_cannot_be_imported_is_refused(tmp_path, change, words):
-    path = tmp_path / "tokenizer.json"
-    described = write(path)
-    change(described)
-    path.write_text(json.dumps(described))
-    with pytest.raises(UserError, match=words):
-        import_tokenizer(path, tmp_path / "out")
+    (dict.clear, "is not Hugging Face's tokenizer"), (None, "No such file")])
+def test_what_cannot_be_imported_is_refused(tmp_path, convert, change, words):
+    described = train() if change else None
+    if change:
+        change(described)
+    with pytest.raises(SystemExit, match=words):
+        convert(described)
     assert not (tmp_path / "out").exists()
-
-def test_what_is_no_file_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "nothing.json"):
-        with pytest.raises(UserError, match="expected Hugging Face's"):
-            import_tokenizer(path, tmp_path / "out")

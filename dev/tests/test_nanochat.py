@@ -49,6 +49,8 @@ def as_rank(tmp_path, monkeypatch):
 
     return prepare
 
+FEW = [[["one", "two"], ["three"]], [["four", "five"], ["six"]]]
+
 def take(n, iterator):
     return [*itertools.islice(iterator, n)]
 
@@ -78,9 +80,10 @@ def batches_of_documents(shards, rank, world_size, batch_size):
                     texts = [text for text in shard[rg_idx][i:i + batch_size] if text is not None]
                     yield [[BOS, *text.encode()] for text in texts], (epoch, pq_idx, rg_idx)
 
-def reference(shards, B, T, rank, world_size, batch_size=128, buffer_size=1000):
+def reference(
+        shards, B, T, rank, world_size, tokenizer_batch_size=128, buffer_size=1000):
     """Yields (rows, (epoch, pq_idx, rg_idx)): nanochat's scan of its buffer."""
-    batches = batches_of_documents(shards, rank, world_size, batch_size)
+    batches = batches_of_documents(shards, rank, world_size, tokenizer_batch_size)
     buffer, rows, row = [], [], []
     while True:
         while len(buffer) < buffer_size:
@@ -98,12 +101,10 @@ def reference(shards, B, T, rank, world_size, batch_size=128, buffer_size=1000):
             yield rows, printed
             rows = []
 
-def draw_shards(seed, nulls=0.0):
+def draw_shards(draw):
     """Three shards of 4 to 9 row groups of 1 to 30 documents, most of them short, no two alike."""
-    draw = random.Random(seed)
-
     def document(*numbers):
-        if draw.random() < nulls:
+        if draw.random() < 0.2:
             return None
         return ".".join(map(str, numbers)) + "x" * (int(draw.paretovariate(0.9) * 5) % 120)
 
@@ -115,49 +116,35 @@ def draw_shards(seed, nulls=0.0):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_drawn_batches_are_nanochats_and_resume_is_exact(world_size, as_rank):
-    """Several epochs, with nulls; stopped twice, after batches that the seed draws."""
+    """
+    Several epochs, with nulls; stopped twice. A state may be in the list of all ranks', or in lists
+    of it, which a run saves that was just resumed. One rank: with nanochat's default sizes.
+    """
     draw = random.Random(world_size)
-    shards = draw_shards(world_size, nulls=0.2)
+    shards = draw_shards(draw)
     shards[0][1], shards[1][2], shards[2][3] = [], [None] * 9, [""] * 9
-    T, batch_size, buffer_size = draw.choice([16, 40]), draw.choice([5, 128]), draw.choice([3, 20])
+    T = draw.choice([16, 40])
+    sizes = {}
+    if world_size > 1:
+        sizes = {"tokenizer_batch_size": draw.choice([5, 128]), "buffer_size": draw.choice([3, 20])}
     for rank in range(world_size):
         as_rank(shards, rank, world_size)
-        want = take(400, reference(shards, 4, T, rank, world_size, batch_size, buffer_size))
-        found, state = [], None
-        stops = [0, *sorted(draw.sample(range(1, 400), 2)), 400]
-        for start, stop in itertools.pairwise(stops):
+        want = take(400, reference(shards, 4, T, rank, world_size, **sizes))
+        found, saved = [], None
+        for start, stop in itertools.pairwise([0, *sorted(draw.sample(range(1, 400), 2)), 400]):
             batches = take(stop - start, with_state(
-                NanochatTokenizer(), 4, T, "train", 2, batch_size, "cpu", state, buffer_size))
+                NanochatTokenizer(), 4, T, "train", 2, device="cpu", resume_state_dict=saved,
+                **sizes))
             found += map(seen, batches)
-            state = json.loads(json.dumps(batches[-1][2]))
-            assert state == batches[-1][2]
+            state = batches[-1][2]
+            assert json.loads(json.dumps(state)) == state
+            of_all = [state if i == rank else {} for i in range(world_size)]
+            saved = draw.choice([state, of_all, world_size * [of_all]])
         assert found == want
         assert state["epoch"] > 2, "the test crossed no epoch"
 
-def test_defaults_are_nanochats(as_rank):
-    """128 documents at a time, 1,000 buffered."""
-    shards = [[[f"{i}.{k}" + "y" * (k % 90) for k in range(300)] for i in range(4)]] * 2
-    as_rank(shards)
-    batches = take(25, with_state(ByteTokenizer(), 8, 64, "train", device="cpu"))
-    assert [*map(seen, batches)] == take(25, reference(shards, 8, 64, 0, 1))
-
-def test_states_of_all_ranks_resume_each_rank(as_rank):
-    """In a list; and in lists of it, which a run saves that was just resumed."""
-    shards, states, want = draw_shards(9), [], []
-    for rank in range(3):
-        as_rank(shards, rank, 3)
-        batches = take(12, with_state(ByteTokenizer(), 2, 32, "train", device="cpu"))
-        states.append(batches[7][2])
-        want.append([*map(seen, batches[8:])])
-    for saved in (states, [states, states, states]):
-        for rank in range(3):
-            as_rank(shards, rank, 3)
-            resumed = with_state(
-                ByteTokenizer(), 2, 32, "train", device="cpu", resume_state_dict=saved)
-            assert [*map(seen, take(4, resumed))] == want[rank]
-
 def test_batches_for_a_gpu_are_new_pinned_tensors(as_rank, monkeypatch):
-    as_rank(draw_shards(1))
+    as_rank(FEW)
     pinned, copied = [], []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: pinned.append(rows) or rows)
     monkeypatch.setattr(torch.Tensor, "to", lambda rows, device, non_blocking: copied.append(
@@ -171,27 +158,18 @@ def test_batches_for_a_gpu_are_new_pinned_tensors(as_rank, monkeypatch):
 # Threads
 
 def test_dropped_generators_leave_no_threads(as_rank):
-    """nanochat makes a new one for each evaluation, and drops it."""
-    as_rank(draw_shards(0))
-    before = threading.enumerate()
-    generator = without_state(ByteTokenizer(), 2, 16, "val", device="cpu")
-    next(generator)
-    started = set(threading.enumerate()) - set(before)
-    assert started
+    """nanochat makes a new one for each evaluation, and drops it. encode() starts its own."""
+    as_rank(FEW)
+    tokenizer, before = NanochatTokenizer(), {*threading.enumerate()}
+    generator = without_state(tokenizer, 2, 16, "train", tokenizer_threads=3, device="cpu")
+    take(50, generator)
+    started = {*threading.enumerate()} - before
+    assert len(started) == 1 and (*started, 3) in tokenizer.calls
     del generator
     gc.collect()
     for thread in started:
         thread.join(60)
         assert not thread.is_alive()
-
-def test_a_tokenizer_with_its_own_threads_is_called_by_one(as_rank):
-    as_rank(draw_shards(0))
-    tokenizer = NanochatTokenizer()
-    generator = without_state(tokenizer, 2, 16, "train", tokenizer_threads=3, device="cpu")
-    tokenizer.calls.clear()
-    take(50, generator)
-    others = {thread for thread, _ in tokenizer.calls} - {threading.current_thread()}
-    assert len(others) == 1 and (*others, 3) in tokenizer.calls
 
 # --------------------------------------------------------------------------------------------------
 # What is refused
@@ -208,21 +186,25 @@ def test_errors_in_threads_name_the_row_group(as_rank):
     with pytest.raises(RuntimeError, match=r"shard_00001\.parquet, row group 1: KeyError"):
         take(9, generator)
 
-@pytest.mark.parametrize("words, options", [
-    ("world_size is None in it, but 2", {"state": {"pq_idx": 0, "rg_idx": 3, "epoch": 1}}),
-    ("world_size is 2 in it, but 1", {"world_size": 1}), ("rank is 0 in it, but 1", {"rank": 1}),
-    ("tokenizer is 'bytes' in it, but 'x'", {"tokenizer": ByteTokenizer("x")}),
-    ("shards is", {"split": "val"})])
-def test_states_of_other_runs_are_refused(as_rank, words, options):
-    shards = draw_shards(0)
-    as_rank(shards, 0, 2)
+@pytest.mark.parametrize("rank, world_size, name, split, words", [
+    (0, 1, "bytes", "train", "world_size is 2 in it, but 1"),
+    (1, 2, "bytes", "train", "rank is 0 in it, but 1"),
+    (0, 2, "x", "train", "tokenizer is 'bytes' in it, but 'x'"),
+    (0, 2, "bytes", "val", "shards is")])
+def test_states_of_other_runs_are_refused(as_rank, rank, world_size, name, split, words):
+    as_rank(FEW, 0, 2)
     saved = next(with_state(ByteTokenizer(), 2, 16, "train", device="cpu"))[2]
-    as_rank(shards, options.get("rank", 0), options.get("world_size", 2))
+    as_rank(FEW, rank, world_size)
     resumed = with_state(
-        options.get("tokenizer", ByteTokenizer()), 2, 16, options.get("split", "train"),
-        device="cpu", resume_state_dict=options.get("state", saved))
+        ByteTokenizer(name), 2, 16, split, device="cpu", resume_state_dict=saved)
     with pytest.raises(dataset.UserError, match=f"another run's: {words}"):
         next(resumed)
+
+def test_a_state_of_nanochats_own_loader_is_refused(as_rank):
+    as_rank(FEW)
+    state = {"pq_idx": 0, "rg_idx": 3, "epoch": 1}
+    with pytest.raises(dataset.UserError, match="world_size is None in it, but 1"):
+        next(with_state(ByteTokenizer(), 2, 16, "train", device="cpu", resume_state_dict=state))
 
 def test_a_rank_without_documents_is_refused(as_rank):
     """nanochat would search forever."""

@@ -1,0 +1,50 @@
+"""
+The ledger of a run: the loss of each document, in the steps that had it. `train.py --ledger` writes
+it, and dev/runs.py reads it: parquet files in RUN/ledger, one for each rank and save, so that a
+resumed run removes whole files.
+"""
+
+import glob
+import os
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dataloader import ranks_of_this_process
+from dataset import atomic_file
+
+
+class Ledger:
+    """Of the rows of this rank, from `step` on: what the run will write again is removed."""
+
+    def __init__(self, run, step, tokenizer):
+        self.folder = os.path.join(run, "ledger")
+        self.token_bytes = tokenizer.token_bytes
+        self.rows = []
+        self.rank, _ = ranks_of_this_process()
+        for path in glob.glob(f"{glob.escape(self.folder)}/step_*"):
+            if self.rank == 0 and os.path.basename(path) >= f"step_{step:07d}":
+                os.remove(path)
+
+    def add(self, step, loader, targets, nats):
+        """A row for each piece of a document: its tokens with a loss (not BOS), bytes, loss."""
+        targets, nats = targets.numpy(force=True), nats.numpy(force=True)
+        rows = zip(loader.numbers, loader.pieces(), targets, nats, strict=True)
+        for g, pieces, row_targets, row_nats in rows:
+            for location, epoch, start, stop, offset in pieces:
+                first = offset - 1 if start > 0 else offset    # a BOS is before the rest, too
+                of_piece = slice(max(0, first), offset + stop - start - 1)
+                tokens = row_targets[of_piece]
+                tokens = tokens[tokens >= 0]    # -100: no loss
+                self.rows.append({
+                    "step": step, "g": g,
+                    **location._asdict(), "epoch": epoch, "start": start, "stop": stop,
+                    "tokens": len(tokens), "bytes": int(self.token_bytes[tokens].sum()),
+                    "nats": float(row_nats[of_piece].sum())})
+
+    def save(self):
+        if self.rows:
+            name = f"step_{self.rows[0]['step']:07d}_rank_{self.rank:04d}.parquet"
+            with atomic_file(os.path.join(self.folder, name)) as part:
+                pq.write_table(pa.Table.from_pylist(self.rows), part)
+            self.rows.clear()
