@@ -635,9 +635,12 @@ def test_a_command_downloads_or_is_an_error_of_one_line(flags, call, capsys):
 def test_our_own_errors_are_one_line_and_bugs_keep_their_traceback(error, raised, words):
     with pytest.raises(raised, match=words), dataset.errors_in_one_line():
         raise error
+    with (mock.patch("sys.flags", SimpleNamespace(dev_mode=True)), pytest.raises(OSError),
+          dataset.errors_in_one_line()):
+        raise OSError    # python -X dev
 
 def test_a_closed_pipe_ends_a_command_quietly():
-    code = "import dataset\nwith dataset.errors_in_one_line():\n    while True: print('x' * 9999)"
+    code = "import dataset\nwith dataset.errors_in_one_line():\n    while True: print('x', flush=True)"
     pipe = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdout=-1, stderr=-1)
     pipe.stdout.close()    # as `| head` does
     assert (pipe.stderr.read(), pipe.wait(60)) == (b"", 141)
