@@ -88,7 +88,8 @@ def test_a_val_shard_that_is_in_train_is_a_warning(tmp_path):
     folder = write(tmp_path / "x", "a", "b", "c")
     write(tmp_path / "y", "d", "e")
     shutil.copy(f"{folder}/b.parquet", f"{tmp_path}/y/f.parquet")
-    flags = ["--steps", "1", "--depth", "1", "--vocab_size", "300", "--seq_len", "8", "--device", "cpu"]
+    flags = ["--steps", "1", "--depth", "1", "--vocab_size", "300",
+             "--seq_len", "8", "--device", "cpu"]
     with pytest.warns(UserWarning, match=r"/y/f.parquet and .*/x/b.parquet hold the same text"):
         train.main([*flags, "--data", folder, f"{tmp_path}/y", "--out", f"{tmp_path}/run"])
     shutil.copy(f"{folder}/b.parquet", f"{folder}/validation-0.parquet")
@@ -635,9 +636,17 @@ def test_a_command_downloads_or_is_an_error_of_one_line(flags, call, capsys):
 def test_our_own_errors_are_one_line_and_bugs_keep_their_traceback(error, raised, words):
     with pytest.raises(raised, match=words), dataset.errors_in_one_line():
         raise error
+    with (mock.patch("sys.flags", SimpleNamespace(dev_mode=True)), pytest.raises(OSError),
+          dataset.errors_in_one_line()):
+        raise OSError    # python -X dev
 
 def test_a_closed_pipe_ends_a_command_quietly():
-    code = "import dataset\nwith dataset.errors_in_one_line():\n    while True: print('x' * 9999)"
+    code = """if True:
+        import dataset
+        with dataset.errors_in_one_line():
+            while True:
+                print("x", flush=True)
+    """
     pipe = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdout=-1, stderr=-1)
     pipe.stdout.close()    # as `| head` does
     assert (pipe.stderr.read(), pipe.wait(60)) == (b"", 141)
