@@ -165,7 +165,7 @@ def many_inputs(folder):
         **{f"deep/{i}.txt": text for i, text in enumerate(parts[6])},
         "g.parquet": as_parquet(pa.table({"raw_content": parts[7]}))})
 
-@pytest.mark.parametrize("run_bytes, tasks, workers", [(1 << 30, 1, 1), (2000, 256, 1), (999, 3, 2)])
+@pytest.mark.parametrize("run_bytes, tasks, workers", [(1 << 30, 1, 1), (9, 256, 1), (999, 3, 2)])
 def test_order_never_changes(tmp_path, monkeypatch, run_bytes, tasks, workers):
     """One run or many, one process or two: the order that the second edition wrote."""
     many_inputs(tmp_path / "in")
@@ -186,7 +186,8 @@ def test_shards_are_equal_and_val_is_a_hundredth(tmp_path, monkeypatch):
         *train, val = all_of(tmp_path / "out")
         assert sum(val.group_sizes) == 64 and val.text_bytes < 10_000
     sizes = [sum(shard.group_sizes) for shard in train]
-    assert len(train) == 8 and max(sizes) - min(sizes) <= 1
+    assert len(train) == round(sum(map(len, texts)) / 20_000) - 1 > 4
+    assert max(sizes) - min(sizes) <= 1
     for shard in train:
         assert len(shard.group_sizes) >= 16
         assert max(shard.group_sizes) <= 1500 // (sum(map(len, texts[:-1])) / 2000)
@@ -241,7 +242,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.csv", b"text,text\nx,y\n", "unreadable: two columns have one name: text, text", 0),
     ("a.csv", b"n,text\n1,x\n2,Well, I said\n",
      "line 3: 1 fields more than the first line names", 1),
-    ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}n, txt; did you mean txt\?; name it by --tex", 0),
+    ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}n, txt; did you mean txt\?; name it by -", 0),
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}txt; did you mean", 0),
     ("a.parquet", as_parquet(pa.table({"text": ["a", None, "b"]})), f"row 1: {MISSING}{{'text", 2),
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one wh", 1),
@@ -569,4 +570,5 @@ def test_dask_without_workers_of_ours_or_a_scheduler_is_one_line(tmp_path, monke
     expected = r"error: a worker of \S+ says: No module named 'dev.*; start .*PYTHONPATH=\S+ dask"
     assert re.search(expected, line)
     monkeypatch.setattr(convert, "DASK_SECONDS", 0.2)
-    assert "error: no scheduler at tcp://127.0.0.1:9" in command(*words, "tcp://127.0.0.1:9")
+    line = command(*words, "tcp://127.0.0.1:9")
+    assert "error: Timed out trying to connect to tcp://127.0.0.1:9 after 0.2 s" in line
