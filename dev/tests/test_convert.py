@@ -179,18 +179,18 @@ def test_shards_are_equal_and_val_is_a_hundredth(tmp_path, monkeypatch):
     """... of the documents, or 64 of them. A document of a twentieth of all text is not in val."""
     monkeypatch.setattr(convert, "SHARD_BYTES", 20_000)
     monkeypatch.setattr(convert, "ROW_GROUP_BYTES", 1500)
-    texts = [f"{i}" * (i % 50) for i in range(2000)] + ["long" * 10_000]
+    texts = [f"{i}" * (i % 50) for i in range(2000)] + ["long" * 5000] * 10
+    n_bytes = sum(map(len, texts))
     write(tmp_path / "in", {"a.jsonl": texts_as_json(texts)})
     for seed in range(9):
         assert sorted(converted(tmp_path, "--seed", seed)) == sorted(texts)
         *train, val = all_of(tmp_path / "out")
-        assert sum(val.group_sizes) == 64 and val.text_bytes < 10_000
+        assert sum(val.group_sizes) == 64 and val.text_bytes < 20_000
     sizes = [sum(shard.group_sizes) for shard in train]
-    assert len(train) == round(sum(map(len, texts)) / 20_000) - 1 > 4
-    assert max(sizes) - min(sizes) <= 1
+    assert len(train) == round(n_bytes / 20_000) - 1 > 4 and max(sizes) - min(sizes) <= 1
     for shard in train:
         assert len(shard.group_sizes) >= 16
-        assert max(shard.group_sizes) <= 1500 // (sum(map(len, texts[:-1])) / 2000)
+        assert max(shard.group_sizes) <= len(texts) * 1500 // n_bytes
 
 @pytest.mark.parametrize("book, size, parts", [
     (b"ab\n\ncdef\n\nefgh", 10, ["ab\n\ncdef\n\n", "efgh"]), (b"a b c", 4, ["a b ", "c"]),
@@ -216,6 +216,11 @@ def test_kept_columns_stay_beside_their_documents(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.search("dropped column lang: 800, such as .*/a.jsonl, line 1: 'de'\n", printed)
     assert "dropped column url: 1, such as " in printed
+    rows = [{"text": "a", **{f"{i}.{j}": 0 for j in range(9)}} for i in range(20)]
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows, {"txt": "b"}), "b.parquet": ""})
+    converted(tmp_path, "--skip_bad")
+    printed = capsys.readouterr().out
+    assert re.search("dropped others: 1[0-9]+, .*\nskipped bad documents or files: 1, ", printed, re.S)
     write(tmp_path / "in", {"a.jsonl": "", "b.parquet": "", "c.csv": "text|n\n" + "word|007\n" * 9})
     converted(tmp_path, "--keep", "n", "--delimiter", "|")
     assert rows_of(tmp_path / "out") == [{"text": "word", "n": "007"}] * 9
