@@ -241,7 +241,7 @@ def plan_shards(building, n_bytes):
             for number, (start, stop) in enumerate(itertools.pairwise(borders))]
 
 def gather_shard(shard, building, kind, rows):
-    """Write the documents with these keys, up to `rows` in a row group. """
+    """Write the documents with these keys, up to `rows` in a row group."""
     number, keys = shard
     runs = open_runs(building)
     rows = max(1, min(rows, len(keys) // 16))
@@ -429,9 +429,8 @@ def find_document(record, flags):
     for columns in [(key,)] if key else SHAPES:
         values = [lookup(record, column) for column in columns]
         if None not in values:
-            is_text = columns in (("text",), (flags.text_key,))
-            kind = "text" if is_text else "messages"
-            return kind, columns, values
+            is_text = flags.text_key or (key is None and columns == ("text",))
+            return "text" if is_text else "messages", columns, values
     raise missing(key or "text", record)
 
 def lookup(record, key):
@@ -522,7 +521,7 @@ def clean_messages(messages, flags, lost):
 def clean_message(message, ignore_keys):
     """(its role, content and weight; all else)"""
     rest = {key: value for key, value in message.items() if value is not None}    # parquet's nulls
-    if "from" in rest:
+    if "from" in rest and "value" in rest:
         sender = rest.pop("from")
         rest["role"] = ROLES.get(sender, sender)
         rest["content"] = rest.pop("value")

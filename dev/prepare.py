@@ -206,9 +206,8 @@ def stats(folder, tokenizer_dir=None):
               f"  {count_tokens(places, n_bytes, tokenizer)}")
     percents = (10, 50, 90, 99, 100)
     points = np.percentile(np.concatenate(lengths), percents)
-    unit = {"text": "text", "messages": "JSON", "tokens": "ids"}[shards[0].kind]
     words = [f"{percent} % up to {n:,.0f}" for percent, n in zip(percents, points, strict=True)]
-    print(f"bytes of {unit} in a document: {', '.join(words)}")
+    print(f"bytes of {shards[0].kind} in a document: {', '.join(words)}")
 
 def row_groups_of(shards):
     return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]

@@ -120,7 +120,7 @@ def test_an_epoch_has_each_token_of_an_answer_as_a_target_once(tmp_path, trained
     assert command("stats", tmp_path / "chats", "--tokenizer", trained) is None
     printed = capsys.readouterr().out
     assert f", {(ids >= 0).mean():.0%} with a loss\n" in printed
-    assert "bytes of JSON in a document: " in printed
+    assert "bytes of messages in a document: " in printed
 
 def test_tokenize_resumes(tmp_path, byte_tokenizer, monkeypatch):
     """Stopped midway, the folder has no index; the same command keeps what is done."""
