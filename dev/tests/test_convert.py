@@ -433,7 +433,8 @@ def test_roles_parts_and_weights_survive(tmp_path):
 
 def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     """Those with content only if they are named, and an empty answer is not learned instead."""
-    named = {**ANSWER, "name": "Bob", "from": 1, "tool_calls": None, "refusal": "", "thinking": "so"}
+    named = {**ANSWER, "name": "Bob", "from": 1, "tool_calls": None, "refusal": "",
+             "thinking": "so"}
     rows = {"messages": [USER, named]}, [USER, ANSWER, USER, named]
     write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
     words = "--ignore_keys", "thinking"
