@@ -362,7 +362,7 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     line = texts_as_json("ab")
     names = ("train-0.jsonl", "test-0.jsonl", "a.rar", ".git/c.jsonl", "index.json", "README.md")
     write(tmp_path / "in", {**dict.fromkeys(names, line), "empty.txt": "", "deep/train.txt": "c"})
-    os.symlink("..", tmp_path / "in" / "deep" / "circle")
+    os.symlink("..", tmp_path / "in" / ".git" / "circle")
     os.symlink("train-0.jsonl", tmp_path / "in" / "train-1.jsonl")
     assert sorted(converted(tmp_path)) == ["a", "b", "c"]
     printed = capsys.readouterr().out
