@@ -88,7 +88,7 @@ def test_documents_of_two_files_are_shuffled(tmp_path, capsys):
 
 def as_parquet(table):
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, row_group_size=2)
+    pq.write_table(table, sink, row_group_size=2, write_page_checksum=True)
     return sink.getvalue().to_pybytes()
 
 def as_arrow(table, opened):
@@ -110,7 +110,7 @@ def as_table(texts, kind=None):
 FORMATS = {
     "lines.jsonl": texts_as_json,
     "crlf.ndjson": lambda texts: BOM_UTF8 + texts_as_json(texts).replace(b"\n", b"\r\n\n"),
-    "array.json": lambda texts: json.dumps([{"text": text} for text in texts], indent=1).encode(),
+    "array.json": lambda texts: BOM_UTF8 + json.dumps([{"text": text} for text in texts]).encode(),
     "comma.csv": lambda texts: BOM_UTF8 + as_csv(texts, ","),
     "semicolon.csv": lambda texts: as_csv(texts, ";"),
     "tab.tsv": lambda texts: as_csv(texts, "\t"),
@@ -239,6 +239,8 @@ BAD = [    # a file, what is said of it, how many documents come before
      "unreadable after line [0-9]+: ", 300),
     ("a.json.zst", b"no zstd", "unreadable: ", 0), ("a.json.gz", b"no gzip", "unreadable: ", 0),
     ("a.parquet", b"PAR1 no parquet", "unreadable: ", 0),
+    ("a.parquet", as_parquet(pa.table({"text": ["wxyz"]})).replace(b"xyz", b"xxx"),
+     "unreadable: .*CRC", 0),
     ("a.arrow", b"ARROW1 no", "unreadable: ", 0),
     ("a.json", b'[{"text": "a"},\n {"text": "b"', "unreadable: .* line 2", 0),
     ("a.json", b"[" * 200_000, "unreadable: maximum recursion depth", 0),
