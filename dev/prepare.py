@@ -15,12 +15,11 @@ if __name__ == "__main__" and not __package__:
     sys.exit("usage: python -m dev.prepare COMMAND, typed where dataset.py is; see --help")
 
 import argparse
-import contextlib
-import glob
+import collections
 import os
 import re
-import shlex
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -39,27 +38,18 @@ from dataset import (
     list_shards,
     printable,
 )
-from dev.convert import at_least_1, counted, in_order, print_dropped
-from tokenizer import (
-    AnyTokenizer,
-    encode_conversations,
-    find_tokenizer,
-    get_tokenizer,
-    is_saved,
-    maker_of,
-    trained_dir,
-)
+from dev.convert import at_least_1, counted, errors_of_disk
+from tokenizer import AnyTokenizer, encode_conversations, find_tokenizer, get_tokenizer, maker_of
 
 # --------------------------------------------------------------------------------------------------
 # Tokenize: the same shards, with token ids in place of text
 
 VOCAB_SIZE = 32768    # of a tokenizer that is trained because the data has none
 
-def tokenize(data_dir, out, tokenizer_dir=None, threads=None, compression="none", keep=()):
+def tokenize(data_dir, out, tokenizer_dir=None, compression="none", keep=()):
     """
-    Write token shards with the names, row groups and rows of the text shards. Returns the number
-    of tokens. Resumes: complete shards of the same text and tokenizer are kept. keep: columns
-    beside the tokens.
+    Write token shards with the names, row groups and rows of the text shards. Resumes: complete
+    shards of the same text and tokenizer are kept. keep: columns beside the tokens.
     """
     if "://" in out or os.path.realpath(out) == os.path.realpath(data_dir):
         raise UserError(f"cannot write to {out}; name another local folder with --out")
@@ -74,55 +64,62 @@ def tokenize(data_dir, out, tokenizer_dir=None, threads=None, compression="none"
     missing = {*keep} - {*columns}
     if missing:
         raise UserError(f"--keep {min(missing)}: {data_dir} has only {', '.join(sorted(columns))}")
-    print_dropped({*columns} - {shards[0].kind, *keep})
+    dropped = {*columns} - {shards[0].kind, *keep}
+    if dropped:
+        print(f"dropped columns (to keep some: --keep): {printable(', '.join(sorted(dropped)))}")
     tokenizer, where = find_tokenizer(tokenizer_dir, [data_dir], VOCAB_SIZE)
     print(f"tokenizer: {where}", flush=True)
     tokenizer = AnyTokenizer(tokenizer)
-    where = os.path.abspath(where)
-    shown = tqdm(shards, "tokenize", unit=" shards", delay=1)
-    n_tokens = [tokenize_shard(shard, out, tokenizer, where, threads or cores(), compression, keep)
-                for shard in shown]
-    dataset.write_index(out)
-    return sum(n_tokens)
+    with errors_of_disk(out):
+        for shard in tqdm(shards, "tokenize", unit=" shards", delay=1):
+            tokenize_shard(shard, out, tokenizer, where, compression, keep)
+        dataset.write_index(out)
 
-def tokenize_shard(shard, out, tokenizer, where, threads, compression, keep):
-    """The number of tokens in a new token shard, or in a complete one that is kept."""
-    path = f"{os.path.abspath(out)}/{shard.name}"
+def tokenize_shard(shard, out, tokenizer, where, compression, keep):
+    """Write a token shard, unless it is there."""
     dtype = np.dtype(np.int32) if shard.kind == "messages" else tokenizer.dtype
     made_from = {
         dataset.TOKEN_DTYPE: dtype.name,
         dataset.FINGERPRINT: tokenizer.fingerprint(),
         dataset.TEXT_BYTES: str(shard.text_bytes),
         dataset.TEXT_DIGEST: shard.digest or ""}
+    path = f"{out}/{shard.name}"
     if os.path.exists(path):
-        return count_kept_tokens(path, shard, made_from, keep) // dtype.itemsize
+        check_kept(out, shard, made_from, keep)
+        return
 
-    n_bytes = []
     def encode_group(row_group):
         ids = encode_array(shard.read(row_group), tokenizer, shard.kind)
-        n_bytes.append(count_bytes(ids))
         return pa.table([ids, *read_columns(shard, row_group, keep)], ["tokens", *keep])
 
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(f"{out}/{dataset.INDEX}")    # it is written again when all shards are there
-    with ThreadPoolExecutor(threads) as pool:
-        encoded = in_order(pool, encode_group, range(len(shard.group_sizes)), 2 * threads)
-        tables = (table for _, table in encoded)
-        metadata = {**made_from, "nanoloader.tokenizer_dir": where}
-        dataset.write_shard(path, tables, "tokens", metadata, compression)
-    return sum(n_bytes) // dtype.itemsize
+    Path(out, dataset.INDEX).unlink(missing_ok=True)    # written anew when all shards are there
+    tables = in_order(encode_group, range(len(shard.group_sizes)))
+    metadata = {**made_from, "nanoloader.tokenizer_dir": os.path.abspath(where)}
+    dataset.write_shard(path, tables, "tokens", metadata, compression)
 
-def count_kept_tokens(path, shard, made_from, keep):
-    """Bytes of tokens in this shard; UserError unless it is what tokenize would write."""
-    folder, name = os.path.split(path)
-    footer = dataset.parse_footer(folder, name, os.path.getsize(path))
-    old = dataset.Shard(folder, name, {**footer.common, "shards": {name: footer.entry}})
-    is_same = all(footer.extra.get(key) == value for key, value in made_from.items())
-    if not is_same or columns_of(old) != ["tokens", *keep] or old.group_sizes != shard.group_sizes:
+def check_kept(out, shard, made_from, keep):
+    """UserError unless this token shard is what tokenize would write."""
+    path = f"{out}/{shard.name}"
+    footer = dataset.parse_footer(out, shard.name, os.path.getsize(path))
+    metadata = footer.metadata
+    rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    columns = metadata.schema.to_arrow_schema().names
+    is_same = made_from.items() <= footer.extra.items() and rows == shard.group_sizes
+    if not is_same or columns != ["tokens", *keep]:
         raise UserError(
             f"{path} was made from other text, by another tokenizer, or with other --keep; name a "
             "new folder with --out, or remove this one")
-    return sum(count_bytes(old.read(i)) for i in range(len(old.group_sizes)))
+
+def in_order(function, items):
+    """function(item) of each item, in order, by threads. Few results are in memory."""
+    waiting = collections.deque()
+    with ThreadPoolExecutor(cores()) as pool:
+        for item in items:
+            waiting.append(pool.submit(function, item))
+            if len(waiting) == 2 * cores():
+                yield waiting.popleft().result()
+        for future in waiting:
+            yield future.result()
 
 def encode_array(texts, tokenizer, kind):
     """An array of documents -> binary, the ids of each, little-endian; a null stays null."""
@@ -142,19 +139,15 @@ def encode(texts, tokenizer, kind):
         return encode_conversations(tokenizer.tokenizer, texts.to_pylist())
     return tokenizer.encode(texts)
 
-def count_bytes(array):
-    return pc.sum(pc.binary_length(array)).as_py() or 0
-
 def columns_of(shard):
     return dataset.read_footer(shard).metadata.schema.to_arrow_schema().names
 
 def read_columns(shard, row_group, names):
     """Other columns than the documents; their pages are compared with their checksums."""
-    with dataset.errors_named(shard.folder, shard.name, f"row group {row_group}"):
-        with dataset.open_file(shard.folder, shard.name, shard.file_size) as file:
-            parquet = pq.ParquetFile(file, page_checksum_verification=True)
-            table = parquet.read_row_group(row_group, names, use_threads=False)
-        return [table.column(name) for name in names]
+    with (dataset.errors_named(shard.folder, shard.name, f"row group {row_group}"),
+          dataset.open_file(shard.folder, shard.name, shard.file_size) as file):
+        parquet = pq.ParquetFile(file, page_checksum_verification=True)
+        return parquet.read_row_group(row_group, names, use_threads=False).columns
 
 # --------------------------------------------------------------------------------------------------
 # Verify, stats, head
@@ -163,13 +156,12 @@ def verify(folder):
     """Read every column of every shard; Shard.read compares all checksums. True if all match."""
     shards = all_shards(folder)
     n_bad = 0
-    with ThreadPoolExecutor(cores()) as pool:
-        for shard, problem in in_order(pool, find_problem, shards, 2 * cores()):
-            if problem:
-                n_bad += 1
-                print(f"PROBLEM  {problem.partition('; check it with')[0]}", flush=True)
-            elif not dataset.read_footer(shard).checksums:
-                print(f"{shard.path}: others wrote it; only checksums of its pages, if it has any")
+    for shard, problem in zip(shards, in_order(find_problem, shards), strict=True):
+        if problem:
+            n_bad += 1
+            print(f"PROBLEM  {problem.partition('; check it with')[0]}", flush=True)
+        elif not dataset.read_footer(shard).checksums:
+            print(f"{shard.path}: others wrote it; only checksums of its pages, if it has any")
     n_documents = sum(sum(shard.group_sizes) for shard in shards)
     print(f"{folder}: {counted(len(shards), 'shard')}, {counted(n_documents, 'document')}, "
           f"{counted(n_bad, 'problem')}")
@@ -183,7 +175,7 @@ def find_problem(shard):
     n_bytes = 0
     try:
         for row_group in range(len(shard.group_sizes)):
-            n_bytes += count_bytes(shard.read(row_group))
+            n_bytes += sum_bytes(shard.read(row_group))
             others = [name for name in columns_of(shard) if name != shard.kind]
             if others:
                 read_columns(shard, row_group, others)
@@ -194,75 +186,56 @@ def find_problem(shard):
         return f"{shard.path}: its footer says {shard.text_bytes:,} bytes, but it has {n_bytes:,}"
     return None
 
+def sum_bytes(array):
+    return pc.sum(pc.binary_length(array)).as_py() or 0
+
 def stats(folder, tokenizer_dir=None):
     """Print how many documents, bytes and tokens a folder has, and how long documents are."""
-    tokenizer = None
-    header = folder
-    shards = list_shards(folder, "train")
-    if shards[0].kind != "tokens":
-        tokenizer_dir = tokenizer_dir or known_tokenizer(folder)
-        if tokenizer_dir:
-            tokenizer = AnyTokenizer(get_tokenizer(tokenizer_dir))
-            header += f", tokens by {tokenizer_dir}"
-        else:
-            header += (": tokens need a tokenizer; add --tokenizer DIR, or train one: "
-                       f"python tokenizer.py --data {shlex.quote(folder)}")
-    print(header)
-    print("split   shards  row groups    documents   nulls         MB  tokens")
+    tokenizer = AnyTokenizer(get_tokenizer(tokenizer_dir)) if tokenizer_dir else None
+    print("split   shards  row groups    documents         MB  tokens")
     lengths = []
     for split in ("train", "val"):
         shards = list_shards(folder, split)
-        found = lengths_of(shards)
-        lengths.append(found[found >= 0])
-        n_bytes = int(lengths[-1].sum())
-        n_nulls = np.count_nonzero(found < 0)
-        print(f"{split:6}{len(shards):8,}{len(row_groups_of(shards)):12,}{len(found):13,}"
-              f"{n_nulls:8,}{n_bytes / 1e6:11,.1f}  {describe_tokens(shards, n_bytes, tokenizer)}")
+        places = row_groups_of(shards)
+        found = np.concatenate([*in_order(read_lengths, places)])
+        lengths.append(found)
+        n_bytes = int(found.sum())
+        print(f"{split:6}{len(shards):8,}{len(places):12,}{len(found):13,}{n_bytes / 1e6:11,.1f}"
+              f"  {count_tokens(places, n_bytes, tokenizer)}")
     percents = (10, 50, 90, 99, 100)
     points = np.percentile(np.concatenate(lengths), percents)
-    unit = {"text": "text", "messages": "JSON", "tokens": "ids"}[shards[0].kind]
     words = [f"{percent} % up to {n:,.0f}" for percent, n in zip(percents, points, strict=True)]
-    print(f"bytes of {unit} in a document: {', '.join(words)}")
-
-def known_tokenizer(folder):
-    """The folder of the largest tokenizer that was trained on this data; None if there is none."""
-    stem = trained_dir([folder], 0).removesuffix("0")
-    found = filter(is_saved, glob.glob(f"{glob.escape(stem)}*"))
-    return max(found, key=lambda path: int(path.removeprefix(stem)), default=None)
-
-def lengths_of(shards):
-    """Bytes of every document; -1 for a null."""
-    def read(place):
-        shard, row_group = place
-        return pc.binary_length(shard.read(row_group)).fill_null(-1).to_numpy()
-
-    with ThreadPoolExecutor(cores()) as pool:
-        return np.concatenate(list(pool.map(read, row_groups_of(shards))))
+    print(f"bytes of {shards[0].kind} in a document: {', '.join(words)}")
 
 def row_groups_of(shards):
     return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]
 
-def describe_tokens(shards, n_bytes, tokenizer):
-    """The number of tokens; of text, an estimate from 16 row groups spread over the shards."""
-    if shards[0].kind == "tokens":
-        return f"{n_bytes // shards[0].dtype.itemsize:,}"
+def read_lengths(place):
+    """Bytes of every document of a row group."""
+    shard, row_group = place
+    return pc.binary_length(shard.read(row_group)).fill_null(0).to_numpy()
+
+def count_tokens(places, n_bytes, tokenizer):
+    """In words. Of text, an estimate from 16 row groups spread over the shards."""
+    shard, _ = places[0]
+    if shard.kind == "tokens":
+        return f"{n_bytes // shard.dtype.itemsize:,}"
     if not tokenizer:
-        return "-"
-    places = row_groups_of(shards)
+        return "? (add --tokenizer DIR)"
     n_tokens = n_learned = n_sampled = 0
     for shard, row_group in places[::-(-len(places) // 16)]:
         texts = shard.read(row_group)
         ids, _ = encode(texts, tokenizer, shard.kind)
         n_tokens += len(ids)
         n_learned += np.count_nonzero(ids >= 0)
-        n_sampled += count_bytes(texts)
+        n_sampled += sum_bytes(texts)
     words = f"about {n_tokens * n_bytes / max(1, n_sampled):,.0f}"
-    if shards[0].kind == "messages":
+    if shard.kind == "messages":
         words += f", {n_learned / max(1, n_tokens):.0%} with a loss"
     return words
 
-def head(folder, n=5, split="train", tokenizer_dir=None, raw=False):
-    """Print n documents: their places, lengths and beginnings; raw: all of their text."""
+def head(folder, n=5, split="train", tokenizer_dir=None, chars=200):
+    """Print n documents: their places, lengths and beginnings."""
     tokenizer = get_tokenizer(tokenizer_dir) if tokenizer_dir else None
     shards = list_shards(folder, split)
     if tokenizer and shards[0].fingerprint not in (None, tokenizer.fingerprint()):
@@ -274,8 +247,7 @@ def head(folder, n=5, split="train", tokenizer_dir=None, raw=False):
         for row, document in enumerate(documents):
             length, text = describe_document(document, shard, tokenizer)
             print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {length}")
-            shown = printable_lines(text) if raw else printable(text[:200])
-            print(f"      {shown}")
+            print(f"      {printable_lines(text[:chars])}")
             number += 1
         if number == n:
             break
@@ -289,7 +261,7 @@ def describe_document(document, shard, tokenizer):
     if shard.kind == "tokens":
         ids = np.frombuffer(document, shard.dtype)
         known = np.where(ids < 0, ~ids, ids).tolist()    # ~t: without a loss
-        text = tokenizer.decode(known[1:]) if tokenizer else str(known[:40])
+        text = tokenizer.decode(known[1:]) if tokenizer else str(known)
         return f"{len(ids):,} tokens", text
     length = f"{len(document.encode()):,} bytes"
     if tokenizer:
@@ -326,35 +298,31 @@ def main(argv=None):
     add = showing.add_argument
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
     add("--split", default="train", choices=("train", "val"))
-    add("--raw", action="store_true", help="print whole documents, with their line breaks")
+    add("--chars", type=at_least_1, default=200, help="of each document (default 200)")
 
     with errors_in_one_line():
         run(parser.parse_args(argv))
 
 def run(flags):
-    folder = folder_of(flags)
+    if len(flags.data) > 1:
+        raise UserError(
+            f"expected one folder, not {' '.join(flags.data)}; type the command for each of them "
+            "(only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
+    folder = find_data(*flags.data)
     if flags.command == "tokenize":
-        n_tokens = tokenize(
-            folder, flags.out, flags.tokenizer, compression=flags.compression, keep=flags.keep)
-        print(f"{n_tokens:,} tokens in {flags.out}")
+        tokenize(folder, flags.out, flags.tokenizer, flags.compression, flags.keep)
+        print(f"tokens are in {flags.out}; to count them: python -m dev.prepare stats {flags.out}")
     elif flags.command == "verify":
         sys.exit(not verify(folder))
     elif flags.command == "stats":
         stats(folder, flags.tokenizer)
     else:
-        head(folder, flags.n, flags.split, flags.tokenizer, flags.raw)
+        head(folder, flags.n, flags.split, flags.tokenizer, flags.chars)
 
 def add_folder(parser):
     text = "folder or URI of shards, also as --data FOLDER (default: what train.py takes)"
     parser.add_argument("data", nargs="*", action="extend", default=[], metavar="FOLDER", help=text)
     parser.add_argument("--data", nargs="+", action="extend", help=argparse.SUPPRESS)
-
-def folder_of(flags):
-    if len(flags.data) > 1:
-        raise UserError(
-            f"expected one folder, not {' '.join(flags.data)}; type the command for each of them "
-            "(only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
-    return find_data(*flags.data)
 
 if __name__ == "__main__":
     main()
