@@ -102,7 +102,7 @@ def convert(flags):
     check_flags(flags, files)
     total = sum(os.path.getsize(file.path) for file in files)
     n_processes = min(flags.num_workers or max(1, total // BYTES_PER_PROCESS), cores())
-    with mapper(n_processes, flags.dask) as run, building_folder(out) as building:
+    with building_folder(out) as building, mapper(n_processes, flags.dask, building) as run:
         scatter = functools.partial(
             scatter_files, flags=flags, building=building, longest_val=total // 20)
         tasks = [files[i::TASKS] for i in range(min(TASKS, len(files)))]
@@ -689,7 +689,7 @@ def errors_of_disk(folder):
             f"{error}, in {folder}; to write elsewhere, name another folder with --out") from error
 
 @contextlib.contextmanager
-def mapper(n, dask):
+def mapper(n, dask, building):
     """`map` itself, or that of n processes or of a Dask cluster."""
     if dask:
         with dask_executor(dask) as executor:
@@ -708,7 +708,8 @@ def mapper(n, dask):
     except BrokenExecutor as error:
         raise UserError("a process was killed; if memory is short: -w 1") from error
     finally:
-        with ctrl_c_ignored():    # they end soon: their folder is gone
+        with ctrl_c_ignored():
+            shutil.rmtree(building, ignore_errors=True)    # so that they end soon
             pool.shutdown(cancel_futures=True)
 
 @contextlib.contextmanager

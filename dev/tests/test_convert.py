@@ -456,7 +456,7 @@ def test_processes_are_as_many_as_cores_or_work(tmp_path, monkeypatch):
     asked = []
     original = convert.mapper
 
-    def mapper(n, dask):
+    def mapper(n, dask, building):
         asked.append(n)
         return original(1, dask)
 
