@@ -458,7 +458,7 @@ def test_processes_are_as_many_as_cores_or_work(tmp_path, monkeypatch):
 
     def mapper(n, dask, building):
         asked.append(n)
-        return original(1, dask)
+        return original(1, dask, building)
 
     monkeypatch.setattr(convert, "mapper", mapper)
     monkeypatch.setattr(convert, "cores", lambda: 4)
