@@ -317,9 +317,9 @@ def measure_cell(cell):
         for _ in range(20):
             next(loader)
         state = loader.state_dict()
+        memory = peak_memory()    # of a run; the next loader would add what this one still holds
     with make() as loader:
         resume, _ = timed(lambda: (loader.load_state_dict(state), next(loader)))
-        memory = peak_memory()
         lanes, chunk = loader.num_lanes, loader.chunk_bytes / 2**20
         lengths = [lengths_of_chunk(loader, n) for n in range(4)]
     padding = shares_of("exactfit", lengths, cell.T).padding
