@@ -80,12 +80,13 @@ class Corpus(NamedTuple):
     ids: dict    # {location.key: its ids, BOS first; none of a null}
 
 def draw_corpora(draw, root):
-    return [draw_corpus(draw, f"{root}/{i}", has_masks=i % 2 == 1) for i in range(8)]
+    letters = enumerate("abcdefgh")
+    return [draw_corpus(draw, f"{root}/{i}", letter, i % 2 == 1) for i, letter in letters]
 
-def draw_corpus(draw, root, has_masks):
-    """With masks there is no folder of text."""
+def draw_corpus(draw, root, letter, has_masks):
+    """With masks there is no folder of text. letter: the smallest text, not of other corpora."""
     n = draw.choice([1, 1, 1, 2, 3])
-    shards = {f"train-{i}.parquet": draw_shard(draw) for i in range(n)}
+    shards = {f"train-{i}.parquet": draw_shard(draw, letter) for i in range(n)}
     shards["val.parquet"] = [["validation"]]
     for name, groups in shards.items():
         write_shard(f"{root}/text/{name}", [pa.array(group, pa.string()) for group in groups])
@@ -100,16 +101,16 @@ def draw_corpus(draw, root, has_masks):
     shutil.copytree(folders[0], f"{root}/moved")
     return Corpus([*folders, f"{root}/moved"], ids)
 
-def draw_shard(draw):
+def draw_shard(draw, letter):
     """Row groups of texts; None: a null."""
     if draw.random() < 0.1:
-        return [["a"]]
+        return [[letter]]
     n, longest = draw.choice([(3, 40), (12, 30), (40, 20), (40, 60), (9, 300)])
     groups = []
     for _ in range(draw.randrange(1, 6)):
         n_documents = draw.choice([0, 1, n, draw.randrange(1, n + 1)])
         groups.append([draw_text(draw, longest) for _ in range(n_documents)])
-    return [*groups, [draw_text(draw, longest) or "a"]]
+    return [*groups, [draw_text(draw, longest) or letter]]
 
 def draw_text(draw, longest):
     if draw.random() < 0.05:

@@ -336,7 +336,8 @@ MUTANTS = [
     ("an error may come after the ranks have agreed",
      "            batch = self._batch(rows)\n"
      "            # Lanes end at different rows. When the first one does, of any rank, the ranks exchange\n"
-     "            # their places. From this batch on, each draws the rows of all, and delivers its own.\n"
+     "            # their places. From this batch on, each draws the rows of all, and delivers its own:\n"
+     "            # so this batch is drawn again.\n"
      "            if self._ranks_agree_that_a_lane_ended(rows):    # after all that may fail\n",
      "            ended = self._ranks_agree_that_a_lane_ended(rows)\n"
      "            batch = self._batch(rows)\n"
