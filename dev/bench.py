@@ -157,8 +157,6 @@ def measure(job):
     """One line of the table. One thread means one core as well."""
     if job.threads == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    if job.kind == "text":
-        os.environ["NANOLOADER_ENGINE"] = job.engine
     turns = []
     for _ in range(3):
         first, resume, speed, memory = measure_loader(job)
@@ -189,8 +187,15 @@ def measure_loader(job):
     return first, resume, speed, memory
 
 def make_loader(job):
-    return PackedLoader(get_tokenizer(job.tokenizer), job.B, job.T, "train", data_dir=job.data,
-                        packing=job.packing, threads=job.threads, num_lanes=8)
+    tokenizer = tokenizer_with(job.engine, job.tokenizer)
+    return PackedLoader(tokenizer, job.B, job.T, "train", data_dir=job.data, packing=job.packing,
+                        threads=job.threads, num_lanes=8)
+
+def tokenizer_with(engine, folder):
+    tokenizer = get_tokenizer(folder)
+    if engine == "tiktoken":
+        tokenizer.choice = None, engine
+    return tokenizer
 
 def tokens_of(loader):
     """Yield the tokens from a chunk of lane 0 to the next; all lanes' end at about the same row."""
@@ -304,8 +309,7 @@ def measure_mixing(tokenizer_dir, data_dir, engine, B, T, lanes, chunks, sources
                 yield f"{n_sources:>8}{group:>8g} MB{line}"
 
 def measure_cell(cell):
-    os.environ["NANOLOADER_ENGINE"] = cell.engine
-    tokenizer = get_tokenizer(cell.tokenizer)
+    tokenizer = tokenizer_with(cell.engine, cell.tokenizer)
     tokenizer.encode_documents(["the check of its engine"])
 
     def make():

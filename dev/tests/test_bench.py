@@ -37,7 +37,6 @@ def fresh(monkeypatch):
     monkeypatch.setattr(bench, "run_fresh", run_here)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
     monkeypatch.setattr(bench, "cores", lambda: 1)
-    monkeypatch.setenv("NANOLOADER_ENGINE", "tiktoken")    # is set by each line
 
 @pytest.mark.parametrize("packing, rows, padding, dropped, cut", [
     ("wholefit", 2, 3 + 4, 0, 0),

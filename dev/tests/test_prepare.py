@@ -18,12 +18,11 @@ import pyarrow.parquet as pq
 import pytest
 
 import dataset
-import tokenizer
 from dev import prepare
 from dev.tests.test_convert import ANSWER, USER, all_of, make_texts, read_all
 from dev.tests.test_convert import command as run_command
 from test_dataloader import ByteTokenizer, make, show_all
-from tokenizer import AnyTokenizer, RustBPETokenizer, encode_conversations
+from tokenizer import RustBPETokenizer, encode_conversations
 
 command = functools.partial(run_command, main=prepare.main)
 
@@ -83,21 +82,6 @@ def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
     loaders = [make(f"{tmp_path}/{kind}", num_lanes=2) for kind in ("text", "tokens")]
     rows = [show_all(loader, 5) for loader in loaders]
     assert rows[0] == rows[1]
-
-def test_ids_are_compared_with_tiktokens(tmp_path, trained, monkeypatch):
-    """tiktoken is made wrong after it was compared with gigatoken; a thousand texts see it."""
-    pytest.importorskip("gigatoken")
-
-    def spoil_tiktoken(made):
-        encoder = AnyTokenizer(made)
-        monkeypatch.setattr(tokenizer, "encode_text", lambda enc, text: [])
-        return encoder
-
-    monkeypatch.setattr(prepare, "AnyTokenizer", spoil_tiktoken)
-    for name in "ab":
-        dataset.write_shard(f"{tmp_path}/more/{name}.parquet", [pa.array(["a text"] * 1000)])
-    words = "--out", tmp_path / "out", "--tokenizer", trained
-    assert "its ids differ from tiktoken's" in command("tokenize", tmp_path / "more", *words)
 
 @pytest.mark.parametrize("kind", ["chats", "ids"])
 def test_an_epoch_has_each_token_of_an_answer_as_a_target_once(tmp_path, trained, kind, capsys):

@@ -91,6 +91,7 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
      "message 1: expected parts of type text or python or python_output; saw .*image"),
     ("nanochat", chat(HI, ("assistant", None)), "message 1: .* saw .*None"),
     ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: 'text'"),
+    ("nanochat", chat(HI, ("assistant", [{"type": "python", "text": 1}])), "1: expected text; saw"),
     ("nanochat", ["Hi"], "message 0: .* saw 'Hi'"), ("nanochat", [{"a": 1}], "message 0: 'role'"),
     ("chatml", chat(("assistant", ""), tool_calls=[{"f": 1}]), "its tool_calls would be lost"),
     ("chatml", chat(("assistant", "Hi"), reasoning_content="Hm"), "its reasoning_content would"),
@@ -182,7 +183,7 @@ def test_drawn_conversations_have_the_ids_of_the_whole_text(
         text, losses = spell(messages, opening, closing, after)
         ids, mask = tok.render_conversation({"messages": messages})
         assert ids == tok.enc.encode(text, allowed_special="all")
-        lengths = [len(tok.decode_single_token_bytes(id)) for id in ids]
+        lengths = [len(tok.enc.decode_single_token_bytes(id)) for id in ids]
         begins = [0, *itertools.accumulate(lengths)][:-1]
         assert mask == [losses[begin] for begin in begins]
         assert tok.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])

@@ -14,7 +14,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from importlib.metadata import version as version_of
+from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -146,41 +146,36 @@ def test_gigatoken_gives_tiktokens_ids(name):
     want = [[70_000, *ids] for ids in tok.enc.encode_ordinary_batch(texts)]
     for i in range(0, len(texts), 100):    # few: a newer character sends all to tiktoken
         assert split(*tok.encode_documents(texts[i:i + 100])) == want[i:i + 100]
-    assert tok.choice == (name, "gigatoken, checked against tiktoken")
+    assert tok.choice == (name, "gigatoken, checked against tiktoken"), "not tested"
     raw = Engine(tok.enc, 70_000, name)._call_gigatoken("".join(texts[-9:]).encode())
     want = tok.enc.encode_ordinary("".join(texts[-9:]))
     assert raw.tolist() != want, "they agree: drop NEWER_CHARACTERS"
 
-@needs_gigatoken
-def test_wrong_ids_of_gigatoken_are_found(monkeypatch):
-    """In use, unless another document is drawn; and before use."""
-    tok, right = fresh(), Engine._call_gigatoken
-    texts = [f"document {i} has text" for i in range(3000)]
-    want, _ = tok.encode_documents(texts)
-
-    def wrong(*args):
-        ids = right(*args)
-        return np.where(ids == 70_000, ids, ids ^ 1)
-
-    monkeypatch.setattr(Engine, "_call_gigatoken", wrong)
-    with pytest.raises(UserError, match=r"b'document \d+ .*: NANOLOADER_ENGINE=tiktoken"):
-        tok.encode_documents(texts)
-    other = fresh()
-    assert other.choice[1].startswith("tiktoken (gigatoken, b'")
-    assert np.array_equal(other.encode_documents(texts)[0], want)
-
 ADVICE = "to encode several times as fast: pip install tiktoken==0.14.0 gigatoken==0.10.0"
+RIGHT = Engine._call_gigatoken
+
+def with_wrong_ids(*args):
+    ids = RIGHT(*args)
+    return np.where(ids == 70_000, ids, ids ^ 1)
 
 @needs_gigatoken
 @pytest.mark.parametrize("name, value, reason", [
-    ("tokenizer.os.environ", {"NANOLOADER_ENGINE": "tiktoken"}, "as NANOLOADER_ENGINE says"),
     ("tokenizer.SCHEMES", {}, "gigatoken does not know this split pattern"),
-    ("tokenizer.version_of", lambda name: version_of(f"no-{name}"), ADVICE),
+    ("tokenizer.metadata.version", lambda name: distribution(f"no-{name}"), ADVICE),
     ("tiktoken.__version__", "0.15.1", ADVICE),    # other versions know other characters
-    ("tokenizer.Engine._call_gigatoken", lambda *args: 1 / 0, "division by zero")])
+    ("tokenizer.Engine._call_gigatoken", with_wrong_ids, "gigatoken has other ids for b'"),
+    (None, None, "gigatoken fails with this vocabulary: assertion")])    # a token no merge makes
 def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
-    monkeypatch.setattr(name, value)
-    assert fresh().choice == (None, f"tiktoken ({reason})")
+    ranks = dict(small().enc._mergeable_ranks)
+    if name:
+        monkeypatch.setattr(name, value)
+    else:
+        ranks[b" qxzj"] = len(ranks)
+    tok = fresh(ranks=ranks)
+    scheme, engine = tok.choice
+    assert scheme is None and engine.startswith(f"tiktoken ({reason}")
+    ids, _ = tok.encode_documents(["x qxzj"])
+    assert ids.tolist() == [70_000, *tok.enc.encode_ordinary("x qxzj")]
 
 @needs_gigatoken
 def test_each_thread_has_its_own_engine_with_a_bounded_memory(monkeypatch):
@@ -243,7 +238,7 @@ def test_a_saved_tokenizer_is_not_overwritten(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["file", "new", "t"]
 
 @pytest.mark.parametrize("name, old, new, reason", [
-    (RANKS, b".*", None, "No such file"), (JSON, b".*", None, "No such file"),
+    (RANKS, b".*", None, "No such file"),
     (RANKS, b" 500\n", b"", "was changed"), (RANKS, b" 500\n", b" 501\n", "was changed"),
     (RANKS, b"AA== 0\n", b"\xff", "UnicodeDecodeError"), (JSON, b"\n}", b"", "JSON"),
     (JSON, b"{\n", b"[" * 200_000, "Recursion"), (JSON, b": 1016", b": 8589934592", "was changed"),
@@ -256,8 +251,33 @@ def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
     if new is not None:
         assert old in before
         path.write_bytes(before.replace(old, new, 1))
-    with pytest.raises(UserError, match=f"no tokenizer of ours, or a damaged one .*{reason}"):
+    with pytest.raises(UserError, match=f"the tokenizer in .* is damaged .*{reason}"):
         get_tokenizer(tmp_path / "t")
+
+@pytest.mark.parametrize("file, words", [
+    (None, "mine does not exist; to train a tokenizer: python tokenizer.py --data FOLDER --out DIR"),
+    ("other.txt", "mine has no nanoloader.json; to train"),
+    ("tokenizer.json", "is Hugging Face's; .* dev.import_tokenizer .*mine/tokenizer.json --out DIR"),
+    ("tokenizer.pkl", r"nanochat's pickle; .*: (RustBPETokenizer\(pickle.load\(.*\).save\('DIR'\))")])
+def test_a_folder_without_a_tokenizer_of_ours_says_what_to_type(tmp_path, monkeypatch, file, words):
+    monkeypatch.chdir(tmp_path)
+    if file:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / file).write_bytes(pickle.dumps(small().enc))
+        with pytest.raises(UserError, match="mine is not empty"):
+            small().save("mine")
+    with pytest.raises(UserError, match=words) as raised:
+        get_tokenizer("mine")
+    if file == "tokenizer.pkl":
+        exec(re.search(words, str(raised.value))[1], {**globals(), "open": open})
+        assert get_tokenizer("DIR").fingerprint() == small().fingerprint()
+
+def test_other_names_say_what_to_type():
+    with pytest.raises(UserError, match=r"from_pretrained\('gpt2'\).save\('gpt2'\)"):
+        get_tokenizer("gpt2")
+    with pytest.raises(UserError, match=r"is no special token of x; it has <\|eot\|>"):
+        RustBPETokenizer(tiktoken.Encoding(
+            "x", pat_str=GPT4, mergeable_ranks={b"a": 0}, special_tokens={"<|eot|>": 1}), "<|bos|>")
 
 # --------------------------------------------------------------------------------------------------
 # The tokenizer of some data
