@@ -5,9 +5,10 @@ What a run of train.py saw: which documents, when, and how hard they were for th
     python -m dev.runs when RUN shard_00000.parquet:0         the steps that have row 0 of this file
     python -m dev.runs losses RUN                             the easiest and the hardest documents
 
-RUN is the folder of a run; FILE is a checkpoint in it. `losses` needs a run with --ledger, and with
-one `when` is faster. The trade-off: without a ledger, both others pack rows again. `audit` of steps
-before FILE packs all rows from the run's beginning; `when` packs the lanes that have the document.
+RUN is the folder of a run; FILE is a checkpoint in it. `losses` needs a run with --ledger. The
+trade-off: what no ledger has is packed again, as fast as the loader can, but every row of it.
+`audit` of steps before FILE begins at the run's beginning. `when` packs the steps to come and, if
+the ledger lacks some, those of the past.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -38,7 +39,7 @@ def newest_of(run):
 def flags_of(saved):
     return argparse.Namespace(**saved["flags"])
 
-def loader_of(saved, begins=False, B=None, rank=0, world_size=1):
+def loader_of(saved, begins=False):
     """A loader of a checkpoint's run: at the checkpoint, or at the run's beginning."""
     changed = saved["constant_since"]
     if begins and changed:
@@ -48,10 +49,9 @@ def loader_of(saved, begins=False, B=None, rank=0, world_size=1):
     flags, state = flags_of(saved), json.loads(saved["loader"])
     config, tokenizer = state["config"], RustBPETokenizer.from_dict(saved["tokenizer"])
     loader = PackedLoader(
-        tokenizer, B or flags.batch_size, state["T"], "train", packing=state["packing"],
-        data_dir=sources_of(flags), rank=rank, world_size=world_size,
-        num_lanes=config["num_lanes"], chunk_bytes=config["chunk_bytes"],
-        shuffle_seed=config["shuffle_seed"])
+        tokenizer, flags.batch_size, state["T"], "train", packing=state["packing"],
+        data_dir=sources_of(flags), rank=0, world_size=1, num_lanes=config["num_lanes"],
+        chunk_bytes=config["chunk_bytes"], shuffle_seed=config["shuffle_seed"])
     if not begins:
         loader.load_state_dict(state)
     return loader
@@ -85,6 +85,14 @@ class Seen(NamedTuple):
     start: int
     stop: int
 
+def pack_again(saved, loader, first, stop):
+    """Yield (step, g, its pieces as Seen) of each row of steps `first` to `stop` - 1."""
+    for step in range(saved["step"] if loader.g else 0, stop):
+        next(loader)
+        if step >= first:
+            for g, pieces in zip(loader.numbers, loader.pieces(), strict=True):
+                yield step, g, [Seen(step, g, *piece[:4]) for piece in pieces]
+
 def without_bos_again(pieces):
     """A BOS that is repeated before another piece of its document is not worth a line."""
     continued = {piece[:3] for piece in pieces if piece.start > 0}    # step, g, location
@@ -93,7 +101,7 @@ def without_bos_again(pieces):
 # --------------------------------------------------------------------------------------------------
 # audit: the documents in the rows of a run's steps
 
-def audit(path, steps=None, as_json=False):
+def audit(path, steps=None):
     """
     Lines for each row of steps A to B-1 (default: the next one) of a checkpoint's run, those of all
     ranks: of W ranks, row g of the run is that of rank g % W. Steps before the checkpoint are
@@ -101,28 +109,11 @@ def audit(path, steps=None, as_json=False):
     """
     saved = load_checkpoint(path)
     first, stop = steps or (saved["step"], saved["step"] + 1)
-    begins = first < saved["step"]
-    with loader_of(saved, begins) as loader:
-        for step in range(0 if begins else saved["step"], stop):
-            next(loader)
-            if step < first:
-                continue
-            for g, pieces in zip(loader.numbers, loader.pieces(), strict=True):
-                yield from lines_of_row(step, g, pieces, loader, as_json)
-
-def lines_of_row(step, g, pieces, loader, as_json):
-    if as_json:
-        documents = []
-        for piece in pieces:
-            text = beginning_of(piece.location, loader)
-            documents.append({**piece.location._asdict(), "epoch": piece.epoch, "text": text,
-                              "from": piece.start, "to": piece.stop, "offset": piece.offset})
-        yield json.dumps({"step": step, "row": g, "documents": documents})
-        return
-    yield f"step {step}, row {g} of the run"
-    seen = [Seen(step, g, *piece[:4]) for piece in pieces]
-    for piece in without_bos_again(seen):
-        yield f"  {describe(piece, loader)}"
+    with loader_of(saved, begins=first < saved["step"]) as loader:
+        for step, g, seen in pack_again(saved, loader, first, stop):
+            yield f"step {step}, row {g} of the run"
+            for piece in without_bos_again(seen):
+                yield f"  {describe(piece, loader)}"
 
 def describe(piece, loader):
     return (f"{piece.location}, epoch {piece.epoch}, tokens {piece.start:,}-{piece.stop - 1:,}: "
@@ -215,22 +206,28 @@ def when(run, name=None, text=None):
     Lines: the rows of a run that have a document, past and to come. The past ones are in the
     ledger; without one, they are packed again, as those to come are.
     """
+    if not (name or text):
+        raise UserError("which document? Name it by FILE:ROW or FILE:GROUP:ROW, or pass --text "
+                        "WORDS; such as: python -m dev.runs when RUN shard_00000.parquet:0")
     saved = newest_of(run)
+    now, n_steps = saved["step"], flags_of(saved).steps
     with loader_of(saved) as loader:
         wanted = {*find_documents(loader, name, text)}
         if not wanted:
-            raise UserError(f"no {name or repr(text)} in the run; expected FILE[:GROUP]:ROW or "
-                            "--text WORDS")
+            raise UserError(f"no {name or repr(text)} in the run's training data; expected "
+                            "FILE[:GROUP]:ROW or --text WORDS")
         ledger = read_ledger(run, loader.sources)
-        steps = ledger["step"].unique().to_pylist()
-        is_complete = {*range(saved["step"])} <= {*steps}
+        is_complete = {*range(now)} <= {*ledger["step"].unique().to_pylist()}
         seen = {*seen_in(ledger, wanted), *replay(saved, not is_complete, wanted)}
         seen = sorted(without_bos_again(seen))
         for piece in seen:
-            to_come = "to come: " if piece.step >= saved["step"] else ""
+            to_come = "to come: " if piece.step >= now else ""
             yield f"{to_come}step {piece.step}, row {piece.g} of the run: {describe(piece, loader)}"
-    missing = wanted - {piece.location for piece in seen}
-    yield f"{len(seen):,} pieces; documents in none: {len(missing):,}"
+        missing = sorted(wanted - {piece.location for piece in seen})
+        for location in missing[:10]:
+            yield f"not seen, and not to come: {location}: {beginning_of(location, loader)!r}"
+    yield (f"{len(seen):,} pieces; of {len(wanted):,} documents, {len(missing):,} are in none of "
+           f"the run's {n_steps:,} steps, of which {now:,} are done")
 
 def find_documents(loader, name, text):
     """Yield the Location of FILE[:GROUP]:ROW in each folder that has it, or of all with a text."""
@@ -255,40 +252,11 @@ def seen_in(ledger, wanted):
             yield Seen(row["step"], row["g"], location, *piece)
 
 def replay(saved, begins, wanted):
-    """
-    Yield each piece of these documents, from the checkpoint or the run's beginning to its end. Each
-    lane is packed alone, as by rank `lane` of num_lanes; one that has none of them is not packed.
-    """
-    flags, state = flags_of(saved), json.loads(saved["loader"])
-    num_lanes, now = state["config"]["num_lanes"], state["rows"]
-    end = now + (flags.steps - saved["step"]) * flags.batch_size
+    """Yield each piece of these documents, from the checkpoint or the beginning to the end."""
     with loader_of(saved, begins) as loader:
-        lanes = [lane for lane in range(num_lanes)
-                 if has_documents(loader, lane, state, begins, end, wanted)]
-    for lane in lanes:
-        with loader_of(saved, begins, B=1, rank=lane, world_size=num_lanes) as loader:
-            while loader.g < end:
-                next(loader)
-                [g], [pieces] = loader.numbers, loader.pieces()
-                step = saved["step"] + (g - now) // flags.batch_size
-                for piece in pieces:
-                    if piece.location in wanted and g < end:
-                        yield Seen(step, g, *piece[:4])
-
-def has_documents(loader, lane, state, begins, end, wanted):
-    """Whether a chunk of the lane has such a document, up to row `end` and an epoch more."""
-    groups = {(location.path, location.row_group) for location in wanted}
-    for name, source in loader.sources.items():
-        n, _ = state["lanes"][str(lane)][name]
-        rows_to_come = end - state["rows"]
-        n_more = (n + 1) * rows_to_come // max(1, state["rows"])    # chunks, at the same speed
-        stop = n + 1 + n_more + source.chunks_per_lane
-        for k in range(0 if begins else n, stop):
-            _, parts = source.parts(lane, k)
-            near = [part for part in parts if (part.shard.path, part.row_group) in groups]
-            if any(not wanted.isdisjoint(part.locations()) for part in near):
-                return True
-    return False
+        first = 0 if begins else saved["step"]
+        for _, _, seen in pack_again(saved, loader, first, flags_of(saved).steps):
+            yield from (piece for piece in seen if piece.location in wanted)
 
 # --------------------------------------------------------------------------------------------------
 # The command line
@@ -305,10 +273,9 @@ def make_parser():
     commands = parser.add_subparsers(dest="command", required=True)
 
     command = commands.add_parser("audit", description=audit.__doc__)
-    command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps, flags.json))
+    command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps))
     command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
     command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the next one")
-    command.add_argument("--json", action="store_true", help="a row per line, for programs")
 
     command = commands.add_parser("losses", description=losses.__doc__)
     command.set_defaults(lines=lambda flags: losses(flags.run, flags.head))

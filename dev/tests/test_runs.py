@@ -5,10 +5,8 @@ dev/runs.py: the ledger has each token once, and what is packed again is what th
 """
 
 import collections
-import json
 import os
 import random
-import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -103,7 +101,11 @@ def test_ledger_of_data_that_moved_says_what_is_left_out(alone, base, capsys):
     assert {*ledger["path"].to_pylist()} == {f"{base}/b/train-{i}.parquet" for i in range(2)}
 
 # --------------------------------------------------------------------------------------------------
-# when
+# when and audit
+
+def described(piece, documents):
+    return (f"{piece.location}, epoch {piece.epoch}, tokens {piece.start}-{piece.stop - 1}: "
+            f"{documents[piece.location][:60]!r}")
 
 def test_when_prints_past_and_coming_steps(alone, base, documents, capsys):
     """At step 18 of the run: with a whole ledger, and with one of which a file is missing."""
@@ -113,75 +115,56 @@ def test_when_prints_past_and_coming_steps(alone, base, documents, capsys):
     for name in ["step_0000018.pt", *ledgers]:
         os.link(f"{alone}/{name}", middle / name)
     location = Location(f"{base}/a/train-1.parquet", 1, 8)
-    text, want = documents[location], []
     seen = runs.without_bos_again([*runs.seen_in(runs.read_ledger(alone), {location})])
     assert seen[0].step < 18 <= seen[-1].step, "past and to come"
-    for step, g, _, epoch, start, stop in seen:
-        to_come = "to come: " if step >= 18 else ""
-        want.append(f"{to_come}step {step}, row {g} of the run: {location}, epoch {epoch}, tokens "
-                    f"{start}-{stop - 1}: {text!r}")
-    want.append(f"{len(seen)} pieces; documents in none: 0")
-    for words in (["a/train-1.parquet:1:8"], ["a/train-1.parquet:28"], ["--text", text]):
+    want = []
+    for piece in seen:
+        to_come = "to come: " if piece.step >= 18 else ""
+        want.append(f"{to_come}step {piece.step}, row {piece.g} of the run: "
+                    f"{described(piece, documents)}")
+    want.append(f"{len(seen)} pieces; of 1 documents, 0 are in none of the run's 24 steps, of "
+                "which 18 are done")
+    for words in (["a/train-1.parquet:1:8"], ["a/train-1.parquet:28"],
+                  ["--text", documents[location]]):
         runs.main(["when", str(middle), *words])
         assert capsys.readouterr().out.splitlines() == want
     os.remove(middle / ledgers[0])
     assert [*runs.when(str(middle), "a/train-1.parquet:28")] == want
 
-def test_when_packs_only_the_lanes_that_have_the_document(alone, monkeypatch):
-    """Of the run as if it had ended after step 3, in its first epoch."""
-    packed = set()
-
-    class Recorded(runs.PackedLoader):
-        def __next__(self):
-            packed.add(self.rank)
-            return super().__next__()
-
-    monkeypatch.setattr(runs, "PackedLoader", Recorded)
-    saved, ledger = runs.newest_of(alone), runs.read_ledger(alone)
-    saved["flags"]["steps"] = 3
-    for row in ledger.slice(0, 60).to_pylist()[::15]:
-        wanted = {location_of(row)}
-        packed.clear()
-        seen = sorted(runs.replay(saved, True, wanted))
-        assert seen == sorted(piece for piece in runs.seen_in(ledger, wanted) if piece.step < 3)
-        assert packed == {piece.g % 4 for piece in seen}
-
-def test_when_counts_the_documents_in_no_row(alone, monkeypatch):
+def test_when_names_documents_in_no_row(alone, documents, monkeypatch):
     """As if the run had only its first 40 pieces."""
     ledger = runs.read_ledger(alone).slice(0, 40)
     monkeypatch.setattr(runs, "read_ledger", lambda run, sources: ledger)
     monkeypatch.setattr(runs, "replay", lambda *_: [])
-    n_seen = len({*map(location_of, ledger.to_pylist())})
-    *_, last = runs.when(alone, text=" ")
-    assert last.endswith(f"; documents in none: {400 - n_seen}")
+    missing = sorted({*documents} - {*map(location_of, ledger.to_pylist())})
+    lines = [*runs.when(alone, text=" ")]
+    want = [f"not seen, and not to come: {location}: {documents[location][:60]!r}"
+            for location in missing[:10]]
+    assert lines[-11:-1] == want and sum("not seen" in line for line in lines) == 10
+    assert f"of 400 documents, {len(missing)} are in none of the run's 24 steps" in lines[-1]
 
-# --------------------------------------------------------------------------------------------------
-# audit
-
-@pytest.mark.parametrize("steps", [(1, 3), None, (20, 21)])
-def test_audit_names_the_documents_of_the_rows(alone, documents, steps):
-    """Before, at and after a checkpoint: what is named is what the ledger has."""
-    lines = [*runs.audit(f"{alone}/step_0000018.pt", steps, as_json=True)]
-    first, stop = steps or (18, 19)
-    numbers, found = [], []
-    for line in map(json.loads, lines):
-        step, g = line["step"], line["row"]
-        numbers.append((step, g))
-        for piece in line["documents"]:
-            place = piece["epoch"], piece["from"], piece["to"]
-            found.append((step, g, location_of(piece), *place))
-    assert numbers == [(g // 16, g) for g in range(16 * first, 16 * stop)]
-    ledger = runs.seen_in(runs.read_ledger(alone), {*documents})
-    assert sorted(found) == sorted(piece for piece in ledger if first <= piece.step < stop)
-
-def test_audit_prints_a_line_for_each_piece(alone, capsys):
-    runs.main(["audit", "--resume", f"{alone}/step_0000018.pt", "--steps", "20:24"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line.startswith("step")] == [
-        f"step {g // 16}, row {g} of the run" for g in range(320, 384)]
-    assert any(", tokens 0-" in line for line in lines)
-    assert any(re.search(r", tokens [1-9]\d*-", line) for line in lines), "of a long document"
-    assert not any(", tokens 0-0:" in line for line in lines), "BOS again has no line"
+@pytest.mark.parametrize("words, first, stop", [
+    ("--steps 1:3", 1, 3), ("", 18, 19), ("--steps 20:24", 20, 24)])
+def test_audit_names_the_documents_of_the_rows(alone, documents, capsys, words, first, stop):
+    """Before, at and after a checkpoint: a line for each piece that the ledger has."""
+    runs.main(["audit", "--resume", f"{alone}/step_0000018.pt", *words.split()])
+    found = set()
+    for line in capsys.readouterr().out.splitlines():
+        if line.startswith("step"):
+            row = line
+            assert line not in found
+            found.add(row)
+        else:
+            found.add((row, line))
+    seen = [*runs.seen_in(runs.read_ledger(alone), {*documents})]
+    want = {f"step {g // 16}, row {g} of the run" for g in range(16 * first, 16 * stop)}
+    for piece in runs.without_bos_again(seen):
+        if first <= piece.step < stop:
+            row = f"step {piece.step}, row {piece.g} of the run"
+            want.add((row, f"  {described(piece, documents)}"))
+    assert found == want
+    again = {(piece.g, piece.location): piece.stop for piece in seen if piece.stop == 1}
+    assert again, "BOS again has no line"
 
 def test_audit_refuses_steps_before_changed_flags(alone, monkeypatch):
     path = f"{alone}/step_0000018.pt"
@@ -250,6 +233,7 @@ def test_picture_of_documents_has_a_line_and_bars_for_each_source(alone):
     ("audit --steps 4:4", "expected A:B"),
     ("audit --steps 4", "expected A:B"),
     ("losses RUN --head 0", "at least 1"),
+    ("when RUN", "which document? Name it by FILE:ROW or"),
     ("when RUN nosuch.parquet:0", "expected FILE[:GROUP]:ROW or --text"),
     ("when RUN train-0.parquet:9999", "no train-0.parquet:9999 in the run"),
     ("when RUN 0.parquet:0", "no 0.parquet:0 in the run"),
