@@ -1,10 +1,9 @@
 """
 Benchmarks of the loader: each figure beside its yardstick, in turns, in one run.
 
-    python -m dev.bench speed       batches from text and from tokens; first batch, resume, memory
     python -m dev.bench packings    what each packing drops, pads and cuts, on the data at hand
-    python -m dev.bench remote      rank 512 of 1,024, with 100 ms for each request to the data
-    python -m dev.bench mixing      what lanes, chunks, sources and row groups cost
+    python -m dev.bench speed       tokens per second, from text and from tokens
+    python -m dev.bench mixing      first batch, resume, memory, by lanes, chunks, sources, groups
 
 The trade-off: `speed` takes half a minute a line, since each line takes turns with its yardstick.
 So the shares hold on a busy machine, too; the tokens per second do not.
@@ -17,7 +16,6 @@ import argparse
 import collections
 import contextlib
 import importlib.util
-import io
 import itertools
 import multiprocessing
 import os
@@ -29,7 +27,6 @@ import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -134,8 +131,7 @@ class Job(NamedTuple):
 def measure_speed(tokenizer_dir, data_dir, B, T, engines, packings, seconds=2.0):
     """Lines of a table."""
     yield f"B = {B}, T = {T}, {cores()} cores; share: of the encoding threads alone, of a memmap"
-    yield (f"{'from':<8}{'packing':<12}{'engine':<10}{'threads':>8}{'M tokens/s':>12}{'share':>8}"
-           f"{'first batch':>13}{'resume':>9}{'memory':>10}")
+    yield f"{'from':<8}{'packing':<12}{'engine':<10}{'threads':>8}{'M tokens/s':>12}{'share':>8}"
     with tempfile.TemporaryDirectory() as work:
         tokens, ids = f"{work}/tokens", f"{work}/ids"
         tokenize(data_dir, tokens, tokenizer_dir)
@@ -157,55 +153,39 @@ def measure(job):
     """One line of the table. One thread means one core as well."""
     if job.threads == 1 and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    yardstick = encoded if job.kind == "text" else memmap
     turns = []
     for _ in range(3):
-        first, resume, speed, memory = measure_loader(job)
-        yardstick = encoded(job) if job.kind == "text" else memmap(job)
-        with contextlib.closing(yardstick):
-            next(yardstick)    # until its threads are at work
-            best = speed_of(yardstick, job.seconds)
-        turns.append((first, resume, speed, memory, speed / best))
-    first, resume, speed, _, share = np.median(turns, axis=0)
-    _, _, _, memory, _ = turns[0]    # later, it has the yardstick's, too
+        speed = speed_of(delivered, job)
+        turns.append((speed, speed / speed_of(yardstick, job)))
+    speed, share = np.median(turns, axis=0)
     return (f"{job.kind:<8}{job.packing:<12}{job.engine:<10}{job.threads:>8}{speed / 1e6:>12.2f}"
-            f"{share:>8.2f}{first:>11.2f} s{resume:>7.2f} s{memory:>7.0f} MB")
+            f"{share:>8.2f}")
 
-def measure_loader(job):
-    """(seconds of the first batch, of a resume, tokens per second, MB)"""
-    with make_loader(job) as loader:
-        first, _ = timed(lambda: next(loader))
-        tokens = tokens_of(loader)
-        for _ in range(3):    # until all chunks are there that are made ahead
-            next(tokens)
-        memory = peak_memory()
-        speed = speed_of(tokens, job.seconds)
-        state = loader.state_dict()
-    with make_loader(job) as again:
-        resume, _ = timed(lambda: (again.load_state_dict(state), next(again)))
-    for closed in (loader, again):
-        closed._maker.workers.shutdown()    # waits: the yardstick has the cores for itself
-    return first, resume, speed, memory
+def speed_of(counts_of, job):
+    """Tokens per second, from a generator of numbers."""
+    with contextlib.closing(counts_of(job)) as counts:
+        for _ in range(3):    # until its threads are at work
+            next(counts)
+        began, n_tokens = time.perf_counter(), 0
+        while time.perf_counter() - began < job.seconds:
+            n_tokens += next(counts)
+        return n_tokens / (time.perf_counter() - began)
 
-def make_loader(job):
-    tokenizer = tokenizer_with(job.engine, job.tokenizer)
-    return PackedLoader(tokenizer, job.B, job.T, "train", data_dir=job.data, packing=job.packing,
-                        threads=job.threads, num_lanes=8)
-
-def tokenizer_with(engine, folder):
-    tokenizer = get_tokenizer(folder)
-    if engine == "tiktoken":
-        tokenizer.choice = None, engine
-    return tokenizer
-
-def tokens_of(loader):
+def delivered(job):
     """Yield the tokens from a chunk of lane 0 to the next; all lanes' end at about the same row."""
     n_tokens, n_before = 0, 0
-    for inputs, _ in loader:
-        n_tokens += inputs.numel()
-        [(n, _)] = loader.state_dict()["lanes"]["0"].values()
-        if n != n_before:
-            yield n_tokens
-            n_tokens, n_before = 0, n
+    loader = make_loader(job)
+    try:
+        for inputs, _ in loader:
+            n_tokens += inputs.numel()
+            [(n, _)] = loader.state_dict()["lanes"]["0"].values()
+            if n != n_before:
+                yield n_tokens
+                n_tokens, n_before = 0, n
+    finally:
+        loader.close()
+        loader._maker.workers.shutdown()    # waits: the yardstick has the cores for itself
 
 def encoded(job):
     """Yield the numbers of tokens that the encoding threads make."""
@@ -227,53 +207,16 @@ def memmap(job):
             torch.from_numpy(part.astype(np.int64)).view(job.B, job.T)
         yield n
 
-def speed_of(counts, seconds):
-    """Tokens per second, from an iterator of numbers."""
-    began, n_tokens = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        n_tokens += next(counts)
-    return n_tokens / (time.perf_counter() - began)
+def make_loader(job):
+    tokenizer = tokenizer_with(job.engine, job.tokenizer)
+    return PackedLoader(tokenizer, job.B, job.T, "train", data_dir=job.data, packing=job.packing,
+                        threads=job.threads, num_lanes=8)
 
-# --------------------------------------------------------------------------------------------------
-# remote: one rank of many, whose every request to the data takes a while
-
-class SlowFile(io.FileIO):
-    """A file whose reads take as long as requests to a server."""
-    latency = 0.1
-    n_requests = 0
-
-    def read(self, n=-1):
-        SlowFile.n_requests += 1
-        time.sleep(SlowFile.latency)
-        return super().read(n)
-
-def open_slowly(folder, name, *_):
-    return pa.PythonFile(SlowFile(os.path.join(folder, name)), mode="r")
-
-def measure_remote(tokenizer_dir, data_dir, B, T, rank=512, world_size=1024, megabytes=2000,
-                   steps=40, step_seconds=1.0):
-    """Lines. Row groups have 3 MB, and a step of the model is a sleep."""
-    tokenizer = get_tokenizer(tokenizer_dir)
-    with tempfile.TemporaryDirectory() as folder:
-        write_folders(data_dir, [folder], min(3, megabytes), megabytes)
-        loader = PackedLoader(tokenizer, B, T, "train", data_dir=folder, rank=rank,
-                              world_size=world_size, num_lanes=world_size)
-        SlowFile.n_requests = 0
-        with loader, mock.patch("dataset.open_file", open_slowly):
-            first, _ = timed(lambda: next(loader))
-            n_requests = SlowFile.n_requests
-            [source] = loader.sources.values()
-            _, parts = source.parts(rank, 0)
-            waited = 0.0
-            for _ in range(steps):
-                time.sleep(step_seconds)
-                seconds, _ = timed(lambda: next(loader))
-                waited += seconds
-    share = waited / (waited + steps * step_seconds)
-    yield f"rank {rank} of {world_size:,}, {SlowFile.latency:.2f} s a request"
-    yield (f"first batch {first:.2f} s; its chunk is in {len(parts)} row groups; requests begun "
-           f"until then, also for the next chunks: {n_requests}")
-    yield f"{steps} steps of {step_seconds} s: waits {share:.1%}"
+def tokenizer_with(engine, folder):
+    tokenizer = get_tokenizer(folder)
+    if engine == "tiktoken":
+        tokenizer.choice = None, engine
+    return tokenizer
 
 # --------------------------------------------------------------------------------------------------
 # mixing: what is in flight is the shuffle, and it has a price
@@ -372,8 +315,6 @@ def run(flags):
     print(f"data: {data_dir}; tokenizer: {folder}", file=sys.stderr)
     if flags.command == "packings":
         return compare_packings(tokenizer, data_dir, flags.T)
-    if flags.command == "remote":
-        return measure_remote(folder, data_dir, flags.B, flags.T)
     if flags.command == "speed":
         return measure_speed(folder, data_dir, flags.B, flags.T, flags.engine, flags.packing)
     [engine, *_] = flags.engine
@@ -385,7 +326,7 @@ def make_parser():
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     engines = ["tiktoken", "gigatoken"] if importlib.util.find_spec("gigatoken") else ["tiktoken"]
-    for name in ("speed", "packings", "remote", "mixing"):
+    for name in ("packings", "speed", "mixing"):
         command = commands.add_parser(name)
         add = command.add_argument
         add("--data", metavar="FOLDER", help="default: what train.py takes")

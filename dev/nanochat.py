@@ -159,8 +159,9 @@ def read_state(state, config):
         theirs = state.get(key)
         if theirs != ours:
             raise UserError(
-                f"this state is another run's: {key} is {theirs!r} in it, but {ours!r} here; a run "
-                "resumes with the states of all its ranks, as dev/loops.md saves them")
+                f"this state is another run's: {key} is {theirs!s:.12} in it, but {ours!s:.12} "
+                "here; a run resumes with its own data and tokenizer, and with the states of all "
+                "its ranks, as dev/loops.md saves them")
     return {(turn, row): n for turn, row, n in state["buffered"]}, tuple(state["place"])
 
 def check_shards(shards, world_size):

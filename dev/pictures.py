@@ -13,7 +13,7 @@ import argparse
 import numpy as np
 
 from dataloader import PACKINGS, PackedLoader
-from dataset import Parser, errors_in_one_line, find_data
+from dataset import Parser, UserError, errors_in_one_line, find_data
 from dev.runs import loader_of, losses_of, newest_of
 from tokenizer import find_tokenizer
 
@@ -99,6 +99,8 @@ def main(argv=None):
 
 def draw(flags):
     if flags.what == "documents":
+        if not flags.input:
+            raise UserError("which run? Such as: python -m dev.pictures documents runs/mine")
         return documents_picture(flags.input)
     data_dir = find_data(flags.input)
     tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)

@@ -8,7 +8,6 @@ import collections
 import os
 import pickle
 import random
-import re
 
 import pytest
 
@@ -82,15 +81,6 @@ def test_speed_prints_a_line_for_each_input(base, fresh):
         ["text", "flat", "tiktoken"], ["text", "exactfit", "tiktoken"],
         ["tokens", "flat", "-"], ["tokens", "exactfit", "-"]]
     assert all(float(line[4]) > 0 for line in lines)
-
-def test_remote_counts_requests(base, monkeypatch):
-    """Each request takes its time: the first batch waits for at least two in succession."""
-    monkeypatch.setattr(bench.SlowFile, "latency", 0.05)
-    _, line, waits = bench.measure_remote(
-        f"{base}/tokenizer", f"{base}/data", 2, 16, 3, 8, megabytes=0.1, steps=2, step_seconds=0.01)
-    seconds, n_requests = re.search(r"first batch (\S+) s; .* (\d+)$", line).groups()
-    assert float(seconds) > 0.1 and int(n_requests) >= 2
-    assert re.fullmatch(r"2 steps of 0.01 s: waits \d+.\d%", waits)
 
 def test_mixing_prints_a_line_for_each_cell(base, fresh):
     lines = bench.measure_mixing(

@@ -163,8 +163,7 @@ def test_audit_names_the_documents_of_the_rows(alone, documents, capsys, words, 
             row = f"step {piece.step}, row {piece.g} of the run"
             want.add((row, f"  {described(piece, documents)}"))
     assert found == want
-    again = {(piece.g, piece.location): piece.stop for piece in seen if piece.stop == 1}
-    assert again, "BOS again has no line"
+    assert any(piece.stop == 1 for piece in seen), "BOS again has no line"
 
 def test_audit_refuses_steps_before_changed_flags(alone, monkeypatch):
     path = f"{alone}/step_0000018.pt"
