@@ -323,7 +323,8 @@ def run(flags):
 
 def make_parser():
     parser = Parser("python -m dev.bench", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+                    formatter_class=argparse.RawDescriptionHelpFormatter,
+                    epilog="example: python -m dev.bench packings --data my_shards")
     commands = parser.add_subparsers(dest="command", required=True)
     engines = ["tiktoken", "gigatoken"] if importlib.util.find_spec("gigatoken") else ["tiktoken"]
     for name in ("packings", "speed", "mixing"):

@@ -135,7 +135,8 @@ def pattern_of(pre_tokenizer, check):
 def main(argv=None):
     parser = Parser(
         "python -m dev.import_tokenizer",
-        description="Convert Hugging Face's tokenizer.json, if it is a byte-level BPE.")
+        description="Convert Hugging Face's tokenizer.json, if it is a byte-level BPE.",
+        epilog="example: python -m dev.import_tokenizer tokenizer.json --out my_llama")
     parser.add_argument("file", help="a tokenizer.json")
     parser.add_argument("--out", required=True, help="new folder to save it in")
     parser.add_argument("--bos", help=f"token before each document (default: {BOS_NAMES})")

@@ -85,7 +85,8 @@ def documents_picture(run):
 
 def main(argv=None):
     parser = Parser("python -m dev.pictures", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+                    formatter_class=argparse.RawDescriptionHelpFormatter,
+                    epilog="example: python -m dev.pictures rows --out rows.svg")
     add = parser.add_argument
     add("what", choices=["rows", "documents"])
     add("input", nargs="?", help="rows: a folder of data; documents: a run")

@@ -269,20 +269,26 @@ def main(argv=None):
 
 def make_parser():
     parser = Parser("python -m dev.runs", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
+                    formatter_class=argparse.RawDescriptionHelpFormatter,
+                    epilog="example: python -m dev.runs losses runs/mine")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    command = commands.add_parser("audit", description=audit.__doc__)
+    command = commands.add_parser(
+        "audit", description=audit.__doc__,
+        epilog="example: python -m dev.runs audit --resume runs/mine/step_0000600.pt")
     command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps))
     command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
     command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the next one")
 
-    command = commands.add_parser("losses", description=losses.__doc__)
+    command = commands.add_parser(
+        "losses", description=losses.__doc__, epilog="example: python -m dev.runs losses runs/mine")
     command.set_defaults(lines=lambda flags: losses(flags.run, flags.head))
     command.add_argument("run", metavar="RUN", help="the folder of a run with --ledger")
     command.add_argument("--head", type=parse_head, default=10, metavar="N", help="default 10")
 
-    command = commands.add_parser("when", description=when.__doc__)
+    command = commands.add_parser(
+        "when", description=when.__doc__,
+        epilog="example: python -m dev.runs when runs/mine shard_00000.parquet:0")
     command.set_defaults(lines=lambda flags: when(flags.run, flags.document, flags.text))
     command.add_argument("run", metavar="RUN", help="the folder of a run")
     command.add_argument("document", nargs="?", metavar="FILE[:GROUP]:ROW",

@@ -15,9 +15,9 @@ Their files:
 
 A docstring or a comment says what they promise. Where we promise something else, it says "Ours".
 dev/log.md has a table of all their promises. What test_dataloader.py tests as ours has no second
-test here: orders of seeds and epochs, iterators, errors of transforms, refused states, merged
-states, drop_last and masks, proportions, sources that end, join or leave, moved and other folders,
-fields, nulls.
+test here: orders of seeds and epochs, stops at any step of mixtures, filters and packings, counts,
+iterators, errors of transforms, refused states, merged states, drop_last and masks, proportions,
+sources that end, join or leave, moved and other folders, fields, nulls.
 """
 
 import itertools
@@ -39,12 +39,6 @@ def write_numbers(folder, numbers):
 @pytest.fixture
 def data(tmp_path):
     return write_numbers(tmp_path / "data", ALL)
-
-@pytest.fixture
-def even_odd(tmp_path):
-    even = write_numbers(tmp_path / "even", range(0, 100, 2))
-    odd = write_numbers(tmp_path / "odd", range(1, 100, 2))
-    return even, odd
 
 def start(data, **options):
     usual = {"num_lanes": 12, "shuffle_seed": 1, "epochs": 1}
@@ -99,56 +93,23 @@ def test_a_run_in_legs_has_the_rows_of_one(data, options, legs):
     n_masked = len(found) - len(want)
     assert [found[g] for g in range(len(found))] == want + n_masked * ["|......."]
 
-@pytest.mark.parametrize("packing", PACKINGS)
-def test_mixtures_filters_and_packings_are_restored_at_any_step(even_odd, packing):
-    """Grain, torchtitan: in the second epoch, too. A state at the end is kept."""
-    even, odd = even_odd
-    weights = {even: 0.67, odd: 0.33}
-    options = {"transform": keeps_few_even_ones, "epochs": 2, "T": 17, "chunk_bytes": 99,
-               "packing": packing}
-    want = show_all(start(weights, **options))
-    loader, rows = start(weights, **options), []
-    for _ in want:
-        loader = load(start(weights, **options), loader.state_dict())
-        rows += show(next(loader))
-    assert rows == want
-    state = loader.state_dict()
-    assert show_all(loader) == []
-    assert loader.state_dict() == state
-
-def test_a_state_at_zero_and_one_that_is_loaded_and_saved(data):
-    """torchdata: also into a loader that runs. It is saved again unchanged."""
+def test_states_at_zero_and_at_the_end(data):
+    """
+    torchdata: a state loads into a loader that runs, and is saved again unchanged; saved after the
+    last batch, it has no batch left; saved after StopIteration, a whole epoch. Ours: none for both.
+    litData: the next epoch is whole.
+    """
     loader = start(data)
     zero = loader.state_dict()
-    want = numbers_of(loader)
-    numbers_of(loader, 3)
+    want = numbers_of(loader, 120)
+    end = loader.state_dict()
     load(loader, zero)
     assert loader.state_dict() == zero == json.loads(json.dumps(zero))
     assert numbers_of(loader) == want
-
-def test_a_state_at_the_end_is_the_end(data):
-    """
-    torchdata: saved after the last batch, it has no batch left; saved after StopIteration, a whole
-    epoch. Ours: none for both. litData: the next epoch is whole.
-    """
-    loader = start(data)
-    want = numbers_of(loader, 120)
-    for _ in range(2):
-        other = load(start(data), loader.state_dict())
+    for state in (end, loader.state_dict()):
+        other = load(start(data), state)
         assert numbers_of(other) == []
         assert numbers_of(other) == want
-        assert next(loader, None) is None
-
-def test_batches_and_tokens_are_counted_in_the_second_epoch_too(data):
-    """OLMo-core: from the epoch's beginning. Ours: from the run's, or, in stats(), the load's."""
-    loader = start(data, epochs=2)
-    numbers_of(loader, 130)
-    other = load(start(data, epochs=2), loader.state_dict())
-    numbers_of(other, 10)
-    counts = other.stats()[data]
-    assert other.state_dict()["rows"] == other.g == 140
-    assert counts["epoch"] == 2
-    assert counts["tokens"] == 8 * counts["rows"] == 80
 
 # --------------------------------------------------------------------------------------------------
 # Orders and filters
@@ -158,11 +119,6 @@ def test_threads_change_nothing(data):
     one, many = start(data, threads=1), start(data, threads=7)
     assert numbers_of(one) == numbers_of(many)
 
-def test_without_a_seed_epochs_repeat_their_order(data):
-    """torchtitan. Ours: with one lane. With more, lanes take other chunks in each epoch."""
-    loader = start(data, shuffle_seed=None, num_lanes=1, epochs=2)
-    assert numbers_of(loader) == ALL + ALL
-
 def test_a_filter_may_leave_fewer_documents_than_lanes(data):
     """LanceDB: an error; an epoch ends with its shortest split. Ours: other lanes take over."""
     def transform(ids, location, epoch):
@@ -171,12 +127,14 @@ def test_a_filter_may_leave_fewer_documents_than_lanes(data):
     rows = numbers_of(start(data, transform=transform))
     assert sorted(rows) == [0, 1, 2, 3, 4]
 
-def keeps_few_even_ones(ids, location, epoch):
-    return None if "even" in location.path and location.row % 10 else ids
-
-def test_a_filter_does_not_change_the_proportions(even_odd):
+def test_a_filter_does_not_change_the_proportions(tmp_path):
     """torchtitan: weights may count attempts; then a filter of 10 % leaves 1 : 10. Ours: rows."""
-    rows = numbers_of(start(even_odd, transform=keeps_few_even_ones, epochs=None), 300)
+    def transform(ids, location, epoch):
+        return None if "even" in location.path and location.row % 10 else ids
+
+    folders = [write_numbers(tmp_path / name, range(first, 100, 2))
+               for first, name in enumerate(["even", "odd"])]
+    rows = numbers_of(start(folders, transform=transform, epochs=None), 300)
     n_even = sum(number % 2 == 0 for number in rows)
     assert abs(n_even - 150) < 4
 
