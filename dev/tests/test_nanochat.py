@@ -190,21 +190,19 @@ def test_errors_in_threads_name_the_row_group(as_rank):
     (0, 1, "bytes", "train", "world_size is 2 in it, but 1"),
     (1, 2, "bytes", "train", "rank is 0 in it, but 1"),
     (0, 2, "x", "train", "tokenizer is bytes in it, but x here"),
-    (0, 2, "bytes", "val", r"shards is \w{12} in it, but \w{12} here")])
+    (0, 2, "bytes", "val", r"shards is \w{12} in it, but \w{12} here"),
+    (0, 1, "bytes", None, "world_size is None in it, but 1")])
 def test_states_of_other_runs_are_refused(as_rank, rank, world_size, name, split, words):
+    """The last one is of nanochat's own loader."""
     as_rank(FEW, 0, 2)
     saved = next(with_state(ByteTokenizer(), 2, 16, "train", device="cpu"))[2]
+    if not split:
+        saved = {"pq_idx": 0, "rg_idx": 3, "epoch": 1}
     as_rank(FEW, rank, world_size)
-    resumed = with_state(
-        ByteTokenizer(name), 2, 16, split, device="cpu", resume_state_dict=saved)
+    resumed = with_state(ByteTokenizer(name), 2, 16, split or "train", device="cpu",
+                         resume_state_dict=saved)
     with pytest.raises(dataset.UserError, match=f"another run's: {words}"):
         next(resumed)
-
-def test_a_state_of_nanochats_own_loader_is_refused(as_rank):
-    as_rank(FEW)
-    state = {"pq_idx": 0, "rg_idx": 3, "epoch": 1}
-    with pytest.raises(dataset.UserError, match="world_size is None in it, but 1"):
-        next(with_state(ByteTokenizer(), 2, 16, "train", device="cpu", resume_state_dict=state))
 
 def test_a_rank_without_documents_is_refused(as_rank):
     """nanochat would search forever."""

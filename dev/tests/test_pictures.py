@@ -44,8 +44,3 @@ def test_bars_of_a_row_are_its_pieces(pictures, tmp_path):
         n_first = sum(bar.get_x() == 0 for bar in dark)
         assert (n_first == 8) == (packing != "flat"), "rows begin with BOS"
         assert panel.lines, "cuts are marked"
-
-def test_colours_of_documents_do_not_repeat(pictures):
-    colours = [pictures.colour_of(n) for n in range(300)]
-    steps = [abs(np.subtract(a, b)).sum() for a, b in itertools.pairwise(colours)]
-    assert len({*colours}) == 300 and min(steps) > 0.2

@@ -85,6 +85,8 @@ def test_one_of_tiktokens_own(monkeypatch):
     ids, _ = tok.encode_documents(["hello 漢字"])
     assert ids.tolist() == [3000, *enc.encode_ordinary("hello 漢字")]
     assert len(tok.token_bytes) == 3001 and tok.token_bytes[ids].sum() == 12
+    with pytest.raises(UserError, match=r"bos\|> is no special token of nanoloader; it has"):
+        RustBPETokenizer(enc, "<|bos|>")
 
 def test_training_gives_rustbpes_merges_and_survives_hostile_documents():
     assert pattern_of("cl100k_base") == GPT4
@@ -184,13 +186,13 @@ def test_each_thread_has_its_own_engine_with_a_bounded_memory(monkeypatch):
     monkeypatch.setattr(module, "FORGET_AFTER", 1 << 17)
 
     def encode_all(_):
-        engines = set()
+        engines = []
         for text, ids in zip(SOURCES[:30], want, strict=True):
             together.wait(60)
             assert split(*tok.encode_documents([text])) == [ids]
-            engines.add(tok.of_thread.engine)
-            assert tok.of_thread.engine.n_bytes <= (1 << 17) + len(text.encode())
-        return engines
+            engines.append(tok.of_thread.engine)
+            assert engines[-1].n_bytes <= (1 << 17) + len(text.encode())
+        return {*engines}
 
     with ThreadPoolExecutor(3) as pool:
         engines = [*pool.map(encode_all, range(3))]
@@ -232,17 +234,20 @@ def test_a_saved_tokenizer_is_not_overwritten(tmp_path, monkeypatch):
         small().save(tmp_path / "new")
     assert get_tokenizer(tmp_path / "t").fingerprint() == small().fingerprint()
     assert get_tokenizer(tmp_path / "new").fingerprint() == fresh().fingerprint()
-    (tmp_path / "file").touch()
+    (tmp_path / "others").mkdir()
+    (tmp_path / "others/file").touch()
+    with pytest.raises(UserError, match="others is not empty"):
+        small().save(tmp_path / "others")
     with pytest.raises(NotADirectoryError):
-        small().save(tmp_path / "file")
-    assert sorted(os.listdir(tmp_path)) == ["file", "new", "t"]
+        small().save(tmp_path / "others/file")
+    assert sorted(os.listdir(tmp_path)) == ["new", "others", "t"]
 
 @pytest.mark.parametrize("name, old, new, reason", [
     (RANKS, b".*", None, "No such file"),
     (RANKS, b" 500\n", b"", "was changed"), (RANKS, b" 500\n", b" 501\n", "was changed"),
     (RANKS, b"AA== 0\n", b"\xff", "UnicodeDecodeError"), (JSON, b"\n}", b"", "JSON"),
     (JSON, b"{\n", b"[" * 200_000, "Recursion"), (JSON, b": 1016", b": 8589934592", "was changed"),
-    (JSON, rb"{1,3}", rb"{1,4}", "was changed"), (JSON, b"bos_token", b"bos", "was changed")])
+    (JSON, rb"{1,3}", rb"{1,4}", "was changed"), (JSON, b"bos_token", b"bos", "KeyError")])
 def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
     small().save(tmp_path / "t")
     path = tmp_path / "t" / name
@@ -254,30 +259,22 @@ def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
     with pytest.raises(UserError, match=f"the tokenizer in .* is damaged .*{reason}"):
         get_tokenizer(tmp_path / "t")
 
-@pytest.mark.parametrize("file, words", [
-    (None, "mine does not exist; to train a tokenizer: python tokenizer.py --data FOLDER --out DIR"),
-    ("other.txt", "mine has no nanoloader.json; to train"),
-    ("tokenizer.json", "is Hugging Face's; .* dev.import_tokenizer .*mine/tokenizer.json --out DIR"),
-    ("tokenizer.pkl", r"nanochat's pickle; .*: (RustBPETokenizer\(pickle.load\(.*\).save\('DIR'\))")])
-def test_a_folder_without_a_tokenizer_of_ours_says_what_to_type(tmp_path, monkeypatch, file, words):
+@pytest.mark.parametrize("name, file, words", [
+    ("gpt2", None, r"from_pretrained\('gpt2'\).save\('gpt2'\)"),
+    ("mine", None, "mine does not exist; to train a tokenizer: python tokenizer.py --data FOLDER"),
+    ("mine", "other", "mine has no nanoloader.json; to train"),
+    ("mine", "tokenizer.json", "Hugging Face's; .* dev.import_tokenizer mine/tokenizer.json --out"),
+    ("mine", "tokenizer.pkl", r"Python: (RustBPETokenizer\(pickle.load.*\).save\('DIR'\))")])
+def test_what_to_type_for_a_folder_without_a_tokenizer(tmp_path, monkeypatch, name, file, words):
     monkeypatch.chdir(tmp_path)
     if file:
-        (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / file).write_bytes(pickle.dumps(small().enc))
-        with pytest.raises(UserError, match="mine is not empty"):
-            small().save("mine")
+        (tmp_path / name).mkdir()
+        (tmp_path / name / file).write_bytes(pickle.dumps(small().enc))
     with pytest.raises(UserError, match=words) as raised:
-        get_tokenizer("mine")
-    if file == "tokenizer.pkl":
-        exec(re.search(words, str(raised.value))[1], {**globals(), "open": open})
+        get_tokenizer(name)
+    if file == "tokenizer.pkl":    # nanochat's
+        exec(re.search(words, str(raised.value))[1])
         assert get_tokenizer("DIR").fingerprint() == small().fingerprint()
-
-def test_other_names_say_what_to_type():
-    with pytest.raises(UserError, match=r"from_pretrained\('gpt2'\).save\('gpt2'\)"):
-        get_tokenizer("gpt2")
-    with pytest.raises(UserError, match=r"is no special token of x; it has <\|eot\|>"):
-        RustBPETokenizer(tiktoken.Encoding(
-            "x", pat_str=GPT4, mergeable_ranks={b"a": 0}, special_tokens={"<|eot|>": 1}), "<|bos|>")
 
 # --------------------------------------------------------------------------------------------------
 # The tokenizer of some data
