@@ -225,9 +225,10 @@ def when(run, name=None, text=None):
             yield f"{to_come}step {piece.step}, row {piece.g} of the run: {describe(piece, loader)}"
         missing = sorted(wanted - {piece.location for piece in seen})
         for location in missing[:10]:
-            yield f"not seen, and not to come: {location}: {beginning_of(location, loader)!r}"
-    yield (f"{len(seen):,} pieces; of {len(wanted):,} documents, {len(missing):,} are in none of "
-           f"the run's {n_steps:,} steps, of which {now:,} are done")
+            text = beginning_of(location, loader)
+            yield f"in none of the run's {n_steps:,} steps: {location}: {text!r}"
+    yield (f"pieces: {len(seen):,}; documents: {len(wanted):,}; in none of the run's {n_steps:,} "
+           f"steps, of which {now:,} are done: {len(missing):,}")
 
 def find_documents(loader, name, text):
     """Yield the Location of FILE[:GROUP]:ROW in each folder that has it, or of all with a text."""

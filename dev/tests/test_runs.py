@@ -122,8 +122,8 @@ def test_when_prints_past_and_coming_steps(alone, base, documents, capsys):
         to_come = "to come: " if piece.step >= 18 else ""
         want.append(f"{to_come}step {piece.step}, row {piece.g} of the run: "
                     f"{described(piece, documents)}")
-    want.append(f"{len(seen)} pieces; of 1 documents, 0 are in none of the run's 24 steps, of "
-                "which 18 are done")
+    want.append(f"pieces: {len(seen)}; documents: 1; in none of the run's 24 steps, of which 18 "
+                "are done: 0")
     for words in (["a/train-1.parquet:1:8"], ["a/train-1.parquet:28"],
                   ["--text", documents[location]]):
         runs.main(["when", str(middle), *words])
@@ -138,10 +138,11 @@ def test_when_names_documents_in_no_row(alone, documents, monkeypatch):
     monkeypatch.setattr(runs, "replay", lambda *_: [])
     missing = sorted({*documents} - {*map(location_of, ledger.to_pylist())})
     lines = [*runs.when(alone, text=" ")]
-    want = [f"not seen, and not to come: {location}: {documents[location][:60]!r}"
+    want = [f"in none of the run's 24 steps: {location}: {documents[location][:60]!r}"
             for location in missing[:10]]
-    assert lines[-11:-1] == want and sum("not seen" in line for line in lines) == 10
-    assert f"of 400 documents, {len(missing)} are in none of the run's 24 steps" in lines[-1]
+    assert lines[-11:-1] == want and "in none" not in lines[-12]
+    assert lines[-1].endswith(f"; documents: 400; in none of the run's 24 steps, of which 24 are "
+                              f"done: {len(missing)}")
 
 @pytest.mark.parametrize("words, first, stop", [
     ("--steps 1:3", 1, 3), ("", 18, 19), ("--steps 20:24", 20, 24)])

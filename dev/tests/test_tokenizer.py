@@ -263,13 +263,14 @@ def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
     ("gpt2", None, r"from_pretrained\('gpt2'\).save\('gpt2'\)"),
     ("mine", None, "mine does not exist; to train a tokenizer: python tokenizer.py --data FOLDER"),
     ("mine", "other", "mine has no nanoloader.json; to train"),
-    ("mine", "tokenizer.json", "Hugging Face's; .* dev.import_tokenizer mine/tokenizer.json --out"),
+    ("mine", "tokenizer.json", "Hugging Face's .*: .* dev.import_tokenizer mine/tokenizer.json"),
+    ("mine/x.json", "x.json", "is a file: pass its folder, or .* dev.import_tokenizer mine/x.json"),
     ("mine", "tokenizer.pkl", r"Python: (RustBPETokenizer\(pickle.load.*\).save\('DIR'\))")])
 def test_what_to_type_for_a_folder_without_a_tokenizer(tmp_path, monkeypatch, name, file, words):
     monkeypatch.chdir(tmp_path)
     if file:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / file).write_bytes(pickle.dumps(small().enc))
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / file).write_bytes(pickle.dumps(small().enc))
     with pytest.raises(UserError, match=words) as raised:
         get_tokenizer(name)
     if file == "tokenizer.pkl":    # nanochat's
