@@ -176,6 +176,7 @@ def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
     tok = fresh(ranks=ranks)
     scheme, engine = tok.choice
     assert scheme is None and engine.startswith(f"tiktoken ({reason}")
+    assert " qxzj" in module.hard_texts(fresh(ranks={**ranks, b" qxzj": 5000}).enc)
     ids, _ = tok.encode_documents(["x qxzj"])
     assert ids.tolist() == [70_000, *tok.enc.encode_ordinary("x qxzj")]
 
