@@ -304,6 +304,8 @@ def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, base, capsys):
     folders = {module.trained_dir(sources, size) for sources, size in (
         ([one], 301), ([other], 300), ([one, other], 300), ([other, one], 300))}
     assert len({folder, *folders}) == 4
+    texts = module.some_text([one, other], len(SOURCES[0]) + 1)    # half of it of each
+    assert [*texts][:2] == [SOURCES[0], SOURCES[9]]
     os.unlink(f"{folder}.lock")
     os.mkdir(f"{folder}.lock")    # nothing can be locked, as on a read-only disk
     assert module.find_tokenizer(None, [one], 300)[1] == folder
