@@ -18,6 +18,7 @@ import argparse
 import functools
 import glob
 import json
+import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +88,9 @@ class Seen(NamedTuple):
 
 def pack_again(saved, loader, first, stop):
     """Yield (step, g, its pieces as Seen) of each row of steps `first` to `stop` - 1."""
-    for step in range(saved["step"] if loader.g else 0, stop):
+    begin = saved["step"] if loader.g else 0
+    print(f"packing {stop - begin:,} steps, from step {begin:,} on", file=sys.stderr)
+    for step in range(begin, stop):
         next(loader)
         if step >= first:
             for g, pieces in zip(loader.numbers, loader.pieces(), strict=True):
