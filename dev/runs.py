@@ -89,7 +89,8 @@ class Seen(NamedTuple):
 def pack_again(saved, loader, first, stop):
     """Yield (step, g, its pieces as Seen) of each row of steps `first` to `stop` - 1."""
     begin = saved["step"] if loader.g else 0
-    print(f"packing {stop - begin:,} steps, from step {begin:,} on", file=sys.stderr)
+    if begin < stop:
+        print(f"packing steps {begin:,} to {stop - 1:,}", file=sys.stderr)
     for step in range(begin, stop):
         next(loader)
         if step >= first:

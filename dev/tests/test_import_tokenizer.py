@@ -78,19 +78,10 @@ def test_bos_is_chosen(convert):
         convert(described, "--bos", "<s>")
     assert "BOS: <|pad|>" in convert(described, "--bos", "<|pad|>")
 
-def without_byte(described):
-    """The byte 1, which no merge has."""
-    del described["model"]["vocab"]["\u0101"]
-
 def swapped(described):
     """Two merges in another order than their ids, as tiktoken cannot have them."""
     merges = described["model"]["merges"]
     merges[:2] = merges[1::-1]
-
-def without_merge(described):
-    """A word of two tokens that only a lookup finds; tiktoken would merge them anywhere."""
-    described["model"]["vocab"]["qx"] = 600
-    described["model"]["ignore_merges"] = True
 
 def with_spaces(described):
     flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
@@ -106,8 +97,11 @@ def changed(part, **changes):
     (changed("model", byte_fallback=True), "has byte_fallback, as SentencePiece models do"),
     (changed("model", dropout=0.1), "uses dropout"),
     (swapped, "has merges that are not in the order"),
-    (without_merge, r"has no merge for \('q', 'x'\), which tiktoken would merge"),
-    (without_byte, "lacks tokens of single bytes"),
+    # A word of two tokens that only a lookup finds; tiktoken would merge them anywhere
+    (lambda described: described["model"].update(
+        ignore_merges=True, vocab={**described["model"]["vocab"], "qx": 600}),
+     r"has no merge for \('q', 'x'\), which tiktoken would merge"),
+    (lambda described: described["model"]["vocab"].pop("\u0101"), "lacks tokens of single bytes"),
     (lambda described: described.update(pre_tokenizer={"type": "Whitespace"}),
      r"splits text in these steps: \['Whitespace'\]"),
     (changed("pre_tokenizer", add_prefix_space=True), "puts a space in front"),
