@@ -80,7 +80,8 @@ def convert(described, bos, path):
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         check(not model.get(option), f"uses {option}")
     pattern = pattern_of(described.get("pre_tokenizer") or {}, check)
-    special = {token["content"]: token["id"] for token in described["added_tokens"]}
+    added = described.get("added_tokens") or []
+    special = {token["content"]: token["id"] for token in added}
     ranks = ranks_of(model, special, check)
     ids = {*ranks.values()}
     special = {name: id for name, id in special.items() if id not in ids}
@@ -88,7 +89,8 @@ def convert(described, bos, path):
         if name in special:
             return RustBPETokenizer(build_encoding(pattern, ranks, special), name)
     names = ", ".join(special)
-    raise UserError(f"{path}: --bos opens documents; its special tokens: {names:.99}")
+    raise UserError(f"{path}: name the token that opens documents by --bos; its special tokens: "
+                    f"{names:.99}")
 
 def ranks_of(model, special, check):
     """{bytes: id} of all tokens but the special ones; those that no merge makes become special."""

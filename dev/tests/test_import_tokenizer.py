@@ -74,8 +74,9 @@ def test_imported_tokenizer_gives_the_librarys_ids(tmp_path, convert, pattern, c
 
 def test_bos_is_chosen(convert):
     described = train()
-    with pytest.raises(SystemExit, match=r"--bos opens documents; its special tokens: <\|"):
+    with pytest.raises(SystemExit, match=r"opens documents by --bos; its special tokens: <\|"):
         convert(described, "--bos", "<s>")
+    del described["added_tokens"]    # then they are words that no merge makes
     assert "BOS: <|pad|>" in convert(described, "--bos", "<|pad|>")
 
 def swapped(described):
