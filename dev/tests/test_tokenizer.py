@@ -264,8 +264,8 @@ def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
     ("gpt2", None, r"from_pretrained\('gpt2'\).save\('gpt2'\)"),
     ("mine", None, "mine does not exist; to train a tokenizer: python tokenizer.py --data FOLDER"),
     ("mine", "other", "mine has no nanoloader.json; to train"),
-    ("mine", "tokenizer.json", "Hugging Face's .*: .* dev.import_tokenizer mine/tokenizer.json"),
-    ("mine/x.json", "x.json", "is a file: pass its folder, or .* dev.import_tokenizer mine/x.json"),
+    ("mine", "tokenizer.json", "convert Hugging Face's: .*_tokenizer mine/tokenizer.json --out"),
+    ("mine/x.json", "x.json", "a folder of ours, saw mine/x.json; .*import_tokenizer mine/x.json"),
     ("mine", "tokenizer.pkl", r"Python: (RustBPETokenizer\(pickle.load.*\).save\('DIR'\))")])
 def test_what_to_type_for_a_folder_without_a_tokenizer(tmp_path, monkeypatch, name, file, words):
     monkeypatch.chdir(tmp_path)
