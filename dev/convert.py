@@ -159,8 +159,8 @@ def check_documents(report, files):
         message = f"{counted(n, 'document')}, but train and val need at least one each"
         if n == 1 and files[0].reader is read_text:
             message += "; to cut a long text at blank lines: --cut_bytes 2000"
-        if SKIPPED in report.examples:
-            message += f"; {SKIPPED}, such as {report.examples[SKIPPED]}"
+        for what in {SKIPPED, EMPTY} & report.examples.keys():
+            message += f"; {what}, such as {report.examples[what]}"
         raise UserError(message)
     return kind
 
@@ -168,7 +168,7 @@ def check_documents(report, files):
 # The shuffle
 
 KEY, DOCUMENT = "nanoloader.key", "nanoloader.document"    # columns of a run
-SKIPPED = "skipped bad documents or files"
+SKIPPED, EMPTY = "skipped bad documents or files", "skipped empty documents"
 
 def scatter_files(files, flags, building, longest_val):
     """Write the documents of some files as sorted runs. Returns a Report."""
@@ -180,6 +180,9 @@ def scatter_files(files, flags, building, longest_val):
             place = f"{file.path}, {where}"
             if isinstance(document, Exception):
                 add_problem(report, f"{place}: {explain(document)}", document, flags)
+                continue
+            if not document.text:
+                report.add(EMPTY, place)
                 continue
             add_document(report, document, place)
             position = b"%d %d %d" % (flags.seed, file.number, index)
@@ -296,11 +299,11 @@ def read_json(stream, flags):
             yield f"line {number}", line
 
 def read_csv(stream, flags, delimiter=None):
-    """By default, the delimiter is the comma, semicolon or tab that is most frequent in line 1."""
+    """By default, the delimiter is the one of , ; | or tab that is most frequent in line 1."""
     csv.field_size_limit(LONGEST_PIECE)
     lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
     header = lines.readline()
-    delimiter = flags.delimiter or delimiter or max(",;\t", key=header.count)
+    delimiter = flags.delimiter or delimiter or max(",;|\t", key=header.count)
     lines = itertools.chain([header], lines)
     rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
     columns_to_read(rows.fieldnames or [], flags)
@@ -450,9 +453,12 @@ def missing(key, record):
     names = [name for name in names_in(record) if name != key]
     there = ", ".join(names) or repr(record)
     message = f"nothing under {key!r}; there is {there:.200}"
-    for name in difflib.get_close_matches(key, names, 1):
-        message += f"; did you mean {name}?"
+    message += did_you_mean(key, names)
     return MissingKey(f"{message}; name it by --text_key, or for conversations --messages_key")
+
+def did_you_mean(word, words):
+    near = difflib.get_close_matches(word, words)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
 
 def names_in(record, prefix=""):
     """{'a': {'b': 1}} -> ['a', 'a.b']"""
@@ -480,7 +486,7 @@ def explain(error):
 # template: encoding checks that.
 
 PARTS = ("text", "python", "python_output")
-ROLES = {"human": "user", "gpt": "assistant"}    # ShareGPT's names
+ROLES = {"human": "user", "gpt": "assistant"}    # ShareGPT's names; "User" is "user"
 CONTENT_KEYS = (
     "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal", "audio")
 
@@ -522,15 +528,15 @@ def clean_message(message, ignore_keys):
     """(its role, content and weight; all else)"""
     rest = {key: value for key, value in message.items() if value is not None}    # parquet's nulls
     if "from" in rest and "value" in rest:
-        sender = rest.pop("from")
-        rest["role"] = ROLES.get(sender, sender)
+        rest["role"] = rest.pop("from")
         rest["content"] = rest.pop("value")
     for key in CONTENT_KEYS:
-        is_dropped = key in ignore_keys and rest.get("content")
-        if rest.get(key) and not is_dropped:
-            raise UserError(
-                f"its {key} would be lost (--ignore_keys {key} drops it beside other content)")
-    role = rest.pop("role")
+        if rest.get(key) and key not in ignore_keys:
+            raise UserError(f"its {key} would be lost; to drop it: --ignore_keys {key}")
+        if rest.get(key) and not rest.get("content"):
+            raise UserError(f"without its {key}, there is nothing to learn")
+    role = rest.pop("role").lower()
+    role = ROLES.get(role, role)
     content = rest.pop("content")
     if not isinstance(content, str):
         content = clean_parts(content, role)
@@ -587,6 +593,9 @@ def choose_files(given, as_text, report):
         dataset.list_files(given)    # refuses tables and caches that also hold older versions
         root = given
         paths = files_below(given)
+    elif not glob.has_magic(given):
+        near = did_you_mean(given, glob.glob(os.path.join(os.path.dirname(given), "*")))
+        raise UserError(f"{given} does not exist{near}")
     else:
         root = re.split(r"[^/]*[*?[]", given)[0] or "."
         paths = filter(os.path.isfile, glob.glob(given, recursive=True))
@@ -631,8 +640,8 @@ def why_ignored(path, name, as_text, has_train):
         return "of a val or test split beside train"
     if not os.path.getsize(path):
         return "empty"
-    if "/" in name and is_ours(path):
-        return "shards of ours (to convert them, name their folder)"
+    if is_ours(path):
+        return "shards that we wrote, val among them (to read one, name the file)"
 
 def is_ours(path):
     """Whether it is a shard that we wrote."""
@@ -760,7 +769,7 @@ def main(argv=None):
         "prompt and its completion or response, or instruction, input and output)")
     add("--keep", **names, metavar="NAME", help="columns kept beside the text")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
-    add("--delimiter", help="of CSV (default: , or ; or tab, by its first line)")
+    add("--delimiter", help="of CSV (default: , ; | or tab, by its first line)")
     add("--cut_bytes", type=at_least_1, help="cut plain text to this size, at blank lines")
     add("--ignore_keys", **names, metavar="NAME", help="drop these of messages: reasoning_content")
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")

@@ -112,6 +112,7 @@ FORMATS = {
     "crlf.ndjson": lambda texts: BOM_UTF8 + texts_as_json(texts).replace(b"\n", b"\r\n\n"),
     "array.json": lambda texts: BOM_UTF8 + json.dumps([{"text": text} for text in texts]).encode(),
     "comma.csv": lambda texts: BOM_UTF8 + as_csv(texts, ","),
+    "pipe.csv": lambda texts: as_csv(texts, "|"),
     "semicolon.csv": lambda texts: as_csv(texts, ";"),
     "tab.tsv": lambda texts: as_csv(texts, "\t"),
     "a.parquet": lambda texts: as_parquet(as_table(texts)),
@@ -142,7 +143,7 @@ def test_every_format_gives_back_every_document(tmp_path, data):
         files[f"{i}.txt"] = BOM_UTF8 + text.encode()
         texts.append(text)
     write(tmp_path / "in", files)
-    assert sorted(converted(tmp_path)) == sorted(texts)
+    assert sorted(converted(tmp_path)) == sorted(filter(None, texts))
 
 def make_texts(n, seed=0):
     """Documents of all lengths and scripts, every one different."""
@@ -179,7 +180,7 @@ def test_shards_are_equal_and_val_is_a_hundredth(tmp_path, monkeypatch):
     """... of the documents, or 64 of them. A document of a twentieth of all text is not in val."""
     monkeypatch.setattr(convert, "SHARD_BYTES", 20_000)
     monkeypatch.setattr(convert, "ROW_GROUP_BYTES", 1500)
-    texts = [f"{i}" * (i % 50) for i in range(2000)] + ["long" * 5000] * 10
+    texts = [f"{i}" * (i % 50) or "." for i in range(2000)] + ["long" * 5000] * 10
     n_bytes = sum(map(len, texts))
     write(tmp_path / "in", {"a.jsonl": texts_as_json(texts)})
     for seed in range(9):
@@ -221,8 +222,8 @@ def test_kept_columns_stay_beside_their_documents(tmp_path, capsys):
     converted(tmp_path, "--skip_bad")
     printed = capsys.readouterr().out
     assert re.search("dropped others: 1[0-9]+, .*\n(.*\n)*skipped bad .* files: 1, ", printed)
-    write(tmp_path / "in", {"a.jsonl": "", "b.parquet": "", "c.csv": "text|n\n" + "word|007\n" * 9})
-    converted(tmp_path, "--keep", "n", "--delimiter", "|")
+    write(tmp_path / "in", {"a.jsonl": "", "b.parquet": "", "c.csv": "text^n\n" + "word^007\n" * 9})
+    converted(tmp_path, "--keep", "n", "--delimiter", "^")
     assert rows_of(tmp_path / "out") == [{"text": "word", "n": "007"}] * 9
 
 # --------------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ BAD_CHATS = [
     ([USER, {**ANSWER, "content": [{"type": "text", "text": None}]}], "message 1: expected {'typ")]
 for key in ("tool_calls", "reasoning_content", "refusal", "audio"):
     BAD_CHATS += [([USER, ANSWER, USER, {**ANSWER, key: "I think"}],
-                   rf"message 3: its {key} would be lost \(--ignore_keys {key} .*; saw .*I think")]
+                   rf"message 3: its {key} would be lost; to drop it: --ignore_keys {key}; saw .*I t")]
 BAD += [("a.jsonl", as_json([USER, ANSWER], {"messages": messages}), f"line 2: {words}", 1)
         for messages, words in BAD_CHATS]
 
@@ -295,6 +296,8 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
 
 @pytest.mark.parametrize("files, words, expected", [
     ({"a.jsonl": "\n"}, "", r"0 documents, but train and val need at least one each$"),
+    ({"a.jsonl": texts_as_json(["", ""])}, "", "0 documents, .*; skipped empty .*, line 1$"),
+    ({"book.txt": "x"}, "in/bock.txt", "in/bock.txt does not exist; did you mean in/book.txt"),
     ({"a.jsonl": '{"text": "a"}'}, "", r"1 document, but .* one each$"),
     ({"a.txt": "a" * 99}, "", "1 document, but .*; to cut .* blank lines: --cut_bytes 2000$"),
     ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*LATIN1"),
@@ -314,14 +317,15 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     ({"a.jsonl": as_json({"text": "a"}, {"text": "b"})}, "--keep n", "n: no document has a value"),
     ({"a.jsonl": "x"}, "--keep tokens", "shards hold the documents in a column of that name"),
     ({}, "nowhere/*.txt", r"nowhere/\*.txt: no files to read; expected"),
-    ({}, "nowhere", "nowhere: no files to read; expected"),
-    ({}, "a --out s3://b/x", "cannot write to s3://b/x; name a local folder"),
+    ({}, "nowhere", "nowhere does not exist$"),
+    ({}, "", r"required: IN; expected such as: python -m dev.convert my_folder --out my_shards; see"),
     ({}, "-w 0", None), ({}, "--cut_bytes x", None)])
-def test_other_mistakes_are_one_line(tmp_path, capsys, files, words, expected):
+def test_other_mistakes_are_one_line(tmp_path, monkeypatch, capsys, files, words, expected):
+    monkeypatch.chdir(tmp_path)
     given = [write(tmp_path / "in", files)] if files else []
-    line = command(*given, "--out", tmp_path / "out", *words.split())
-    if expected is None:
-        line, expected = capsys.readouterr().err, "expected a whole number, at least 1; see "
+    line = command(*given, *words.split(), "--out", tmp_path / "out")
+    if line == 2:    # argparse
+        line, expected = capsys.readouterr().err, expected or "expected a whole number, at least 1; "
     assert re.search(expected, line) and line.strip().count("\n") == 0
 
 @pytest.mark.parametrize("out", [".", "full", "file", "/proc", "a.jsonl/x"])
@@ -335,6 +339,7 @@ def test_out_that_cannot_be_made_is_refused(tmp_path, monkeypatch, out):
     assert sorted(os.listdir(tmp_path)) == before
 
 def test_out_may_be_empty_or_a_link(tmp_path):
+    assert "cannot write to s3://b/x; name a local folder" in command("a", "--out", "s3://b/x")
     write(tmp_path, {"a.jsonl": texts_as_json("ab")})
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -378,17 +383,19 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     assert "ignored" not in capsys.readouterr().out
 
 def test_shards_of_ours_below_an_input_are_not_read_again(tmp_path, capsys):
-    """--out inside the input, twice, with or without an index. What is named itself is read."""
+    """--out inside the input, twice, with or without an index. A file that is named is read."""
     write(tmp_path, {"a.jsonl": texts_as_json("abc")})
-    for path, out in ((tmp_path, "one"), (tmp_path, "deep/two"), (f"{tmp_path}/**", "three"),
-                      (tmp_path / "one", "four"), (f"{tmp_path}/one/*", "five")):
+    for path, out in ((tmp_path, "one"), (tmp_path, "deep/two"), (f"{tmp_path}/**", "three")):
         assert command(path, "--out", tmp_path / out) is None
         assert sorted(read_all(tmp_path / out)) == ["a", "b", "c"], out
         os.unlink(tmp_path / out / "index.json")
-    assert "ignored files, shards of ours (to convert them, name their folder): 6, " in (
-        capsys.readouterr().out)
-    line = command(f"{tmp_path}/**/*.parquet", "--out", tmp_path / "six")
-    assert "no files to read; ignored files, shards of ours (to convert them, name their" in line
+    ignored = "ignored files, shards that we wrote, val among them (to read one, name the file)"
+    assert f"{ignored}: 6, " in capsys.readouterr().out
+    for path in (tmp_path / "one", f"{tmp_path}/one/*", f"{tmp_path}/**/*.parquet"):
+        assert f"no files to read; {ignored}, " in command(path, "--out", tmp_path / "four")
+    files = glob.glob(f"{tmp_path}/one/*.parquet")
+    assert command(*files, "--out", tmp_path / "four") is None
+    assert sorted(read_all(tmp_path / "four")) == ["a", "b", "c"]
 
 def test_as_text_reads_only_what_it_names(tmp_path):
     files = ("train.py", "sub/test.py", "c.txt", "d.md", "f.json", "g.jsonl")
@@ -403,13 +410,15 @@ def test_as_text_reads_only_what_it_names(tmp_path):
 # Conversations
 
 def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
-    sharegpt = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    sharegpt = [{"from": "Human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     pair = {"prompt": "Hi", "completion": "Hello"}
     write(tmp_path / "in", {
         "a.jsonl": as_json({"messages": [USER, ANSWER]}, {"conversations": sharegpt}, pair),
-        "b.jsonl": as_json([USER, ANSWER], [ANSWER, USER, ANSWER]),    # nanochat's lines
+        "b.jsonl": as_json([USER, {**ANSWER, "role": "Assistant"}], [USER, ANSWER],
+                           [ANSWER, USER, ANSWER]),    # nanochat's lines
         "c.csv": "prompt;response\nHi;Hello\n",
         "d.parquet": as_parquet(pa.table({"messages": [[USER, ANSWER], [USER, HIDDEN, ANSWER]]})),
+        "o.parquet": as_parquet(pa.table({"messages": [json.dumps([USER, ANSWER])]})),    # ours
         "e.json": json.dumps([{"instruction": "Hi", "input": "", "output": "Hello"},
                               {"instruction": "Add", "input": "1, 2", "output": "3"}]),
         "f.jsonl": as_json({"prompt": [USER], "completion": [ANSWER]},
@@ -417,10 +426,8 @@ def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
     found = sorted(map(str, map(json.loads, converted(tmp_path))))
     added = [{"role": "user", "content": "Add\n\n1, 2"}, {"role": "assistant", "content": "3"}]
     odd = [added, [ANSWER, USER, ANSWER], [USER, HIDDEN, ANSWER]]
-    assert found == sorted(map(str, [[USER, ANSWER]] * 9 + odd))
+    assert found == sorted(map(str, [[USER, ANSWER]] * 11 + odd))
     assert dataset.read_index(str(tmp_path / "out"))["kind"] == "messages"
-    assert command(tmp_path / "out", "--out", tmp_path / "again") is None
-    assert sorted(read_all(tmp_path / "again")) == sorted(read_all(tmp_path / "out"))
 
 def test_roles_parts_and_weights_survive(tmp_path):
     chat = [{"role": "developer", "content": "Be nice"}, USER, HIDDEN,
@@ -446,7 +453,7 @@ def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     for content in ("", None):
         write(tmp_path / "in", {"b.jsonl": as_json([USER, {**named, "content": content}])})
         line = command(tmp_path / "in", "--out", tmp_path / "x", *words)
-        assert "b.jsonl, line 1: message 1: its thinking would be lost" in line
+        assert "b.jsonl, line 1: message 1: without its thinking, there is nothing to" in line
 
 # --------------------------------------------------------------------------------------------------
 # Processes
