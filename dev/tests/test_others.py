@@ -6,18 +6,17 @@ Other loaders' tests as ours: what they promise, and what we do. No code is thei
 Their files:
     LanceDB       python/python/tests/test_elastic_dataloader.py
     litData       tests/streaming/test_elastic.py
-    Grain         elastic_iterator_test.py, mix_test.py, packing_concat_then_split_test.py
+    Grain         elastic_iterator_test.py, mix_test.py
     torchtitan    tests/unit_tests/components/data/test_grain_data.py
     torchdata     test/stateful_dataloader/test_state_dict.py
     datasets      tests/test_iterable_dataset.py, test_resume_dataloader_twice
-    TRL           tests/test_data_utils.py, TestPackDatasetWrapped and TestPackDatasetBfd
     OLMo-core     src/test/data/data_loader_test.py
 
 A docstring or a comment says what they promise. Where we promise something else, it says "Ours".
 dev/log.md has a table of all their promises. What test_dataloader.py tests as ours has no second
 test here: orders of seeds and epochs, stops at any step of mixtures, filters and packings, counts,
 iterators, errors of transforms, refused states, merged states, drop_last and masks, proportions,
-sources that end, join or leave, moved and other folders, fields, nulls.
+sources that end, join or leave, moved and other folders, fields, nulls, what each packing does.
 """
 
 import itertools
@@ -25,7 +24,7 @@ import json
 
 import pytest
 
-from dataloader import PACKINGS, merge_states
+from dataloader import merge_states
 from test_dataloader import load, make, show, show_all, write
 
 # --------------------------------------------------------------------------------------------------
@@ -58,14 +57,11 @@ TO_THE_END = 999
 
 @pytest.mark.parametrize("options, legs", [
     # LanceDB: a step has the same samples on any number of ranks. Ours: in the same order, too
-    ({}, [(2, 6, 10)]),
     ({}, [(12, 1, 10)]),
     ({}, [(4, 10, 3)]),
     # LanceDB: a resume on other ranks repeats and skips nothing, after 0, 1, 4 and all 10 steps
     # Grain: so does one on more or fewer hosts. Ours: with filters, mixtures and packings, too
-    ({}, [(2, 6, 0), (2, 6, 10)]),
-    ({}, [(1, 12, 1), (12, 1, 9)]),
-    ({}, [(2, 6, 4), (3, 4, 6)]),
+    ({}, [(2, 6, 0), (2, 6, 1), (3, 4, 9)]),
     ({}, [(4, 3, 10), (6, 2, 0)]),
     # LanceDB: on_transform_error="skip". Ours: the transform catches its error, and returns None
     ({"transform": skips}, [(4, 3, 4), (1, 12, TO_THE_END)]),
@@ -137,35 +133,3 @@ def test_a_filter_does_not_change_the_proportions(tmp_path):
     rows = numbers_of(start(folders, transform=transform, epochs=None), 300)
     n_even = sum(number % 2 == 0 for number in rows)
     assert abs(n_even - 150) < 4
-
-# --------------------------------------------------------------------------------------------------
-# Packings
-
-@pytest.mark.parametrize("packing, R, lengths, rows", [
-    # TRL: bfd takes the longest first, each where it leaves least room
-    ("wholefit", 4, [3, 4, 1], [[1, 3], [4]]),
-    ("wholefit", 5, [5, 1, 4, 3], [[1, 4], [3], [5]]),
-    # TRL: bfd drops what is longer than a row; bfd_split goes on without BOS. Ours: BOS again
-    ("wholefit", 4, [6, 3, 3, 4], [[1, 2], [3], [3], [4], [4]]),
-    # TRL: rows of 3, 3 and 2 tokens. Ours: a row's last token is also the next one's first
-    ("flat", 3, [3, 4, 1], [[1, 1], [1, 2], [1, 2], [3]]),
-    # Grain: a document is cut many times; BOS may replace a token. Ours: it is added
-    ("flat", 10, [7, 25], [[1, 4], [1, 9], [1, 9], [3, 7]]),
-    ("wholefit", 10, [25], [[1, 6], [1, 9], [10]]),
-    # Grain: a document that fits in a row is kept whole
-    ("wholefit", 10, [5, 5, 10, 5, 5], [[5, 5], [5, 5], [10]])])
-def test_rows_of_a_few_documents(packing, R, lengths, rows):
-    """The tokens of each piece in each row, sorted."""
-    found = []
-    for row in PACKINGS[packing](lengths, R):
-        found.append(sorted(stop - start for _, start, stop in row))
-    assert sorted(found) == rows
-
-@pytest.mark.parametrize("T", [2, 4, 8])
-def test_the_row_length_changes_rows_but_loses_no_token(tmp_path, T):
-    """OLMo-core: each T has the same tokens in the same order. Ours: so has `flat` in one lane."""
-    texts = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg"]
-    data = write(tmp_path, [texts])
-    loader = start(data, T=T, packing="flat", num_lanes=1, chunk_bytes=99, shuffle_seed=None)
-    targets = "".join(row[1:] for row in show_all(loader))
-    assert targets.rstrip(".") == "|".join(texts)
