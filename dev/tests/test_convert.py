@@ -318,7 +318,7 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     ({"a.jsonl": "x"}, "--keep tokens", "shards hold the documents in a column of that name"),
     ({}, "nowhere/*.txt", r"nowhere/\*.txt: no files to read; expected"),
     ({}, "nowhere", "nowhere does not exist$"),
-    ({}, "", r"required: IN; expected such as: python -m dev.convert my_folder --out my_shards; see"),
+    ({}, "", r"required: IN; see python -m dev.convert --help"),
     ({}, "-w 0", None), ({}, "--cut_bytes x", None)])
 def test_other_mistakes_are_one_line(tmp_path, monkeypatch, capsys, files, words, expected):
     monkeypatch.chdir(tmp_path)

@@ -188,7 +188,7 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     (tmp_path / "index.json").write_text(json.dumps(index))
     assert command("verify", tmp_path) == 1
     os.truncate(first, 200)
-    assert "shard_00001.parquet: 200 bytes in the folder" in command("verify", tmp_path)
+    assert "shard_00001.parquet has 200 bytes in the folder" in command("verify", tmp_path)
 
 def test_verify_says_which_shards_others_wrote(tmp_path, capsys):
     for name in "ab":
