@@ -327,7 +327,8 @@ ONE_COLUMN = r"/x\.parquet: expected one string column `text`, not %s; type: .*-
 OLD_VERSIONS = "older versions of its data; name the folder of one version"
 BY_A_LINK = "are one, by a link; remove one of them$"
 NOT_USED = r"index.json, contents: .*: python dataset.py index"
-NO_MATCH = r"index.json does not match: b.parquet.*: %s bytes in the index .*: python dataset.py index"
+NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: "
+            "python dataset.py index")
 
 @pytest.mark.parametrize("case", [
     (NO_SHARDS, lambda folder: None),

@@ -316,8 +316,8 @@ def test_the_command_trains_by_the_rule_and_overwrites_nothing(tmp_path, base, c
     printed = capsys.readouterr().out
     tok, folder = module.find_tokenizer(None, [words[1]], 900)
     assert folder in printed
-    engine = tok.why_tiktoken or "gigatoken, checked against tiktoken"
-    assert re.search(rf"trained {tok.get_vocab_size()} tokens; engine: .*{re.escape(engine)}", printed)
+    assert f"trained {tok.get_vocab_size()} tokens; engine: " in printed
+    assert (tok.why_tiktoken or "gigatoken, checked against tiktoken") in printed
     module.main([*words, "--out", f"{tmp_path}/own"])
     assert get_tokenizer(f"{tmp_path}/own").fingerprint() == tok.fingerprint()
     with pytest.raises(SystemExit, match=r"^error: .*is not empty"):
