@@ -215,7 +215,7 @@ def make_loader(job):
 def tokenizer_with(engine, folder):
     tokenizer = get_tokenizer(folder)
     if engine == "tiktoken":
-        tokenizer.choice = None, engine
+        tokenizer.why_tiktoken = "asked for"
     return tokenizer
 
 # --------------------------------------------------------------------------------------------------

@@ -185,7 +185,7 @@ def scatter_files(files, flags, building, longest_val):
                 report.add(EMPTY, place)
                 continue
             add_document(report, document, place)
-            position = b"%d %d %d" % (flags.seed, file.number, index)
+            position = b"0 %d %d" % (file.number, index)
             digest = hashlib.blake2b(position, digest_size=8).digest()
             key = int.from_bytes(digest, "big")
             if len(document.text) > longest_val:
@@ -575,26 +575,30 @@ class Input(NamedTuple):
     reader: Callable    # of READERS
 
 def find_files(flags, report):
-    """[Input, ...]. A file that is named is read; each file is read once."""
-    found = {}
+    """[Input, ...], each file once, in the order of folders and names."""
+    paths = {}    # by real path
     for given in flags.inputs:
-        paths = [given] if os.path.isfile(given) else choose_files(given, flags.as_text, report)
-        for path in paths:
-            reader = reader_of(path, flags.as_text) or reader_of(path)
-            if not reader:
-                raise UserError(f"cannot read {path}; {EXPECTED}")
-            found.setdefault(os.path.realpath(path), (os.path.abspath(path), reader))
-    files = sorted(found.values(), key=lambda file: os.path.split(file[0]))
-    return [Input(number, *file) for number, file in enumerate(files)]
+        for path in choose_files(given, flags.as_text, report):
+            paths.setdefault(os.path.realpath(path), os.path.abspath(path))
+    files = []
+    for path in sorted(paths.values(), key=os.path.split):
+        reader = reader_of(path, flags.as_text) or reader_of(path)
+        if not reader:
+            raise UserError(f"cannot read {path}; {EXPECTED}")
+        files.append(Input(len(files), path, reader))
+    return files
 
 def choose_files(given, as_text, report):
-    """The paths to read of a folder or glob. Others are counted in the report."""
+    """The paths to read of a file, folder or glob. Others are counted in the report."""
+    if os.path.isfile(given):
+        return [given]
     if os.path.isdir(given):
         dataset.list_files(given)    # refuses tables and caches that also hold older versions
         root = given
         paths = files_below(given)
     elif not glob.has_magic(given):
-        near = did_you_mean(given, glob.glob(os.path.join(os.path.dirname(given), "*")))
+        siblings = glob.glob(os.path.join(os.path.dirname(given), "*"))
+        near = did_you_mean(given, siblings)
         raise UserError(f"{given} does not exist{near}")
     else:
         root = re.split(r"[^/]*[*?[]", given)[0] or "."
@@ -773,7 +777,7 @@ def main(argv=None):
     add("--cut_bytes", type=at_least_1, help="cut plain text to this size, at blank lines")
     add("--ignore_keys", **names, metavar="NAME", help="drop these of messages: reasoning_content")
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
-    add("--seed", type=int, default=0, help="of the shuffle (default 0)")
+
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
     add("--dask", metavar="ADDRESS", help="run on a Dask cluster, whose workers see the same files "
         "and our code: PYTHONPATH=HERE dask worker ADDRESS")

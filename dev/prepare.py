@@ -234,8 +234,8 @@ def count_tokens(places, n_bytes, tokenizer):
         words += f", {n_learned / max(1, n_tokens):.0%} with a loss"
     return words
 
-def head(folder, n=5, split="train", tokenizer_dir=None, chars=200):
-    """Print n documents: their places, lengths and beginnings."""
+def head(folder, n=5, split="train", tokenizer_dir=None):
+    """Print n documents: their places, lengths and first 200 characters."""
     tokenizer = get_tokenizer(tokenizer_dir) if tokenizer_dir else None
     shards = list_shards(folder, split)
     if tokenizer and shards[0].fingerprint not in (None, tokenizer.fingerprint()):
@@ -247,7 +247,7 @@ def head(folder, n=5, split="train", tokenizer_dir=None, chars=200):
         for row, document in enumerate(documents):
             length, text = describe_document(document, shard, tokenizer)
             print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {length}")
-            print(f"      {printable_lines(text[:chars])}")
+            print(f"      {printable_lines(text[:200])}")
             number += 1
         if number == n:
             break
@@ -298,7 +298,7 @@ def main(argv=None):
     add = showing.add_argument
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
     add("--split", default="train", choices=("train", "val"))
-    add("--chars", type=at_least_1, default=200, help="of each document (default 200)")
+
 
     with errors_in_one_line():
         run(parser.parse_args(argv))
@@ -317,7 +317,7 @@ def run(flags):
     elif flags.command == "stats":
         stats(folder, flags.tokenizer)
     else:
-        head(folder, flags.n, flags.split, flags.tokenizer, flags.chars)
+        head(folder, flags.n, flags.split, flags.tokenizer)
 
 def add_folder(parser):
     text = "folder or URI of shards, also as --data FOLDER (default: what train.py takes)"

@@ -223,11 +223,11 @@ def test_head_prints_documents(tmp_path, byte_tokenizer, capsys, kind):
     sizes = [f"{len(t)} bytes, {len(t) + 1} tokens" for t in texts[:2]]
     if kind == "tokens":
         sizes = [f"{len(t) + 1} tokens" for t in texts[:2]]
-    assert command("head", tmp_path / kind, "-n", 9, "--chars", 50, "--tokenizer", "x") is None
+    assert command("head", tmp_path / kind, "-n", 9, "--tokenizer", "x") is None
     assert capsys.readouterr().out == (
         f"0     {place} 0, row 0: {sizes[0]}\n      \\x1b[2Jname\n"
         f"1     {place} 1, row 0: {sizes[1]}\n      def f():\n              return 1\n"
-        f"      {30 * 'x'}\n2     {place} 1, row 1: null\n      \n")
+        f"      {180 * 'x'}\n2     {place} 1, row 1: null\n      \n")
     assert command("head", tmp_path / kind, "--split", "val", "-n", 1) is None
     printed = capsys.readouterr().out
     assert ("[256, 108, " in printed) == ("add --tokenizer " in printed) == (kind == "tokens")

@@ -198,5 +198,5 @@ def test_any_tokenizer_may_render_by_itself():
     own = SimpleNamespace(render_conversation=render_conversation)
     ids, bounds = encode_conversations(own, [json.dumps(3000 * ["Hi"]), None])
     assert (ids.tolist(), bounds.tolist()) == ([~7, *3000 * [9]], [0, 3001, 3001])
-    with pytest.raises(UserError, match="object cannot render chats; it needs render_conversation"):
+    with pytest.raises(AttributeError, match=r"'object' .* no attribute 'render_conversation'"):
         encode_conversations(object(), ["[]"])
