@@ -78,10 +78,11 @@ def test_step_at_depth_12_stays_on_its_device_and_in_bfloat16(cuda_guard, monkey
     with FakeTensorMode(), torch.no_grad():
         model = fake_model(device)
         inputs = torch.empty(6, 256, dtype=torch.int64, device=device)
-        optimizers = train.make_optimizers(model, None, 2**19)
-        flags = SimpleNamespace(micro_batch_size=4, dtype="bfloat16")
+        flags = SimpleNamespace(batch_size=256, seq_len=2048, micro_batch_size=4,
+                                dtype="bfloat16", lr=None, init=None)
+        optimizers = train.make_optimizers(model, flags)
         for _ in range(2):
-            counts = train.sum_counts(inputs, inputs, range(12, 18), 0)
+            counts = train.sum_counts(inputs, inputs, range(12, 18))
             nats, norm = train.train_step(model, optimizers, inputs, inputs, counts[0], flags)
             assert {nats.device, norm.device, counts.device} == {device}
             assert nats.shape == (6, 256) and nats.dtype == torch.float32
