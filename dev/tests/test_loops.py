@@ -485,6 +485,20 @@ def test_nanochat_resumes_with_the_batch_that_it_had_fetched(folder, world_size,
     for rank in range(world_size):
         assert second[rank][:2] == first[rank][SAVE_EVERY:KILL_AT] != [], logs()
 
+def test_tiny_shakespeare_is_cut_at_blank_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = "".join(f"Speaker {i}:\n{40 * 'word '}\n\n" for i in range(100))
+    Path("input.txt").write_text(text)
+    [code] = snippets("Tiny Shakespeare")
+    exec(code, {})
+    found = []
+    for split in ("train", "val"):
+        [shard] = list_shards("shakespeare", split)
+        documents = shard.read(0).to_pylist()
+        assert all(2000 < len(document) < 2500 for document in documents[:-1])
+        found += documents
+    assert "".join(found) == text and found[0].endswith("\n\n")
+
 def test_tokens_of_nanogpt_become_shards(tmp_path, monkeypatch, tokenizer):
     """Each document of train.bin and val.bin once, with its end mark in front."""
     monkeypatch.chdir(tmp_path)

@@ -752,7 +752,7 @@ def test_rates_rise_stay_and_fall_in_any_order_of_optimizers():
     muon, adamw = optimizers_of(train.GPT(1, 64), lr=0.1)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5, momentum=0.9,
                             weight_decay=0.1)
-    other.peak_rates, other.decays = [0.5], [False]
+    other.peak_rates, other.decays = [0.5], [0]
     shares = []
     for step in range(1000):
         train.set_rates([muon, adamw, other], step, 1000)
