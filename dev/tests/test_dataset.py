@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import threading
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -98,11 +97,8 @@ def test_a_val_shard_that_is_in_train_is_a_warning(tmp_path):
         for name in ("b", "x"):
             if os.path.exists(f"{folder}/{name}.parquet"):
                 shutil.copy(f"{folder}/{name}.parquet", f"{folder}/validation-{name}.parquet")
-        with pytest.warns(UserWarning, match=r"/(.).parquet and .*/validation-\1.parquet") as seen:
-            list_shards(folder, "train")
-            warnings.resetwarnings()    # as torch may
-            list_shards(folder, "val")
-        assert len(seen) == 1
+        with pytest.warns(UserWarning, match=r"/(.).parquet and .*/validation-\1.parquet"):
+            dataset.warn_of_copies([], dataset.all_shards(folder))
 
 @pytest.mark.parametrize("split, shards", [
     ("train", "train-00000-of-00002 train-0 training_data_0 c4-train.00000-of-01024 split=train/0"),
@@ -341,7 +337,6 @@ NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: 
     (ONE_COLUMN % "messages: list<.*>.*", add, {"messages": [["a"]]}),
     (ONE_COLUMN % "text: .*: string", add, [["a"], ["b"]], ["text", "text"]),
     ("different kinds.*tokens.*b.parquet", mix),
-    ("only tokenize knows .*; run tokenize again", write_tokens, "a"),
     ("b.parquet.gz, footer: .*not a parquet file.*verify --data", pack),
     # A link would add a shard twice, or to train and val
     (BY_A_LINK, link, "a.parquet", "validation-0.parquet"),
@@ -385,12 +380,12 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys):
         "digest": "b29037bed2a8726b"}
     assert index == {"format": 2, "kind": "text", "dtype": None, "tokenizer": None}
 
-def test_only_tokenize_writes_the_index_of_token_shards(tmp_path):
-    """It calls write_index; only it knows that all are there."""
+def test_a_folder_is_not_read_before_its_writer_has_finished(tmp_path):
+    """A download or tokenize marks it first, and writes its index last."""
     folder = write_tokens(tmp_path, "a", "b")
-    with pytest.raises(SystemExit, match=r"error: .*only tokenize knows"):
-        dataset.main(["index", folder])
-    assert sorted(os.listdir(folder)) == ["a.parquet", "b.parquet"]
+    dataset.mark_unfinished(folder, "again")
+    with pytest.raises(UserError, match=r"is not complete; type: again$"):
+        list_shards(folder, "train")
     dataset.write_index(folder)
     (shard,) = list_shards(folder, "train")
     seen = shard.kind, shard.dtype, shard.fingerprint, shard.text_bytes, shard.digest
@@ -601,7 +596,7 @@ def test_download_from_a_hub_that_misbehaves_ends_complete(hub):
     assert process.returncode == 1
     assert re.search(r"error: hf://.*00001.parquet, download: .*; the same command resumes\n$", err)
     again = f"python dataset.py -n 2 --out {hub.data}$"
-    with pytest.raises(UserError, match=f"its download was broken off; type: {again}"):
+    with pytest.raises(UserError, match=f"is not complete; type: {again}"):
         list_shards(str(hub.data), "train")
     assert not any(hub.faults.values())
     hub.files["shard_00001.parquet"] = missing
