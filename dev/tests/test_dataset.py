@@ -336,7 +336,7 @@ NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: 
     (ONE_COLUMN % "text: int64", add, {"text": [1]}),
     (ONE_COLUMN % "messages: list<.*>.*", add, {"messages": [["a"]]}),
     (ONE_COLUMN % "text: .*: string", add, [["a"], ["b"]], ["text", "text"]),
-    ("different kinds.*tokens.*b.parquet", mix),
+    ("different kinds: a.parquet .*text.*, b.parquet .*tokens", mix),
     ("b.parquet.gz, footer: .*not a parquet file.*verify --data", pack),
     # A link would add a shard twice, or to train and val
     (BY_A_LINK, link, "a.parquet", "validation-0.parquet"),
