@@ -150,8 +150,9 @@ def test_gigatoken_gives_tiktokens_ids(name):
         assert split(*tok.encode_documents(texts[i:i + 100])) == want[i:i + 100]
     assert tok.why_tiktoken is None, "not tested"
     assert module.scheme_of(tok.enc) == name
-    raw = Engine(tok.enc, 70_000, has_gigatoken=True)._call_gigatoken(["".join(texts[-9:]).encode()])
-    want = tok.enc.encode_ordinary("".join(texts[-9:]))
+    text = "".join(texts[-9:])
+    raw = Engine(tok.enc, 70_000, has_gigatoken=True)._call_gigatoken([text.encode()])
+    want = tok.enc.encode_ordinary(text)
     assert raw[1:].tolist() != want, "they agree: drop NEWER_CHARACTERS"
 
 ADVICE = "to encode several times as fast: pip install tiktoken==0.14.0 gigatoken==0.10.0"
@@ -261,7 +262,7 @@ def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
         get_tokenizer(tmp_path / "t")
 
 def test_what_to_type_for_a_folder_without_a_tokenizer(tmp_path):
-    words = "does not exist, or has no nanoloader.json; to train .*; .* see Tokenizers in README.md$"
+    words = "does not exist, or has no nanoloader.json; to train .*; .* see Tokenizers in README"
     for folder in (tmp_path, tmp_path / "mine", "gpt2"):
         with pytest.raises(UserError, match=f"^{folder} {words}"):
             get_tokenizer(folder)
