@@ -18,8 +18,8 @@ import argparse
 import collections
 import os
 import re
+import shlex
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -92,7 +92,8 @@ def tokenize_shard(shard, out, tokenizer, where, compression, keep):
         ids = encode_array(shard.read(row_group), tokenizer, shard.kind)
         return pa.table([ids, *read_columns(shard, row_group, keep)], ["tokens", *keep])
 
-    Path(out, dataset.INDEX).unlink(missing_ok=True)    # written anew when all shards are there
+    command = shlex.join(["tokenize", shard.folder, "--tokenizer", where, "--out", out])
+    dataset.mark_unfinished(out, f"python -m dev.prepare {command}")
     tables = in_order(encode_group, range(len(shard.group_sizes)))
     metadata = {**made_from, "nanoloader.tokenizer_dir": os.path.abspath(where)}
     dataset.write_shard(path, tables, "tokens", metadata, compression)

@@ -150,9 +150,10 @@ def test_gigatoken_gives_tiktokens_ids(name):
         assert split(*tok.encode_documents(texts[i:i + 100])) == want[i:i + 100]
     assert tok.why_tiktoken is None, "not tested"
     assert module.scheme_of(tok.enc) == name
-    raw = Engine(tok.enc, 70_000, has_gigatoken=True)._call_gigatoken("".join(texts[-9:]).encode())
-    want = tok.enc.encode_ordinary("".join(texts[-9:]))
-    assert raw.tolist() != want, "they agree: drop NEWER_CHARACTERS"
+    text = "".join(texts[-9:])
+    raw = Engine(tok.enc, 70_000, has_gigatoken=True)._call_gigatoken([text.encode()])
+    want = tok.enc.encode_ordinary(text)
+    assert raw[1:].tolist() != want, "they agree: drop NEWER_CHARACTERS"
 
 ADVICE = "to encode several times as fast: pip install tiktoken==0.14.0 gigatoken==0.10.0"
 RIGHT = Engine._call_gigatoken
@@ -166,7 +167,7 @@ def with_wrong_ids(*args):
     ("tokenizer.SCHEMES", {}, "gigatoken does not know this split pattern"),
     ("tokenizer.metadata.version", lambda name: distribution(f"no-{name}"), ADVICE),
     ("tiktoken.__version__", "0.15.1", ADVICE),    # other versions know other characters
-    ("tokenizer.Engine._call_gigatoken", with_wrong_ids, "gigatoken has other ids for b"),
+    ("tokenizer.Engine._call_gigatoken", with_wrong_ids, "gigatoken has other ids"),
     (None, None, "gigatoken fails with this vocabulary: assertion")])    # a token no merge makes
 def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
     ranks = dict(small().enc._mergeable_ranks)
@@ -260,23 +261,11 @@ def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
     with pytest.raises(UserError, match=f"the tokenizer in .* is damaged .*{reason}"):
         get_tokenizer(tmp_path / "t")
 
-@pytest.mark.parametrize("name, file, words", [
-    ("gpt2", None, r"from_pretrained\('gpt2'\).save\('gpt2'\)"),
-    ("mine", None, "mine does not exist, or has no nanoloader.json; to train a tokenizer: python"),
-    ("mine", "other", "mine does not exist, or has no nanoloader.json; to train"),
-    ("mine", "tokenizer.json", "convert Hugging Face's: .*_tokenizer mine/tokenizer.json --out"),
-    ("mine/x.json", "x.json", "a folder of ours, saw mine/x.json; .*import_tokenizer mine/x.json"),
-    ("mine", "tokenizer.pkl", r"Python: (RustBPETokenizer\(pickle.load.*\).save\('DIR'\))")])
-def test_what_to_type_for_a_folder_without_a_tokenizer(tmp_path, monkeypatch, name, file, words):
-    monkeypatch.chdir(tmp_path)
-    if file:
-        (tmp_path / "mine").mkdir()
-        (tmp_path / "mine" / file).write_bytes(pickle.dumps(small().enc))
-    with pytest.raises(UserError, match=words) as raised:
-        get_tokenizer(name)
-    if file == "tokenizer.pkl":    # nanochat's
-        exec(re.search(words, str(raised.value))[1])
-        assert get_tokenizer("DIR").fingerprint() == small().fingerprint()
+def test_what_to_type_for_a_folder_without_a_tokenizer(tmp_path):
+    words = "does not exist, or has no nanoloader.json; to train .*; .* see Tokenizers in README"
+    for folder in (tmp_path, tmp_path / "mine", "gpt2"):
+        with pytest.raises(UserError, match=f"^{folder} {words}"):
+            get_tokenizer(folder)
 
 # --------------------------------------------------------------------------------------------------
 # The tokenizer of some data
@@ -296,7 +285,7 @@ def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, base, capsys):
         ("one", SOURCES[:9]), ("same", SOURCES[:9]), ("other", SOURCES[9:18]))]
     tok, folder = module.find_tokenizer(None, [one], 300)
     assert get_tokenizer(folder).fingerprint() == tok.fingerprint()
-    assert re.fullmatch(r".*/base/tokenizer-my data-[0-9a-f]{8}-300", folder)
+    assert re.fullmatch(r".*/base/tokenizer-[0-9a-f]{16}-300", folder)
     assert "training a tokenizer of 300 tokens" in capsys.readouterr().out
     assert module.find_tokenizer(None, [same], 300)[1] == folder == module.trained_dir([one], 300)
     assert capsys.readouterr().out == ""
@@ -329,19 +318,13 @@ def test_the_command_trains_by_the_rule_and_overwrites_nothing(tmp_path, base, c
     with pytest.raises(SystemExit, match=r"holds tokens, and .*--tokenizer /my/own"):
         module.main(["--data", tokens, "--out", f"{tmp_path}/new"])
 
-@pytest.mark.parametrize("content, is_text", [
-    ([{"type": "x", "text": 99 * "ab"}, {"type": "x", "text": "\ud800"}], True),
-    (None, False), ([{"type": "x"}], False)])
-def test_chats_train_a_tokenizer_too(tmp_path, base, content, is_text):
-    """A lone surrogate is U+FFFD; a chat without text is shown."""
+def test_chats_train_a_tokenizer_too(tmp_path, base):
+    """A lone surrogate is U+FFFD."""
+    content = [{"type": "x", "text": 99 * "ab"}, {"type": "x", "text": "\ud800"}]
     line = json.dumps([{"role": "tool", "content": content}])
     chats = write_data(tmp_path / "chats", 3 * [line], "messages")
-    if is_text:
-        tok, _ = module.find_tokenizer(None, [chats], 300)
-        assert len(tok.encode(99 * "ab")) < 50
-    else:
-        with pytest.raises(UserError, match=r"expected messages .*; saw .*\"role\": \"tool\""):
-            module.find_tokenizer(None, [chats], 300)
+    tok, _ = module.find_tokenizer(None, [chats], 300)
+    assert len(tok.encode(99 * "ab")) < 50
 
 # --------------------------------------------------------------------------------------------------
 # Anybody's own tokenizer
