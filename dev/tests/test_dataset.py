@@ -386,6 +386,8 @@ def test_a_folder_is_not_read_before_its_writer_has_finished(tmp_path):
     dataset.mark_unfinished(folder, "again")
     with pytest.raises(UserError, match=r"is not complete; type: again$"):
         list_shards(folder, "train")
+    with pytest.raises(SystemExit, match="is not complete; type: again"):
+        dataset.main(["index", folder])
     dataset.write_index(folder)
     (shard,) = list_shards(folder, "train")
     seen = shard.kind, shard.dtype, shard.fingerprint, shard.text_bytes, shard.digest

@@ -93,6 +93,8 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: 'text'"),
     ("nanochat", chat(HI, ("assistant", [{"type": "python", "text": 1}])), "1: expected text; saw"),
     ("nanochat", ["Hi"], "message 0: .* saw 'Hi'"), ("nanochat", [{"a": 1}], "message 0: 'role'"),
+    ("chatml", chat(("assistant", ""), tool_calls=[{"f": 1}]), "its tool_calls would be lost"),
+    ("chatml", chat(("assistant", "Hi"), reasoning_content="Hm"), "its reasoning_content would"),
     ("chatml", chat(("assistant", "Hi"), weight=0.5), "expected a weight of 0 or 1; saw .*0.5"),
     ("chatml", chat(("assistent", "Hi")), "role 'system' or .*; saw .*assistent"),
     ("llama3", chat(HI, ("assistant", PARTS)), "message 1: .* type text; saw"),
