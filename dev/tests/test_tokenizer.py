@@ -358,7 +358,7 @@ def test_every_interface_gives_the_same_documents():
     assert len({lists.fingerprint(), *(AnyTokenizer(tok).fingerprint() for tok in others)}) == 3
 
 @pytest.mark.parametrize("tok, reason", [
-    (object(), "object cannot be used: AttributeError.*as README shows"),
+    (object(), "object cannot be used: AttributeError.*as dev.loops.md shows"),
     (stub(get_bos_token_id=lambda: None), "NoneType.*does it know this BOS"),
     (stub(lambda text: [*text]), "expected BOS .256. first"),
     (stub(lambda text: [256, 256, *text]), "more than one BOS"),
@@ -376,8 +376,9 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tok, reason):
 
 def test_the_readmes_wrapper_gives_all_tokens_of_hugging_faces_file():
     library, names = pytest.importorskip("tokenizers"), {}
-    readme = Path(module.__file__).with_name("README.md").read_text(encoding="utf-8")
-    exec(re.search(r"```python\n(class Wrapped.*?)```", readme, re.DOTALL)[1], names)
+    loops = Path(module.__file__).with_name("dev") / "loops.md"
+    code = re.search(r"```python\n(class Wrapped.*?)```", loops.read_text(), re.DOTALL)[1]
+    exec(code, names)
     theirs = library.ByteLevelBPETokenizer()
     theirs.train_from_iterator(SOURCES[:9], 500, special_tokens=["<s>"], show_progress=False)
     theirs.enable_truncation(64)
