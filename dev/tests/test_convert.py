@@ -359,7 +359,9 @@ def test_full_disk_is_named(tmp_path, words, where):
                            capture_output=True, timeout=300)
     expected = rf"error: .*, in {tmp_path}/{where}; to write elsewhere, name another folder with "
     assert re.search(expected, ended.stderr)
-    assert not glob.glob(f"{tmp_path}/out/*") and not glob.glob(f"{tmp_path}/.*")
+    left = [os.path.basename(path) for path in glob.glob(f"{tmp_path}/out/*")]
+    assert left == (["index.json"] if where == "out" else []), "which says that it is not complete"
+    assert not glob.glob(f"{tmp_path}/.*")
 
 # --------------------------------------------------------------------------------------------------
 # Which files
