@@ -310,7 +310,7 @@ MUTANTS = [
      "~self.tokenizer.bos    # input BOS, no target",
      "~0    # input BOS, no target"),
     ("inputs without a loss are 0",
-     "np.where(before < 0, ~before, before)",
+     "np.maximum(before, ~before)",
      "np.maximum(before, 0)"),
     ("tokens without a loss are not -100",
      "np.where(has_no_loss, -100, after)",
@@ -325,7 +325,7 @@ MUTANTS = [
      "field = tokens[name][:, 1:].copy()",
      "field = tokens[name][:, 1:].astype(np.int64)"),
     ("batches share memory",
-     "np.where(before < 0, ~before, before)",
+     "np.maximum(before, ~before)",
      "self.__dict__.setdefault('_kept', before.copy())"),
 
     # The end of a finite run
