@@ -143,6 +143,8 @@ def check_flags(flags, files):
     clash = reserved & {*flags.keep}
     if clash:
         raise UserError(f"--keep {min(clash)}: shards hold the documents in a column of that name")
+    if flags.delimiter and len(flags.delimiter) != 1:
+        raise UserError(f"--delimiter {flags.delimiter!r}: expected one character; a tab: $'\\t'")
     if flags.cut_bytes and not any(file.reader is read_text for file in files):
         raise UserError("--cut_bytes cuts plain text, and here is none; name it by --as_text")
 
