@@ -579,8 +579,9 @@ def test_models_are_told_when_they_are_evaluated_and_a_signal_breaks_it_off(comm
     monkeypatch.setattr(train.GPT, "forward", stop_in_eval)
     saves, save = [], train.save
     monkeypatch.setattr(train, "save", lambda *args: saves.append(args[2]) or save(*args))
-    told = command("--eval_every", 4, "--micro_batch_size", 4, status=143)
-    assert saves == [3, 4]
+    words = ["--eval_every", 4, "--save_every", 4, "--micro_batch_size", 4]
+    told = command(*words, status=143)
+    assert saves == [4], "once"
     assert modes == [(True, True)] * 4 + [(False, False)]
     assert "stopped at step 4 of 8" in told and "bits per byte" not in told
 
