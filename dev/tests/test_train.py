@@ -351,6 +351,7 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--batch_size 0", "--batch_size 0: expected a number above 0"),
     ("--lr nan", "--lr nan: expected a number above 0"),
     ("--lr -0.01", "--lr -0.01: expected a number above 0"),
+    ("--eval_bytes -5", "--eval_bytes -5: expected a number above 0"),
     ("--num_lanes 0", "num_lanes=0; expected an int, 1 or more"),
     ("--data a:0.7 b", "--data a:0.7 b: expected each path once, and a weight for each"),
     ("--data a ./a/", "expected each path once"),
