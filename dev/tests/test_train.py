@@ -444,7 +444,7 @@ def test_resumed_run_takes_the_flags_that_may_change(finished, resume):
     assert "done at step 8 of 1; 0 steps" in resume("--out", "run", "--steps", 1)
     told = resume("--out", "run", "--steps", 10, "--lr", 1e-30, "--batch_size", 2,
                   "--data", "a", "b")
-    assert "changed flags: steps, lr, batch_size, data\n" in told
+    assert "\nchanged flags: steps, lr, batch_size, data\n" in told
     before, after = map(train.load_checkpoint, train.list_checkpoints("run"))
     for name, weight in before["model"].items():    # all rates follow --lr
         assert torch.allclose(weight, after["model"][name], atol=1e-20)
@@ -459,9 +459,9 @@ def test_newest_run_without_a_checkpoint_is_named_and_no_older_one_resumed(comma
     for words in (["--resume", "auto"], ["--sample", "x"]):
         assert "no checkpoint runs/crashed/step_*.pt" in command(*words, toy=[], status=1)
     told = command("--steps", 1, "--resume", "auto")
-    assert "no checkpoint in runs/crashed: a new run" in told and "resumed" not in told
+    assert "no checkpoint in runs/crashed: a new run" in told and "loaded" not in told
     told = command("--steps", 9, "--resume", "auto", "--out", "runs/older")
-    assert "resumed from runs/older/step_0000008.pt" in told
+    assert "loaded runs/older/step_0000008.pt\n" in told
 
 def test_init_brings_weights_depth_and_tokenizer(command, finished):
     words = ["--init", "run/step_0000008.pt", "--data", "a", "--seq_len", 32, "--steps", 2]
@@ -470,7 +470,7 @@ def test_init_brings_weights_depth_and_tokenizer(command, finished):
     assert newest("second")["tokenizer"] == newest("run")["tokenizer"]
 
 def test_eval_prints_what_the_run_printed_and_honours_its_flags(command, finished):
-    last = re.search("step 8: val.*", finished)[0]
+    last = "loaded run/step_0000008.pt\n" + re.search("step 8: val.*", finished)[0]
     evaluate = functools.partial(command, "--eval", "run/step_0000008.pt", toy=[])
     assert last in evaluate() and last in evaluate("--micro_batch_size", 5)
     for words in (["--eval_bytes", 100], ["--seq_len", 16], ["--data", "b"]):
@@ -478,9 +478,11 @@ def test_eval_prints_what_the_run_printed_and_honours_its_flags(command, finishe
 
 def test_samples_keep_their_indentation_and_have_no_control_characters(command, finished):
     assert re.search("\nsample: .", finished)
-    assert command("--sample", "-- a comment", "--out", "run", toy=[]).startswith("-- a comment")
+    loaded = "loaded run/step_0000008.pt\n"
+    told = command("--sample", "-- a comment", "--out", "run", toy=[])
+    assert told.startswith(loaded + "-- a comment")
     told = command("--sample", "caf\u00e9\n    x \x1b[2J\x9b", "--out", "run", toy=[])
-    assert told.startswith("caf\u00e9\n    x ?[2J?") and "the model sees" not in told
+    assert told.startswith(loaded + "caf\u00e9\n    x ?[2J?") and "the model sees" not in told
     told = command("--chat", "one two " * 40, "--out", "run", toy=[])
     assert re.search(r"the text has \d+ tokens; the model sees only the last 32\n", told)
 
