@@ -367,6 +367,8 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--resume auto --out run --depth 2 --data_seed 4 --lr 1",
      "run/step_0000008.pt has --depth 1 --data_seed 1; leave out these flags"),
     ("--resume run/step_0000006.pt", "run/step_0000008.pt is newer than step 6; resume it"),
+    ("--resume run", "run is a folder; expected a checkpoint in it: run/step_0000008.pt"),
+    ("--init nulls", "nulls is a folder; expected a checkpoint in it: it has none"),
     ("--init text.pt", "text.pt cannot be used (BadZipFile"),
     ("--init run/step_0000008.pt --data a --depth 2", "has --depth 1; leave out these flags"),
     ("--eval old.pt", "old.pt cannot be used (ValueError('its version is 2, this code reads"),
