@@ -655,7 +655,8 @@ def test_second_run_in_a_folder_is_refused_while_the_first_lives(command, monkey
     assert len(losses_of("shared")) == 8
     assert "done at step 9" in command("--out", "shared", "--resume", "auto", "--steps", 9)
 
-def test_flipped_bit_or_truncated_checkpoint_is_named(finished, resume):
+def test_flipped_bit_or_truncated_checkpoint_is_named(command, finished, resume):
+    """And once it is moved away, as the errors say, the one before is resumed."""
     path = "run/step_0000008.pt"
     with open(path, "r+b") as file:
         file.seek(os.path.getsize(path) // 2)    # a digit of a matrix or of a momentum
@@ -665,9 +666,13 @@ def test_flipped_bit_or_truncated_checkpoint_is_named(finished, resume):
     told = resume("--out", "run", status=1)
     assert "step_0000008.pt cannot be used (ValueError('the checksum of" in told
     os.truncate(path, os.path.getsize(path) // 2)
-    assert "step_0000008.pt cannot be used" in resume("--out", "run", status=1)
-    os.remove(path)
-    assert "done at step 8" in resume("--out", "run")
+    told = resume("--out", "run", status=1)
+    assert "step_0000008.pt cannot be used" in told and "or move this one away: --resume" in told
+    told = command("--resume", "run/step_0000006.pt", toy=[], status=1)
+    assert "resume it (--resume auto), move it away, or" in told
+    os.rename(path, "damaged.pt")
+    told = resume("--out", "run")
+    assert "loaded run/step_0000006.pt" in told and "done at step 8" in told
 
 def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, monkeypatch):
     assert sorted(os.listdir("run")) == [".lock", "log.jsonl", "step_0000006.pt", "step_0000008.pt"]
