@@ -688,7 +688,8 @@ def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, m
         patch.setattr(torch, "save", full)
         told = resume("--out", "run", "--steps", 9, status=1)
     assert ("error: run/step_0000009.pt was not written ([Errno 28] No space left on device); free "
-            "some space, then: python train.py --resume auto --out run\n") in told
+            "some space, then: python train.py --resume auto --out run (without a checkpoint: the "
+            "same command again)\n") in told
     assert "done at step 9" in resume("--out", "run", "--steps", 9)
     assert sorted(os.listdir("run")) == [".lock", "log.jsonl", "step_0000008.pt", "step_0000009.pt"]
 
