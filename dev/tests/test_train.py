@@ -5,6 +5,7 @@ process, at toy size; those of two ranks and of a hanging process start others.
 NANOLOADER_EXAMPLES=20 python -m pytest dev/tests/test_train.py -k drawn    # 20 draws, not 3
 """
 
+import errno
 import functools
 import glob
 import json
@@ -321,6 +322,11 @@ def test_closed_pipe_does_not_end_a_run():
 def raise_(error):
     raise error
 
+def test_full_disk_at_the_first_line_of_the_log_is_one_line(command, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(train, "write_log", lambda *_: raise_(full))
+    assert "\nerror: [Errno 28] No space left on device (python -X" in command(status=1)
+
 @pytest.mark.parametrize("error", [
     ValueError("too many values"), RuntimeError("Connection refused by my own server"),
     FileNotFoundError("weights.json")])
@@ -360,6 +366,7 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--data nulls --tokenizer other --vocab_size 265", "the val split of nulls has no text"),
     ("--tokenizer other", "--vocab_size 300: other has 265 tokens; leave out one"),
     ("--tokenizer nowhere", "nowhere"),
+    ("--out text.pt", "File exists: 'text.pt'"),
     ("--out run", "run/step_0000008.pt is newer than step 0; resume it"),
     ("--resume nowhere.pt", "no checkpoint nowhere.pt (a run keeps its newest two)"),
     ("--resume auto", "no checkpoint runs/step_*.pt"),
