@@ -294,6 +294,13 @@ def test_third_signal_ends_a_process_that_hangs():
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
 
+def test_ctrl_c_while_torch_is_imported_ends_silently():
+    with open("torch.py", "w") as file:
+        file.write("raise KeyboardInterrupt")
+    ended = subprocess.run([sys.executable, HERE / "train.py"], capture_output=True,
+                           env={**os.environ, "PYTHONPATH": "."})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
 def test_nohup_is_respected():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signals = train.note_signals()
