@@ -286,13 +286,16 @@ def test_third_signal_ends_a_process_that_hangs():
         libc.pthread_mutex_lock(mutex)"""
     process = subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE,
                                env={**os.environ, "PYTHONPATH": str(HERE)})
-    assert process.stdout.readline() == "hangs\n"
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process.send_signal(number)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+    try:
+        assert process.stdout.readline() == "hangs\n"
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            process.send_signal(number)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
 
 def test_ctrl_c_while_torch_is_imported_ends_silently():
     with open("torch.py", "w") as file:
@@ -593,7 +596,7 @@ def test_models_are_told_when_they_are_evaluated_and_a_signal_breaks_it_off(comm
     def stop_in_eval(model, inputs, targets=None):
         modes.append((model.training, torch.is_grad_enabled()))
         if modes.count((False, False)) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)
         return forward(model, inputs, targets)
     monkeypatch.setattr(train.GPT, "forward", stop_in_eval)
     saves, save = [], train.save
