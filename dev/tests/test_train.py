@@ -469,6 +469,14 @@ def test_resumed_run_takes_the_flags_that_may_change(finished, resume):
         assert torch.allclose(weight, after["model"][name], atol=1e-20)
     assert json.loads(after["loader"])["rows"] == 8 * 4 + 2 * 2 and after["constant_since"] == 8
 
+def test_other_val_text_at_a_resume_is_said(base, finished, resume):
+    assert "val text" not in resume("--out", "run", "--steps", 9)
+    os.remove("a")
+    os.mkdir("a")
+    for path in (base / "a" / "train-0.parquet", base / "b" / "val.parquet"):
+        shutil.copy(path, "a")
+    assert "val text differs from that of the run's b" in resume("--out", "run", "--steps", 10)
+
 def test_newest_run_without_a_checkpoint_is_named_and_no_older_one_resumed(command, finished):
     shutil.move("run", "runs/older")
     os.utime("runs/older/log.jsonl", (1, 1))
