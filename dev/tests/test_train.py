@@ -5,6 +5,7 @@ process, at toy size; those of two ranks and of a hanging process start others.
 NANOLOADER_EXAMPLES=20 python -m pytest dev/tests/test_train.py -k drawn    # 20 draws, not 3
 """
 
+import errno
 import functools
 import glob
 import json
@@ -285,13 +286,23 @@ def test_third_signal_ends_a_process_that_hangs():
         libc.pthread_mutex_lock(mutex)"""
     process = subprocess.Popen([sys.executable, "-c", program], text=True, stdout=subprocess.PIPE,
                                env={**os.environ, "PYTHONPATH": str(HERE)})
-    assert process.stdout.readline() == "hangs\n"
-    for number in (signal.SIGINT, signal.SIGTERM):
-        process.send_signal(number)
-        with pytest.raises(subprocess.TimeoutExpired):
-            process.wait(0.5)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 128 + signal.SIGTERM
+    try:
+        assert process.stdout.readline() == "hangs\n"
+        for number in (signal.SIGHUP, signal.SIGUSR1):
+            process.send_signal(number)
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM
+    finally:
+        process.kill()
+
+def test_ctrl_c_while_torch_is_imported_ends_silently():
+    with open("torch.py", "w") as file:
+        file.write("raise KeyboardInterrupt")
+    ended = subprocess.run([sys.executable, HERE / "train.py"], capture_output=True,
+                           env={**os.environ, "PYTHONPATH": "."})
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
 
 def test_nohup_is_respected():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -320,6 +331,11 @@ def test_closed_pipe_does_not_end_a_run():
 
 def raise_(error):
     raise error
+
+def test_full_disk_at_the_first_line_of_the_log_is_one_line(command, monkeypatch):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(train, "write_log", lambda *_: raise_(full))
+    assert "\nerror: [Errno 28] No space left on device (python -X" in command(status=1)
 
 @pytest.mark.parametrize("error", [
     ValueError("too many values"), RuntimeError("Connection refused by my own server"),
@@ -351,6 +367,7 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--batch_size 0", "--batch_size 0: expected a number above 0"),
     ("--lr nan", "--lr nan: expected a number above 0"),
     ("--lr -0.01", "--lr -0.01: expected a number above 0"),
+    ("--eval_bytes -5", "--eval_bytes -5: expected a number above 0"),
     ("--num_lanes 0", "num_lanes=0; expected an int, 1 or more"),
     ("--data a:0.7 b", "--data a:0.7 b: expected each path once, and a weight for each"),
     ("--data a ./a/", "expected each path once"),
@@ -359,14 +376,16 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--data nulls --tokenizer other --vocab_size 265", "the val split of nulls has no text"),
     ("--tokenizer other", "--vocab_size 300: other has 265 tokens; leave out one"),
     ("--tokenizer nowhere", "nowhere"),
+    ("--out text.pt", "File exists: 'text.pt'"),
     ("--out run", "run/step_0000008.pt is newer than step 0; resume it"),
     ("--resume nowhere.pt", "no checkpoint nowhere.pt (a run keeps its newest two)"),
     ("--resume auto", "no checkpoint runs/step_*.pt"),
     ("--resume auto --out mistyped", "no checkpoint mistyped/step_*.pt"),
-    ("--resume auto --out run --steps 1", "--steps 1: expected 8 or more, which run/step_0000008"),
     ("--resume auto --out run --depth 2 --data_seed 4 --lr 1",
      "run/step_0000008.pt has --depth 1 --data_seed 1; leave out these flags"),
     ("--resume run/step_0000006.pt", "run/step_0000008.pt is newer than step 6; resume it"),
+    ("--resume run", "run is a folder; expected a checkpoint in it: run/step_0000008.pt"),
+    ("--init nulls", "nulls is a folder; expected a checkpoint in it: it has none"),
     ("--init text.pt", "text.pt cannot be used (BadZipFile"),
     ("--init run/step_0000008.pt --data a --depth 2", "has --depth 1; leave out these flags"),
     ("--eval old.pt", "old.pt cannot be used (ValueError('its version is 2, this code reads"),
@@ -441,13 +460,22 @@ def test_defaults_are_those_of_the_device(monkeypatch):
     assert flags.given == ["device", "data", "steps"]
 
 def test_resumed_run_takes_the_flags_that_may_change(finished, resume):
+    assert "done at step 8 of 1; 0 steps" in resume("--out", "run", "--steps", 1)
     told = resume("--out", "run", "--steps", 10, "--lr", 1e-30, "--batch_size", 2,
                   "--data", "a", "b")
-    assert "changed flags: steps, lr, batch_size, data\n" in told
+    assert "\nchanged flags: steps, lr, batch_size, data\n" in told
     before, after = map(train.load_checkpoint, train.list_checkpoints("run"))
     for name, weight in before["model"].items():    # all rates follow --lr
         assert torch.allclose(weight, after["model"][name], atol=1e-20)
     assert json.loads(after["loader"])["rows"] == 8 * 4 + 2 * 2 and after["constant_since"] == 8
+
+def test_other_val_text_at_a_resume_is_said(base, finished, resume):
+    assert "val text" not in resume("--out", "run", "--steps", 9)
+    os.remove("a")
+    os.mkdir("a")
+    for path in (base / "a" / "train-0.parquet", base / "b" / "val.parquet"):
+        shutil.copy(path, "a")
+    assert "val text differs from that of the run's b" in resume("--out", "run", "--steps", 10)
 
 def test_newest_run_without_a_checkpoint_is_named_and_no_older_one_resumed(command, finished):
     shutil.move("run", "runs/older")
@@ -458,9 +486,9 @@ def test_newest_run_without_a_checkpoint_is_named_and_no_older_one_resumed(comma
     for words in (["--resume", "auto"], ["--sample", "x"]):
         assert "no checkpoint runs/crashed/step_*.pt" in command(*words, toy=[], status=1)
     told = command("--steps", 1, "--resume", "auto")
-    assert "no checkpoint in runs/crashed: a new run" in told and "resumed" not in told
+    assert "no checkpoint in runs/crashed: a new run" in told and "loaded" not in told
     told = command("--steps", 9, "--resume", "auto", "--out", "runs/older")
-    assert "resumed from runs/older/step_0000008.pt" in told
+    assert "loaded runs/older/step_0000008.pt\n" in told
 
 def test_init_brings_weights_depth_and_tokenizer(command, finished):
     words = ["--init", "run/step_0000008.pt", "--data", "a", "--seq_len", 32, "--steps", 2]
@@ -469,7 +497,7 @@ def test_init_brings_weights_depth_and_tokenizer(command, finished):
     assert newest("second")["tokenizer"] == newest("run")["tokenizer"]
 
 def test_eval_prints_what_the_run_printed_and_honours_its_flags(command, finished):
-    last = re.search("step 8: val.*", finished)[0]
+    last = "loaded run/step_0000008.pt\n" + re.search("step 8: val.*", finished)[0]
     evaluate = functools.partial(command, "--eval", "run/step_0000008.pt", toy=[])
     assert last in evaluate() and last in evaluate("--micro_batch_size", 5)
     for words in (["--eval_bytes", 100], ["--seq_len", 16], ["--data", "b"]):
@@ -477,9 +505,11 @@ def test_eval_prints_what_the_run_printed_and_honours_its_flags(command, finishe
 
 def test_samples_keep_their_indentation_and_have_no_control_characters(command, finished):
     assert re.search("\nsample: .", finished)
-    assert command("--sample", "-- a comment", "--out", "run", toy=[]).startswith("-- a comment")
+    loaded = "loaded run/step_0000008.pt\n"
+    told = command("--sample", "-- a comment", "--out", "run", toy=[])
+    assert told.startswith(loaded + "-- a comment")
     told = command("--sample", "caf\u00e9\n    x \x1b[2J\x9b", "--out", "run", toy=[])
-    assert told.startswith("caf\u00e9\n    x ?[2J?") and "the model sees" not in told
+    assert told.startswith(loaded + "caf\u00e9\n    x ?[2J?") and "the model sees" not in told
     told = command("--chat", "one two " * 40, "--out", "run", toy=[])
     assert re.search(r"the text has \d+ tokens; the model sees only the last 32\n", told)
 
@@ -574,7 +604,7 @@ def test_models_are_told_when_they_are_evaluated_and_a_signal_breaks_it_off(comm
     def stop_in_eval(model, inputs, targets=None):
         modes.append((model.training, torch.is_grad_enabled()))
         if modes.count((False, False)) == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGHUP)
         return forward(model, inputs, targets)
     monkeypatch.setattr(train.GPT, "forward", stop_in_eval)
     saves, save = [], train.save
@@ -650,7 +680,8 @@ def test_second_run_in_a_folder_is_refused_while_the_first_lives(command, monkey
     assert len(losses_of("shared")) == 8
     assert "done at step 9" in command("--out", "shared", "--resume", "auto", "--steps", 9)
 
-def test_flipped_bit_or_truncated_checkpoint_is_named(finished, resume):
+def test_flipped_bit_or_truncated_checkpoint_is_named(command, finished, resume):
+    """And once it is moved away, as the errors say, the one before is resumed."""
     path = "run/step_0000008.pt"
     with open(path, "r+b") as file:
         file.seek(os.path.getsize(path) // 2)    # a digit of a matrix or of a momentum
@@ -660,9 +691,13 @@ def test_flipped_bit_or_truncated_checkpoint_is_named(finished, resume):
     told = resume("--out", "run", status=1)
     assert "step_0000008.pt cannot be used (ValueError('the checksum of" in told
     os.truncate(path, os.path.getsize(path) // 2)
-    assert "step_0000008.pt cannot be used" in resume("--out", "run", status=1)
-    os.remove(path)
-    assert "done at step 8" in resume("--out", "run")
+    told = resume("--out", "run", status=1)
+    assert "step_0000008.pt cannot be used" in told and "or move this one away: --resume" in told
+    told = command("--resume", "run/step_0000006.pt", toy=[], status=1)
+    assert "resume it (--resume auto), move it away, or" in told
+    os.rename(path, "damaged.pt")
+    told = resume("--out", "run")
+    assert "loaded run/step_0000006.pt" in told and "done at step 8" in told
 
 def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, monkeypatch):
     assert sorted(os.listdir("run")) == [".lock", "log.jsonl", "step_0000006.pt", "step_0000008.pt"]
@@ -678,7 +713,8 @@ def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, m
         patch.setattr(torch, "save", full)
         told = resume("--out", "run", "--steps", 9, status=1)
     assert ("error: run/step_0000009.pt was not written ([Errno 28] No space left on device); free "
-            "some space, then: python train.py --resume auto --out run\n") in told
+            "some space, then: python train.py --resume auto --out run (without a checkpoint: the "
+            "same command again)\n") in told
     assert "done at step 9" in resume("--out", "run", "--steps", 9)
     assert sorted(os.listdir("run")) == [".lock", "log.jsonl", "step_0000008.pt", "step_0000009.pt"]
 
