@@ -583,7 +583,12 @@ def find_files(flags, report):
         for path in choose_files(given, flags.as_text, report):
             paths.setdefault(os.path.realpath(path), os.path.abspath(path))
     files = []
+    of_name = {}
     for path in sorted(paths.values(), key=os.path.split):
+        other = of_name.setdefault(without_compression(path), path)
+        if other != path:
+            raise UserError(f"{other} and {path} seem to be copies; remove one, or name the "
+                            "files to read")
         reader = reader_of(path, flags.as_text) or reader_of(path)
         if not reader:
             raise UserError(f"cannot read {path}; {EXPECTED}")
@@ -663,10 +668,13 @@ def reader_of(path, as_text=()):
     if as_text:
         is_text = any(fnmatch.fnmatch(name, pattern) for pattern in as_text)
         return read_text if is_text else None
-    stem, suffix = os.path.splitext(name)
-    if suffix in COMPRESSED:
-        _, suffix = os.path.splitext(stem)
+    _, suffix = os.path.splitext(without_compression(name))
     return READERS.get(suffix.lower())
+
+def without_compression(path):
+    """a.jsonl.gz -> a.jsonl"""
+    stem, suffix = os.path.splitext(path)
+    return stem if suffix in COMPRESSED else path
 
 # --------------------------------------------------------------------------------------------------
 # Processes, and the folder that becomes `out`
