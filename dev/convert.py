@@ -170,7 +170,7 @@ def check_documents(report, files):
 # The shuffle
 
 KEY, DOCUMENT = "nanoloader.key", "nanoloader.document"    # columns of a run
-SKIPPED, EMPTY = "skipped bad documents or files", "skipped empty documents"
+SKIPPED, EMPTY = "skipped bad documents or files", "skipped null or empty documents"
 
 def scatter_files(files, flags, building, longest_val):
     """Write the documents of some files as sorted runs. Returns a Report."""
@@ -436,7 +436,10 @@ def find_document(record, flags):
         if None not in values:
             is_text = flags.text_key or (key is None and columns == ("text",))
             return "text" if is_text else "messages", columns, values
-    raise missing(key or "text", record)
+    key = key or "text"
+    if isinstance(record, dict) and key in record:    # null
+        return "text", (key,), [""]
+    raise missing(key, record)
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""

@@ -204,9 +204,11 @@ def stats(folder, tokenizer_dir=None):
         print(f"{split:6}{len(shards):8,}{len(places):12,}{len(found):13,}{n_bytes / 1e6:11,.1f}"
               f"  {count_tokens(places, n_bytes, tokenizer)}")
     percents = (10, 50, 90, 99, 100)
-    points = np.percentile(np.concatenate(lengths), percents)
+    lengths = np.concatenate(lengths)
+    points = np.percentile(lengths, percents)
     words = [f"{percent} % up to {n:,.0f}" for percent, n in zip(percents, points, strict=True)]
     print(f"bytes of {shards[0].kind} in a document: {', '.join(words)}")
+    print(f"null or empty documents: {np.count_nonzero(lengths == 0):,}")
 
 def row_groups_of(shards):
     return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]

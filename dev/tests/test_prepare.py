@@ -60,12 +60,14 @@ def trained(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # tokenize
 
-def test_two_documents_as_tokens(tmp_path, byte_tokenizer):
-    """BOS is 256; two bytes each, the lower one first."""
+def test_documents_as_tokens(tmp_path, byte_tokenizer, capsys):
+    """BOS is 256; two bytes each, the lower one first. `stats` counts what has no text."""
     dataset.write_shard(f"{tmp_path}/text/a.parquet", [pa.array(["Hi", None])])
     dataset.write_shard(f"{tmp_path}/text/b.parquet", [pa.array([""])])
     prepare.tokenize(f"{tmp_path}/text", f"{tmp_path}/out")
     assert read_all(tmp_path / "out") == [b"\x00\x01H\x00i\x00", None, b"\x00\x01"]
+    assert command("stats", tmp_path / "text") is None
+    assert capsys.readouterr().out.endswith("\nnull or empty documents: 2\n")
 
 @pytest.mark.parametrize("compression", ["none", "zstd"])
 def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
