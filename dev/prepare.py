@@ -192,7 +192,7 @@ def sum_bytes(array):
 
 def stats(folder, tokenizer_dir=None):
     """Print how many documents, bytes and tokens a folder has, and how long documents are."""
-    tokenizer = AnyTokenizer(get_tokenizer(tokenizer_dir)) if tokenizer_dir else None
+    tokenizer = load_tokenizer(tokenizer_dir, folder)
     print("split   shards  row groups    documents         MB  tokens")
     lengths = []
     for split in ("train", "val"):
@@ -209,6 +209,17 @@ def stats(folder, tokenizer_dir=None):
     words = [f"{percent} % up to {n:,.0f}" for percent, n in zip(percents, points, strict=True)]
     print(f"bytes of {shards[0].kind} in a document: {', '.join(words)}")
     print(f"null or empty documents: {np.count_nonzero(lengths == 0):,}")
+
+def load_tokenizer(tokenizer_dir, folder):
+    """None if none is named; UserError if another one made the tokens in `folder`."""
+    if not tokenizer_dir:
+        return None
+    tokenizer = AnyTokenizer(get_tokenizer(tokenizer_dir))
+    shard = all_shards(folder)[0]
+    if shard.fingerprint not in (None, tokenizer.fingerprint()):
+        maker = maker_of(shard)
+        raise UserError(f"{folder} needs the tokenizer that made it, {maker}, not {tokenizer_dir}")
+    return tokenizer
 
 def row_groups_of(shards):
     return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]
@@ -239,11 +250,8 @@ def count_tokens(places, n_bytes, tokenizer):
 
 def head(folder, n=5, split="train", tokenizer_dir=None):
     """Print n documents: their places, lengths and first 200 characters."""
-    tokenizer = get_tokenizer(tokenizer_dir) if tokenizer_dir else None
+    tokenizer = load_tokenizer(tokenizer_dir, folder)
     shards = list_shards(folder, split)
-    if tokenizer and shards[0].fingerprint not in (None, tokenizer.fingerprint()):
-        maker = maker_of(shards[0])
-        raise UserError(f"{folder} needs the tokenizer that made it, {maker}, not {tokenizer_dir}")
     number = 0
     for shard, row_group in row_groups_of(shards):
         documents = shard.read(row_group)[:n - number].to_pylist()
@@ -264,11 +272,11 @@ def describe_document(document, shard, tokenizer):
     if shard.kind == "tokens":
         ids = np.frombuffer(document, shard.dtype)
         known = np.where(ids < 0, ~ids, ids).tolist()    # ~t: without a loss
-        text = tokenizer.decode(known[1:]) if tokenizer else str(known)
+        text = tokenizer.tokenizer.decode(known[1:]) if tokenizer else str(known)
         return f"{len(ids):,} tokens", text
     length = f"{len(document.encode()):,} bytes"
     if tokenizer:
-        ids, _ = encode(pa.array([document]), AnyTokenizer(tokenizer), shard.kind)
+        ids, _ = encode(pa.array([document]), tokenizer, shard.kind)
         length += f", {len(ids):,} tokens"
     return length, document
 

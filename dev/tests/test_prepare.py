@@ -236,11 +236,12 @@ def test_head_prints_documents(tmp_path, byte_tokenizer, capsys, kind):
     assert ("[256, 108, " in printed) == ("add --tokenizer " in printed) == (kind == "tokens")
     assert ("last" in printed) == (kind == "text")
 
-def test_head_refuses_a_tokenizer_that_did_not_make_the_tokens(tmp_path, trained):
+@pytest.mark.parametrize("name", ["head", "stats"])
+def test_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path, trained, name):
     make_shards(tmp_path / "more", (50, 20))
     assert command("tokenize", tmp_path / "more", "--out", tmp_path / "more_tokens") is None
     (wrong,) = set(glob.glob(f"{tmp_path}/base/tokenizer-*-300")) - {trained}
-    line = command("head", tmp_path / "tokens", "--tokenizer", wrong)
+    line = command(name, tmp_path / "tokens", "--tokenizer", wrong)
     assert f"/tokens needs the tokenizer that made it, {trained}, not {wrong}" in line
 
 @pytest.mark.parametrize("words, line", [
