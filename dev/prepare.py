@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import (
+    Location,
     Parser,
     UserError,
     all_shards,
@@ -39,7 +40,14 @@ from dataset import (
     printable,
 )
 from dev.convert import at_least_1, counted, errors_of_disk
-from tokenizer import AnyTokenizer, encode_conversations, find_tokenizer, get_tokenizer, maker_of
+from tokenizer import (
+    AnyTokenizer,
+    encode_conversations,
+    find_tokenizer,
+    get_tokenizer,
+    join_documents,
+    maker_of,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Tokenize: the same shards, with token ids in place of text
@@ -89,7 +97,8 @@ def tokenize_shard(shard, out, tokenizer, where, compression, keep):
         return
 
     def encode_group(row_group):
-        ids = encode_array(shard.read(row_group), tokenizer, shard.kind)
+        first = Location(shard.path, row_group, 0)
+        ids = encode_array(shard.read(row_group), tokenizer, shard.kind, first)
         return pa.table([ids, *read_columns(shard, row_group, keep)], ["tokens", *keep])
 
     command = shlex.join(["tokenize", shard.folder, "--tokenizer", where, "--out", out])
@@ -122,9 +131,9 @@ def in_order(function, items):
         for future in waiting:
             yield future.result()
 
-def encode_array(texts, tokenizer, kind):
+def encode_array(texts, tokenizer, kind, first):
     """An array of documents -> binary, the ids of each, little-endian; a null stays null."""
-    ids, bounds = encode(texts, tokenizer, kind)
+    ids, bounds = encode(texts, tokenizer, kind, first)
     ids = np.ascontiguousarray(ids, ids.dtype.newbyteorder("<"))
     if ids.nbytes >= 2**31:
         raise UserError(
@@ -134,11 +143,21 @@ def encode_array(texts, tokenizer, kind):
     buffers = [pa.py_buffer(part) for part in (valid, offsets, ids)]
     return pa.Array.from_buffers(pa.binary(), len(texts), buffers)
 
-def encode(texts, tokenizer, kind):
-    """(ids, bounds) of an array of texts; of messages, a token t without a loss is ~t."""
-    if kind == "messages":
-        return encode_conversations(tokenizer.tokenizer, texts.to_pylist())
-    return tokenizer.encode(texts)
+def encode(texts, tokenizer, kind, first):
+    """
+    (ids, bounds) of an array of texts; of messages, a token t without a loss is ~t. first: the
+    location of the first one, for errors.
+    """
+    if kind != "messages":
+        return tokenizer.encode(texts)
+    encoded = []
+    for row, line in enumerate(texts.to_pylist(), first.row):
+        try:
+            ids, _ = encode_conversations(tokenizer.tokenizer, [line])
+        except ValueError as error:
+            raise UserError(f"{first._replace(row=row)}: {error}") from error
+        encoded.append(ids)
+    return join_documents(encoded, np.int32)
 
 def columns_of(shard):
     return dataset.read_footer(shard).metadata.schema.to_arrow_schema().names
@@ -239,7 +258,7 @@ def count_tokens(places, n_bytes, tokenizer):
     n_tokens = n_learned = n_sampled = 0
     for shard, row_group in places[::-(-len(places) // 16)]:
         texts = shard.read(row_group)
-        ids, _ = encode(texts, tokenizer, shard.kind)
+        ids, _ = encode(texts, tokenizer, shard.kind, Location(shard.path, row_group, 0))
         n_tokens += len(ids)
         n_learned += np.count_nonzero(ids >= 0)
         n_sampled += sum_bytes(texts)
@@ -256,8 +275,9 @@ def head(folder, n=5, split="train", tokenizer_dir=None):
     for shard, row_group in row_groups_of(shards):
         documents = shard.read(row_group)[:n - number].to_pylist()
         for row, document in enumerate(documents):
-            length, text = describe_document(document, shard, tokenizer)
-            print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {length}")
+            place = Location(shard.path, row_group, row)
+            length, text = describe_document(document, shard, tokenizer, place)
+            print(f"{number:<5} {place}: {length}")
             print(f"      {printable_lines(text[:200])}")
             number += 1
         if number == n:
@@ -265,7 +285,7 @@ def head(folder, n=5, split="train", tokenizer_dir=None):
     if shards[0].kind == "tokens" and not tokenizer:
         print(f"these are token ids; to see text, add --tokenizer {maker_of(shards[0])}")
 
-def describe_document(document, shard, tokenizer):
+def describe_document(document, shard, tokenizer, place):
     """(its length, its text)"""
     if document is None:
         return "null", ""
@@ -276,7 +296,7 @@ def describe_document(document, shard, tokenizer):
         return f"{len(ids):,} tokens", text
     length = f"{len(document.encode()):,} bytes"
     if tokenizer:
-        ids, _ = encode(pa.array([document]), tokenizer, shard.kind)
+        ids, _ = encode(pa.array([document]), tokenizer, shard.kind, place)
         length += f", {len(ids):,} tokens"
     return length, document
 

@@ -193,6 +193,16 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     os.truncate(first, 200)
     assert "shard_00001.parquet: 200 bytes in the folder" in command("verify", tmp_path)
 
+def test_chat_that_cannot_be_encoded_is_named(tmp_path, trained):
+    good, bad = json.dumps([USER, ANSWER]), json.dumps([{**USER, "role": "x"}, ANSWER])
+    for name in "ab":
+        path = f"{tmp_path}/chats/{name}.parquet"
+        dataset.write_shard(path, [pa.array([good]), pa.array([good, None, bad])], "messages")
+    place = f"error: {tmp_path}/chats/a.parquet, row group 1, row 2: message 0: expected a message"
+    for words in (["tokenize", "--out", tmp_path / "out"], ["stats"], ["head"]):
+        line = command(*words, "--data", tmp_path / "chats", "--tokenizer", trained)
+        assert line.startswith(place), words
+
 def test_verify_says_which_shards_others_wrote(tmp_path, capsys):
     for name in "ab":
         pq.write_table(pa.table({"text": ["x"]}), tmp_path / f"{name}.parquet")
