@@ -759,14 +759,19 @@ def dask_executor(address):
     """Its workers must see the same files."""
     from distributed import Client  # pip install distributed
 
-    with Client(address, timeout=DASK_SECONDS) as client:
+    try:
+        client = Client(address, timeout=DASK_SECONDS)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no Dask scheduler answers at {address}: {error}") from error
+    with client:
         try:
-            client.run(exec, "import dev.convert")
+            for run in (client.run_on_scheduler, client.run):
+                run(exec, "import dev.convert")
         except ImportError as error:
             folder = os.path.dirname(os.path.abspath(dataset.__file__))
             raise UserError(
-                f"a worker of {address} says: {error}; start all with our code and its packages: "
-                f"PYTHONPATH={folder} dask worker {address}") from error
+                f"the cluster at {address} says: {error}; start its scheduler and all workers with "
+                f"our code and its packages: export PYTHONPATH={folder}") from error
         yield client.get_executor()
 
 # --------------------------------------------------------------------------------------------------
@@ -792,8 +797,8 @@ def main(argv=None):
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
 
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
-    add("--dask", metavar="ADDRESS", help="run on a Dask cluster, whose workers see the same files "
-        "and our code: PYTHONPATH=HERE dask worker ADDRESS")
+    add("--dask", metavar="ADDRESS", help="run on a Dask cluster that sees the same files and our "
+        "code: first export PYTHONPATH=HERE, then start its scheduler and workers")
     with errors_in_one_line():
         convert(parser.parse_args(argv))
 
