@@ -542,21 +542,22 @@ def test_workers_end_with_convert(tmp_path, how, when):
     assert sum(sum(shard.group_sizes) for shard in all_of(tmp_path / "out")) == 80_000
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
-def test_ctrl_c_while_it_starts_is_one_line(tmp_path):
+@pytest.mark.parametrize("name", ["convert", "prepare"])
+def test_ctrl_c_while_it_starts_is_one_line(tmp_path, name):
     """A pyarrow that takes a while to import stands in for the first half second."""
     write(tmp_path, {"pyarrow.py": "import os, signal\nos.kill(os.getpid(), signal.SIGINT)"})
     ended = subprocess.run(
         [sys.executable, "-c", "import signal, runpy, sys\n"
          "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-         "sys.argv = ['convert', 'x']\nrunpy.run_module('dev.convert', run_name='__main__')"],
+         f"sys.argv = ['x']\nrunpy.run_module('dev.{name}', run_name='__main__')"],
         cwd=HERE, env={**os.environ, "PYTHONPATH": str(tmp_path)}, text=True, capture_output=True)
     assert ended.stderr == "\nstopped\n"
 
 def test_scripts_that_are_run_directly_say_how_to_run_them():
-    for name in ("convert", "prepare"):
-        words = [sys.executable, f"dev/{name}.py"]
-        ended = subprocess.run(words, cwd=HERE, text=True, capture_output=True)
-        assert re.fullmatch(f"usage: python -m dev.{name} .*\n", ended.stderr)
+    files = {*glob.glob("dev/*.py", root_dir=HERE)} - {"dev/mutants.py"}    # needs no other file
+    for name in files:
+        ended = subprocess.run([sys.executable, name], cwd=HERE, text=True, capture_output=True)
+        assert re.fullmatch("usage: .*\n", ended.stderr), name
 
 def test_convert_on_a_cluster(tmp_path, monkeypatch):
     """The same shards as on one machine, although a worker is killed on the way."""
