@@ -55,6 +55,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
+from tokenizer import NANOCHAT, ROLES, UNREAD_KEYS, check_message, parts_of
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -486,14 +487,11 @@ def explain(error):
 # Conversations
 #
 # Shards hold them as JSON: [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}, ...].
-# An assistant's content may be a list of parts, {"type": "text", "text": "Hello"}, of PARTS. With
-# "weight": 0, a message is read and not learned. Which roles and parts a model knows depends on its
-# template: encoding checks that.
+# An assistant's content may be a list of parts, {"type": "text", "text": "Hello"}. With
+# "weight": 0, a message is read and not learned. Some template of tokenizer.py knows its role and
+# parts; encoding checks that the tokenizer's does.
 
-PARTS = ("text", "python", "python_output")
-ROLES = {"human": "user", "gpt": "assistant"}    # ShareGPT's names; "User" is "user"
-CONTENT_KEYS = (
-    "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal", "audio")
+SHAREGPT = {"human": "user", "gpt": "assistant"}    # its names; "User" is "user"
 
 def join_messages(*columns):
     """Of a prompt and its completion, or of an instruction, its input and output."""
@@ -535,33 +533,23 @@ def clean_message(message, ignore_keys):
     if "from" in rest and "value" in rest:
         rest["role"] = rest.pop("from")
         rest["content"] = rest.pop("value")
-    for key in CONTENT_KEYS:
+    for key in UNREAD_KEYS:
+        if rest.get(key) and not rest.get("content"):
+            raise UserError(f"it has only {key}, which is not learned; remove this conversation")
         if rest.get(key) and key not in ignore_keys:
             raise UserError(f"its {key} would be lost; to drop it: --ignore_keys {key}")
-        if rest.get(key) and not rest.get("content"):
-            raise UserError(f"without its {key}, there is nothing to learn")
     role = rest.pop("role").lower()
-    role = ROLES.get(role, role)
-    content = rest.pop("content")
-    if not isinstance(content, str):
-        content = clean_parts(content, role)
-    kept = {"role": role, "content": content}
+    kept = {"role": SHAREGPT.get(role, role), "content": rest.pop("content")}
     if "weight" in rest:
         kept["weight"] = rest.pop("weight")
-        if kept["weight"] not in (0, 1):
-            raise UserError("expected a weight of 0 or 1")
+    parts = parts_of(kept)
+    is_answer = kept["role"] == "assistant"
+    check_message(kept, parts, ROLES, NANOCHAT.tools if is_answer else {})
+    if not is_answer:
+        kept["content"] = "".join(text for _, text in parts)
+    elif not isinstance(kept["content"], str):
+        kept["content"] = [{"type": kind, "text": text} for kind, text in parts]
     return kept, rest
-
-def clean_parts(parts, role):
-    """Parts of an assistant; the text of others' parts."""
-    is_answer = role == "assistant"
-    known = PARTS if is_answer else ("text",)
-    for part in parts:
-        if part["type"] not in known or not isinstance(part["text"], str):
-            raise UserError(f"expected {{'type': T, 'text': '...'}}, T one of {', '.join(known)}")
-    if is_answer:
-        return [{"type": part["type"], "text": part["text"]} for part in parts]
-    return "".join(part["text"] for part in parts)
 
 # --------------------------------------------------------------------------------------------------
 # Which files

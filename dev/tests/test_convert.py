@@ -277,9 +277,14 @@ BAD_CHATS = [
     ([USER, {"role": "assistant"}], "message 1: 'content'; saw {'role': 'assistant'}, expected"),
     ([{"content": "Hi"}, ANSWER], "message 0: 'role'; saw"),
     ([USER, {**ANSWER, "weight": 0.5}], "message 1: expected a weight of 0 or 1"),
-    ([USER, IMAGE], r"message 1: expected {'type': T, 'text': '...'}, T one of text, python, .*im"),
-    ([CODE, ANSWER], "message 0: expected {'type': T, .* T one of text; saw"),
-    ([USER, {**ANSWER, "content": [{"type": "text", "text": None}]}], "message 1: expected {'typ")]
+    ([{**USER, "role": "humn"}, ANSWER], "message 0: expected a message of role .*humn"),
+    ([USER, IMAGE], "message 1: 'text'; saw .*image"),
+    ([USER, {**IMAGE, "content": [{"type": "image", "text": ""}]}],
+     "message 1: expected parts of type text or python or python_output; saw .*image"),
+    ([CODE, ANSWER], "message 0: expected parts of type text; saw"),
+    ([USER, {**ANSWER, "content": [{"type": "text", "text": None}]}], "message 1: expected text;"),
+    ([USER, {**ANSWER, "content": "", "tool_calls": [1]}, USER, ANSWER],
+     "message 1: it has only tool_calls, which is not learned; remove this conversation")]
 for key in ("tool_calls", "reasoning_content", "refusal", "audio"):
     BAD_CHATS += [([USER, ANSWER, USER, {**ANSWER, key: "I think"}],
                    rf"message 3: its {key} would be lost; to drop it: --ignore_keys {key}; saw .*I t")]
@@ -464,7 +469,7 @@ def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     for content in ("", None):
         write(tmp_path / "in", {"b.jsonl": as_json([USER, {**named, "content": content}])})
         line = command(tmp_path / "in", "--out", tmp_path / "x", *words)
-        assert "b.jsonl, line 1: message 1: without its thinking, there is nothing to" in line
+        assert "b.jsonl, line 1: message 1: it has only thinking, which is not learned" in line
 
 # --------------------------------------------------------------------------------------------------
 # Processes
