@@ -309,10 +309,15 @@ def read_csv(stream, flags, delimiter=None):
     delimiter = flags.delimiter or delimiter or max(",;|\t", key=header.count)
     lines = itertools.chain([header], lines)
     rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
-    columns_to_read(rows.fieldnames or [], flags)
+    names = rows.fieldnames or []
+    columns_to_read(names, flags)
+    if len(names) == 1 and re.search("[,;|\t]", names[0]):
+        raise ValueError(f"one column, {names[0]!r}; name what divides columns: --delimiter ','")
     for row in rows:
         if None in row:
-            row = ValueError(f"{len(row[None])} fields more than the first line names: quote texts")
+            row = ValueError(
+                f"{len(row[None])} fields more than the first line names: quote texts, or name "
+                "what divides columns: --delimiter ';'")
         yield f"line {rows.line_num}", row
 
 def read_text(stream, flags):
@@ -479,8 +484,8 @@ def explain(error):
     advice = ""
     if isinstance(error, UnicodeDecodeError):
         advice = "; expected UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW (or -f UTF-16)"
-    elif isinstance(error, json.JSONDecodeError):
-        advice = "; expected one whole JSON document in a line (jq -c . FILE)"
+    elif isinstance(error, json.JSONDecodeError) and error.doc.strip() in ("{", "["):
+        advice = "; expected one whole JSON document in a line: jq -c . OLD > NEW"
     return printable(error) + advice
 
 # --------------------------------------------------------------------------------------------------
