@@ -428,7 +428,9 @@ def make_document(record, flags):
                 f"add --messages_key {columns[0]}")
     if isinstance(record, dict):
         used = columns_of([*columns, *flags.keep])
-        lost |= {f"column {name}": record[name] for name in record if name not in used}
+        for name, value in record.items():
+            if name not in used:
+                lost[f"column {name} (read: {', '.join(columns)})"] = value
     kept = [lookup(record, name) for name in flags.keep]
     return Document(kind, text.encode(), kept, lost)
 
