@@ -43,7 +43,6 @@ import threading
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -75,11 +74,11 @@ DASK_SECONDS = 5                   # to find its scheduler
 # parse the files into runs on disk, RUN_BYTES of text each, sorted by key. All keys (8 bytes each)
 # decide which of them a shard holds. Then each shard collects its documents from all runs.
 
-@dataclass
 class Report:
     """How often something was read, dropped, skipped or ignored, and the first example of it."""
-    counts: collections.Counter = field(default_factory=collections.Counter)
-    examples: dict = field(default_factory=dict)
+    def __init__(self):
+        self.counts = collections.Counter()
+        self.examples = {}
 
     def add(self, what, example):
         self.counts[what] += 1
@@ -182,7 +181,10 @@ def scatter_files(files, flags, building, longest_val):
         for index, (where, document) in enumerate(documents_of(file, flags)):
             place = f"{file.path}, {where}"
             if isinstance(document, Exception):
-                add_problem(report, f"{place}: {explain(document)}", document, flags)
+                problem = f"{place}: {explain(document)}"
+                if not flags.skip_bad:
+                    raise UserError(f"{problem} (to skip what is bad: --skip_bad)")
+                report.add(SKIPPED, problem)
                 continue
             if not document.text:
                 report.add(EMPTY, place)
@@ -202,12 +204,6 @@ def scatter_files(files, flags, building, longest_val):
     if run:
         write_run(f"{building}/runs/{file.number}-rest", run, flags.keep)
     return report
-
-def add_problem(report, problem, error, flags):
-    if not flags.skip_bad:
-        hint = "" if isinstance(error, MissingKey) else " (to skip what is bad: --skip_bad)"
-        raise UserError(problem + hint)
-    report.add(SKIPPED, problem)
 
 def add_document(report, document, place):
     report.add(document.kind, place)
@@ -384,9 +380,6 @@ class Document(NamedTuple):
     kept: list     # values of the columns to keep
     lost: dict     # what the record has beside them
 
-class MissingKey(UserError):
-    """A record without a document; mostly, its key or column has another name."""
-
 # The columns of a document: the first of these that a record has
 SHAPES = (
     ("text",), ("messages",), ("conversations",),
@@ -447,7 +440,7 @@ def find_document(record, flags):
     key = key or "text"
     if isinstance(record, dict) and key in record:    # null
         return "text", (key,), [""]
-    raise missing(key, record)
+    raise UserError(describe_missing(key, record))
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
@@ -462,16 +455,13 @@ def columns_of(keys):
     """Of a key 'a.b', the column is 'a.b' or 'a'."""
     return {*keys, *(key.partition(".")[0] for key in keys)}
 
-def missing(key, record):
+def describe_missing(key, record):
     names = [name for name in names_in(record) if name != key]
     there = ", ".join(names) or repr(record)
-    message = f"nothing under {key!r}; there is {there:.200}"
-    message += did_you_mean(key, names)
-    return MissingKey(f"{message}; name it by --text_key, or for conversations --messages_key")
-
-def did_you_mean(word, words):
-    near = difflib.get_close_matches(word, words)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    near = difflib.get_close_matches(key, names)
+    guess = f"; did you mean {' or '.join(near)}?" if near else ""
+    return (f"nothing under {key!r}; there is {there:.200}{guess}; name it by --text_key, or for "
+            "conversations --messages_key")
 
 def names_in(record, prefix=""):
     """{'a': {'b': 1}} -> ['a', 'a.b']"""
@@ -597,17 +587,16 @@ def choose_files(given, as_text, report):
     """The paths to read of a file, folder or glob. Others are counted in the report."""
     if os.path.isfile(given):
         return [given]
+    root = given
+    pattern = f"{glob.escape(given)}/**"
     if os.path.isdir(given):
-        dataset.list_files(given)    # refuses tables and caches that also hold older versions
-        root = given
-        paths = files_below(given)
-    elif not glob.has_magic(given):
-        siblings = glob.glob(os.path.join(os.path.dirname(given), "*"))
-        near = did_you_mean(given, siblings)
-        raise UserError(f"{given} does not exist{near}")
-    else:
+        dataset.list_files(given)    # refuses older versions, circular links, unreadable folders
+    elif glob.has_magic(given):
         root = re.split(r"[^/]*[*?[]", given)[0] or "."
-        paths = filter(os.path.isfile, glob.glob(given, recursive=True))
+        pattern = given
+    else:
+        raise UserError(f"{given} does not exist")
+    paths = filter(os.path.isfile, glob.glob(pattern, recursive=True))
     names = {path: os.path.relpath(path, root) for path in paths}
     has_train = not as_text and "train" in map(dataset.split_in_name, names.values())
     chosen = []
@@ -622,33 +611,14 @@ def choose_files(given, as_text, report):
         raise UserError(f"{given}: no files to read; {''.join(seen)}{EXPECTED}")
     return chosen
 
-def files_below(folder):
-    """Follows links, and enters each folder once. One that cannot be read is an error."""
-    def fail(error):
-        raise error
-
-    seen = set()
-    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        real = os.path.realpath(root)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        for name in names:
-            yield os.path.join(root, name)
-
 def why_ignored(path, name, as_text, has_train):
     """None if it is to be read. name: below the folder that was named."""
-    if "/." in f"/{name}":
-        return "hidden"
     if not reader_of(path, as_text):
         return "of other kinds"
     if os.path.basename(path) in ABOUT_DATA and not as_text:
         return "about the data"
     if has_train and dataset.split_in_name(name) in ("val", "test"):
         return "of a val or test split beside train"
-    if not os.path.getsize(path):
-        return "empty"
     if is_ours(path):
         return "shards that we wrote, val among them (to read one, name the file)"
 
