@@ -596,7 +596,7 @@ def choose_files(given, as_text, report):
         pattern = given
     else:
         raise UserError(f"{given} does not exist")
-    paths = filter(os.path.isfile, glob.glob(pattern, recursive=True))
+    paths = itertools.filterfalse(os.path.isdir, glob.glob(pattern, recursive=True))
     names = {path: os.path.relpath(path, root) for path in paths}
     has_train = not as_text and "train" in map(dataset.split_in_name, names.values())
     chosen = []

@@ -316,7 +316,7 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     ({"a.txt": "a" * 99}, "", "1 document, but .*; to cut .* blank lines: --cut_bytes 2000$"),
     ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*LATIN1"),
     ({"a.txt": ""}, "", "0 documents, .*; skipped null or empty .*a.txt, byte 0"),
-    ({"a.py": "x"}, "", "no files to read; ignored files, of other kinds, .*; unpack archives first"),
+    ({"a.py": "x"}, "", "no files to read; ignored files, of other kinds, .*; unpack archives fi"),
     ({"a.csv": "text\nx"}, "--delimiter tab", "--delimiter 'tab': expected one character; a tab: "),
     ({"a.jsonl": "x"}, "--cut_bytes 9", "--cut_bytes cuts plain text, and here is none; name it"),
     ({"a\x1b.jsonl": "x"}, "", r"in/a\\x1b.jsonl, line 1: Expecting value"),
@@ -400,6 +400,8 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     assert command(*named, "--out", tmp_path / "out") is None
     assert sorted(read_all(tmp_path / "out")) == ["a", "a", "b", "b"]
     assert "ignored" not in capsys.readouterr().out
+    os.symlink("nowhere", tmp_path / "in/broken.jsonl")
+    assert "No such file or directory: " in command(tmp_path / "in", "--out", tmp_path / "x")
 
 def test_shards_of_ours_below_an_input_are_not_read_again(tmp_path, capsys):
     """--out inside the input, twice, with or without an index. A file that is named is read."""
