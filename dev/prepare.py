@@ -58,7 +58,7 @@ from tokenizer import (
 
 VOCAB_SIZE = 32768    # of a tokenizer that is trained because the data has none
 
-def tokenize(data_dir, out, tokenizer_dir=None, compression="none", keep=()):
+def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     """
     Write token shards with the names, row groups and rows of the text shards. Resumes: complete
     shards of the same text and tokenizer are kept. keep: columns beside the tokens.
@@ -84,10 +84,10 @@ def tokenize(data_dir, out, tokenizer_dir=None, compression="none", keep=()):
     tokenizer = AnyTokenizer(tokenizer)
     with errors_of_disk(out):
         for shard in tqdm(shards, "tokenize", unit=" shards", delay=1):
-            tokenize_shard(shard, out, tokenizer, where, compression, keep)
+            tokenize_shard(shard, out, tokenizer, where, keep)
         dataset.write_index(out)
 
-def tokenize_shard(shard, out, tokenizer, where, compression, keep):
+def tokenize_shard(shard, out, tokenizer, where, keep):
     """Write a token shard, unless it is there."""
     dtype = np.dtype(np.int32) if shard.kind == "messages" else tokenizer.dtype
     made_from = {
@@ -109,7 +109,7 @@ def tokenize_shard(shard, out, tokenizer, where, compression, keep):
     dataset.mark_unfinished(out, f"python -m dev.prepare {command}")
     tables = in_order(encode_group, range(len(shard.group_sizes)))
     metadata = {**made_from, "nanoloader.tokenizer_dir": os.path.abspath(where)}
-    dataset.write_shard(path, tables, "tokens", metadata, compression)
+    dataset.write_shard(path, tables, "tokens", metadata, "none")    # zstd: a quarter of the speed
 
 def check_kept(out, shard, made_from, keep):
     """UserError unless this token shard is what tokenize would write."""
@@ -328,12 +328,9 @@ def main(argv=None):
     add = tokenizing.add_argument
     add("--out", required=True, help="folder for the token shards")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns to keep")
-    add("--compression", default="none", choices=("none", "zstd"),
-        help="zstd: half the size, a quarter of the speed")
     add = showing.add_argument
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
     add("--split", default="train", choices=("train", "val"))
-
 
     with errors_in_one_line():
         run(parser.parse_args(argv))
@@ -345,7 +342,7 @@ def run(flags):
             "(only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
     folder = find_data(*flags.data)
     if flags.command == "tokenize":
-        tokenize(folder, flags.out, flags.tokenizer, flags.compression, flags.keep)
+        tokenize(folder, flags.out, flags.tokenizer, flags.keep)
         print(f"tokens are in {flags.out}; to count them: python -m dev.prepare stats {flags.out}")
     elif flags.command == "verify":
         sys.exit(not verify(folder))
