@@ -10,7 +10,7 @@ texts before the files are written.
 """
 
 if __name__ == "__main__" and not __package__:
-    raise SystemExit("usage: python -m dev.import_tokenizer FILE --out FOLDER, typed where dataset.py is")
+    raise SystemExit("usage: python -m dev.import_tokenizer FILE, typed where dataset.py is")
 
 import json
 import unicodedata
