@@ -8,6 +8,9 @@ An arm is a string of flags of train.py, or of a copy of it with a changed line 
 --out of its own). Runs follow one another, and one that is complete in --out is not repeated.
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.arms FLAGS, typed where dataset.py is")
+
 import os
 import shlex
 import subprocess

@@ -43,7 +43,6 @@ import threading
 from codecs import BOM_UTF8
 from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -55,6 +54,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
+from tokenizer import NANOCHAT, ROLES, UNREAD_KEYS, check_message, parts_of
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -74,11 +74,11 @@ DASK_SECONDS = 5                   # to find its scheduler
 # parse the files into runs on disk, RUN_BYTES of text each, sorted by key. All keys (8 bytes each)
 # decide which of them a shard holds. Then each shard collects its documents from all runs.
 
-@dataclass
 class Report:
     """How often something was read, dropped, skipped or ignored, and the first example of it."""
-    counts: collections.Counter = field(default_factory=collections.Counter)
-    examples: dict = field(default_factory=dict)
+    def __init__(self):
+        self.counts = collections.Counter()
+        self.examples = {}
 
     def add(self, what, example):
         self.counts[what] += 1
@@ -170,7 +170,7 @@ def check_documents(report, files):
 # The shuffle
 
 KEY, DOCUMENT = "nanoloader.key", "nanoloader.document"    # columns of a run
-SKIPPED, EMPTY = "skipped bad documents or files", "skipped empty documents"
+SKIPPED, EMPTY = "skipped bad documents or files", "skipped null or empty documents"
 
 def scatter_files(files, flags, building, longest_val):
     """Write the documents of some files as sorted runs. Returns a Report."""
@@ -181,7 +181,10 @@ def scatter_files(files, flags, building, longest_val):
         for index, (where, document) in enumerate(documents_of(file, flags)):
             place = f"{file.path}, {where}"
             if isinstance(document, Exception):
-                add_problem(report, f"{place}: {explain(document)}", document, flags)
+                problem = f"{place}: {explain(document)}"
+                if not flags.skip_bad:
+                    raise UserError(f"{problem} (to skip what is bad: --skip_bad)")
+                report.add(SKIPPED, problem)
                 continue
             if not document.text:
                 report.add(EMPTY, place)
@@ -201,12 +204,6 @@ def scatter_files(files, flags, building, longest_val):
     if run:
         write_run(f"{building}/runs/{file.number}-rest", run, flags.keep)
     return report
-
-def add_problem(report, problem, error, flags):
-    if not flags.skip_bad:
-        hint = "" if isinstance(error, MissingKey) else " (to skip what is bad: --skip_bad)"
-        raise UserError(problem + hint)
-    report.add(SKIPPED, problem)
 
 def add_document(report, document, place):
     report.add(document.kind, place)
@@ -308,10 +305,15 @@ def read_csv(stream, flags, delimiter=None):
     delimiter = flags.delimiter or delimiter or max(",;|\t", key=header.count)
     lines = itertools.chain([header], lines)
     rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
-    columns_to_read(rows.fieldnames or [], flags)
+    names = rows.fieldnames or []
+    columns_to_read(names, flags)
+    if len(names) == 1 and re.search("[,;|\t]", names[0]):
+        raise ValueError(f"one column, {names[0]!r}; name what divides columns: --delimiter ','")
     for row in rows:
         if None in row:
-            row = ValueError(f"{len(row[None])} fields more than the first line names: quote texts")
+            row = ValueError(
+                f"{len(row[None])} fields more than the first line names: quote texts, or name "
+                "what divides columns: --delimiter ';'")
         yield f"line {rows.line_num}", row
 
 def read_text(stream, flags):
@@ -378,9 +380,6 @@ class Document(NamedTuple):
     kept: list     # values of the columns to keep
     lost: dict     # what the record has beside them
 
-class MissingKey(UserError):
-    """A record without a document; mostly, its key or column has another name."""
-
 # The columns of a document: the first of these that a record has
 SHAPES = (
     ("text",), ("messages",), ("conversations",),
@@ -422,7 +421,9 @@ def make_document(record, flags):
                 f"add --messages_key {columns[0]}")
     if isinstance(record, dict):
         used = columns_of([*columns, *flags.keep])
-        lost |= {f"column {name}": record[name] for name in record if name not in used}
+        for name, value in record.items():
+            if name not in used:
+                lost[f"column {name} (read: {', '.join(columns)})"] = value
     kept = [lookup(record, name) for name in flags.keep]
     return Document(kind, text.encode(), kept, lost)
 
@@ -436,7 +437,10 @@ def find_document(record, flags):
         if None not in values:
             is_text = flags.text_key or (key is None and columns == ("text",))
             return "text" if is_text else "messages", columns, values
-    raise missing(key or "text", record)
+    key = key or "text"
+    if isinstance(record, dict) and key in record:    # null
+        return "text", (key,), [""]
+    raise UserError(describe_missing(key, record))
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
@@ -451,16 +455,13 @@ def columns_of(keys):
     """Of a key 'a.b', the column is 'a.b' or 'a'."""
     return {*keys, *(key.partition(".")[0] for key in keys)}
 
-def missing(key, record):
+def describe_missing(key, record):
     names = [name for name in names_in(record) if name != key]
     there = ", ".join(names) or repr(record)
-    message = f"nothing under {key!r}; there is {there:.200}"
-    message += did_you_mean(key, names)
-    return MissingKey(f"{message}; name it by --text_key, or for conversations --messages_key")
-
-def did_you_mean(word, words):
-    near = difflib.get_close_matches(word, words)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    near = difflib.get_close_matches(key, names)
+    guess = f"; did you mean {' or '.join(near)}?" if near else ""
+    return (f"nothing under {key!r}; there is {there:.200}{guess}; name it by --text_key, or for "
+            "conversations --messages_key")
 
 def names_in(record, prefix=""):
     """{'a': {'b': 1}} -> ['a', 'a.b']"""
@@ -475,22 +476,19 @@ def explain(error):
     advice = ""
     if isinstance(error, UnicodeDecodeError):
         advice = "; expected UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW (or -f UTF-16)"
-    elif isinstance(error, json.JSONDecodeError):
-        advice = "; expected one whole JSON document in a line (jq -c . FILE)"
+    elif isinstance(error, json.JSONDecodeError) and error.doc.strip() in ("{", "["):
+        advice = "; expected one whole JSON document in a line: jq -c . OLD > NEW"
     return printable(error) + advice
 
 # --------------------------------------------------------------------------------------------------
 # Conversations
 #
 # Shards hold them as JSON: [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}, ...].
-# An assistant's content may be a list of parts, {"type": "text", "text": "Hello"}, of PARTS. With
-# "weight": 0, a message is read and not learned. Which roles and parts a model knows depends on its
-# template: encoding checks that.
+# An assistant's content may be a list of parts, {"type": "text", "text": "Hello"}. With
+# "weight": 0, a message is read and not learned. Some template of tokenizer.py knows its role and
+# parts; encoding checks that the tokenizer's does.
 
-PARTS = ("text", "python", "python_output")
-ROLES = {"human": "user", "gpt": "assistant"}    # ShareGPT's names; "User" is "user"
-CONTENT_KEYS = (
-    "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "refusal", "audio")
+SHAREGPT = {"human": "user", "gpt": "assistant"}    # its names; "User" is "user"
 
 def join_messages(*columns):
     """Of a prompt and its completion, or of an instruction, its input and output."""
@@ -532,33 +530,23 @@ def clean_message(message, ignore_keys):
     if "from" in rest and "value" in rest:
         rest["role"] = rest.pop("from")
         rest["content"] = rest.pop("value")
-    for key in CONTENT_KEYS:
+    for key in UNREAD_KEYS:
+        if rest.get(key) and not rest.get("content"):
+            raise UserError(f"it has only {key}, which is not learned; remove this conversation")
         if rest.get(key) and key not in ignore_keys:
             raise UserError(f"its {key} would be lost; to drop it: --ignore_keys {key}")
-        if rest.get(key) and not rest.get("content"):
-            raise UserError(f"without its {key}, there is nothing to learn")
     role = rest.pop("role").lower()
-    role = ROLES.get(role, role)
-    content = rest.pop("content")
-    if not isinstance(content, str):
-        content = clean_parts(content, role)
-    kept = {"role": role, "content": content}
+    kept = {"role": SHAREGPT.get(role, role), "content": rest.pop("content")}
     if "weight" in rest:
         kept["weight"] = rest.pop("weight")
-        if kept["weight"] not in (0, 1):
-            raise UserError("expected a weight of 0 or 1")
+    parts = parts_of(kept)
+    is_answer = kept["role"] == "assistant"
+    check_message(kept, parts, ROLES, NANOCHAT.tools if is_answer else {})
+    if not is_answer:
+        kept["content"] = "".join(text for _, text in parts)
+    elif not isinstance(kept["content"], str):
+        kept["content"] = [{"type": kind, "text": text} for kind, text in parts]
     return kept, rest
-
-def clean_parts(parts, role):
-    """Parts of an assistant; the text of others' parts."""
-    is_answer = role == "assistant"
-    known = PARTS if is_answer else ("text",)
-    for part in parts:
-        if part["type"] not in known or not isinstance(part["text"], str):
-            raise UserError(f"expected {{'type': T, 'text': '...'}}, T one of {', '.join(known)}")
-    if is_answer:
-        return [{"type": part["type"], "text": part["text"]} for part in parts]
-    return "".join(part["text"] for part in parts)
 
 # --------------------------------------------------------------------------------------------------
 # Which files
@@ -583,7 +571,12 @@ def find_files(flags, report):
         for path in choose_files(given, flags.as_text, report):
             paths.setdefault(os.path.realpath(path), os.path.abspath(path))
     files = []
+    of_name = {}
     for path in sorted(paths.values(), key=os.path.split):
+        other = of_name.setdefault(without_compression(path), path)
+        if other != path:
+            raise UserError(f"{other} and {path} seem to be copies; remove one, or name the "
+                            "files to read")
         reader = reader_of(path, flags.as_text) or reader_of(path)
         if not reader:
             raise UserError(f"cannot read {path}; {EXPECTED}")
@@ -594,17 +587,16 @@ def choose_files(given, as_text, report):
     """The paths to read of a file, folder or glob. Others are counted in the report."""
     if os.path.isfile(given):
         return [given]
+    root = given
+    pattern = f"{glob.escape(given)}/**"
     if os.path.isdir(given):
-        dataset.list_files(given)    # refuses tables and caches that also hold older versions
-        root = given
-        paths = files_below(given)
-    elif not glob.has_magic(given):
-        siblings = glob.glob(os.path.join(os.path.dirname(given), "*"))
-        near = did_you_mean(given, siblings)
-        raise UserError(f"{given} does not exist{near}")
-    else:
+        dataset.list_files(given)    # refuses older versions, circular links, unreadable folders
+    elif glob.has_magic(given):
         root = re.split(r"[^/]*[*?[]", given)[0] or "."
-        paths = filter(os.path.isfile, glob.glob(given, recursive=True))
+        pattern = given
+    else:
+        raise UserError(f"{given} does not exist")
+    paths = itertools.filterfalse(os.path.isdir, glob.glob(pattern, recursive=True))
     names = {path: os.path.relpath(path, root) for path in paths}
     has_train = not as_text and "train" in map(dataset.split_in_name, names.values())
     chosen = []
@@ -619,33 +611,14 @@ def choose_files(given, as_text, report):
         raise UserError(f"{given}: no files to read; {''.join(seen)}{EXPECTED}")
     return chosen
 
-def files_below(folder):
-    """Follows links, and enters each folder once. One that cannot be read is an error."""
-    def fail(error):
-        raise error
-
-    seen = set()
-    for root, folders, names in os.walk(folder, onerror=fail, followlinks=True):
-        real = os.path.realpath(root)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        for name in names:
-            yield os.path.join(root, name)
-
 def why_ignored(path, name, as_text, has_train):
     """None if it is to be read. name: below the folder that was named."""
-    if "/." in f"/{name}":
-        return "hidden"
     if not reader_of(path, as_text):
         return "of other kinds"
     if os.path.basename(path) in ABOUT_DATA and not as_text:
         return "about the data"
     if has_train and dataset.split_in_name(name) in ("val", "test"):
         return "of a val or test split beside train"
-    if not os.path.getsize(path):
-        return "empty"
     if is_ours(path):
         return "shards that we wrote, val among them (to read one, name the file)"
 
@@ -663,10 +636,13 @@ def reader_of(path, as_text=()):
     if as_text:
         is_text = any(fnmatch.fnmatch(name, pattern) for pattern in as_text)
         return read_text if is_text else None
-    stem, suffix = os.path.splitext(name)
-    if suffix in COMPRESSED:
-        _, suffix = os.path.splitext(stem)
+    _, suffix = os.path.splitext(without_compression(name))
     return READERS.get(suffix.lower())
+
+def without_compression(path):
+    """a.jsonl.gz -> a.jsonl"""
+    stem, suffix = os.path.splitext(path)
+    return stem if suffix in COMPRESSED else path
 
 # --------------------------------------------------------------------------------------------------
 # Processes, and the folder that becomes `out`
@@ -748,14 +724,19 @@ def dask_executor(address):
     """Its workers must see the same files."""
     from distributed import Client  # pip install distributed
 
-    with Client(address, timeout=DASK_SECONDS) as client:
+    try:
+        client = Client(address, timeout=DASK_SECONDS)
+    except (OSError, ValueError) as error:
+        raise UserError(f"no Dask scheduler answers at {address}: {error}") from error
+    with client:
         try:
-            client.run(exec, "import dev.convert")
+            for run in (client.run_on_scheduler, client.run):
+                run(exec, "import dev.convert")
         except ImportError as error:
             folder = os.path.dirname(os.path.abspath(dataset.__file__))
             raise UserError(
-                f"a worker of {address} says: {error}; start all with our code and its packages: "
-                f"PYTHONPATH={folder} dask worker {address}") from error
+                f"the cluster at {address} says: {error}; start its scheduler and all workers with "
+                f"our code and its packages: export PYTHONPATH={folder}") from error
         yield client.get_executor()
 
 # --------------------------------------------------------------------------------------------------
@@ -781,8 +762,8 @@ def main(argv=None):
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
 
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
-    add("--dask", metavar="ADDRESS", help="run on a Dask cluster, whose workers see the same files "
-        "and our code: PYTHONPATH=HERE dask worker ADDRESS")
+    add("--dask", metavar="ADDRESS", help="run on a Dask cluster that sees the same files and our "
+        "code: first export PYTHONPATH=HERE, then start its scheduler and workers")
     with errors_in_one_line():
         convert(parser.parse_args(argv))
 

@@ -9,6 +9,9 @@ with a source more or less. Ranks are loaders of this process, so only a single 
 of a finite run; test_dataloader.py has real ranks. Run number i is drawn from seed + i.
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.reference --drawn N, typed where dataset.py is")
+
 import collections
 import itertools
 import json

@@ -9,6 +9,9 @@ list. Both give the same ids if the list is in the order of the ids, which is ch
 texts before the files are written.
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.import_tokenizer FILE, typed where dataset.py is")
+
 import json
 import unicodedata
 from pathlib import Path

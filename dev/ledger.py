@@ -4,6 +4,9 @@ it, and dev/runs.py reads it: parquet files in RUN/ledger, one for each rank and
 resumed run removes whole files.
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python train.py --ledger, typed where dataset.py is")
+
 import glob
 import os
 

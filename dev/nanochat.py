@@ -12,6 +12,9 @@ epoch, so (turn, row) names a document. A state lists those in the buffer; a res
 encodes them again.
 """
 
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: import it, as dev/loops.md shows")
+
 import itertools
 from bisect import bisect_left, insort
 from collections import deque

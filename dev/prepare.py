@@ -11,8 +11,12 @@ To make shards from your own text: python -m dev.convert
 
 import sys
 
-if __name__ == "__main__" and not __package__:
-    sys.exit("usage: python -m dev.prepare COMMAND, typed where dataset.py is; see --help")
+if __name__ == "__main__":    # here, since the imports below take half a second
+    if not __package__:
+        sys.exit("usage: python -m dev.prepare COMMAND, typed where dataset.py is; see --help")
+    sys.excepthook = lambda kind, *error: (
+        print("\nstopped", file=sys.stderr) if kind is KeyboardInterrupt
+        else sys.__excepthook__(kind, *error))
 
 import argparse
 import collections
@@ -29,6 +33,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import (
+    Location,
     Parser,
     UserError,
     all_shards,
@@ -39,14 +44,21 @@ from dataset import (
     printable,
 )
 from dev.convert import at_least_1, counted, errors_of_disk
-from tokenizer import AnyTokenizer, encode_conversations, find_tokenizer, get_tokenizer, maker_of
+from tokenizer import (
+    AnyTokenizer,
+    encode_conversations,
+    find_tokenizer,
+    get_tokenizer,
+    join_documents,
+    maker_of,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Tokenize: the same shards, with token ids in place of text
 
 VOCAB_SIZE = 32768    # of a tokenizer that is trained because the data has none
 
-def tokenize(data_dir, out, tokenizer_dir=None, compression="none", keep=()):
+def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     """
     Write token shards with the names, row groups and rows of the text shards. Resumes: complete
     shards of the same text and tokenizer are kept. keep: columns beside the tokens.
@@ -72,10 +84,10 @@ def tokenize(data_dir, out, tokenizer_dir=None, compression="none", keep=()):
     tokenizer = AnyTokenizer(tokenizer)
     with errors_of_disk(out):
         for shard in tqdm(shards, "tokenize", unit=" shards", delay=1):
-            tokenize_shard(shard, out, tokenizer, where, compression, keep)
+            tokenize_shard(shard, out, tokenizer, where, keep)
         dataset.write_index(out)
 
-def tokenize_shard(shard, out, tokenizer, where, compression, keep):
+def tokenize_shard(shard, out, tokenizer, where, keep):
     """Write a token shard, unless it is there."""
     dtype = np.dtype(np.int32) if shard.kind == "messages" else tokenizer.dtype
     made_from = {
@@ -89,14 +101,15 @@ def tokenize_shard(shard, out, tokenizer, where, compression, keep):
         return
 
     def encode_group(row_group):
-        ids = encode_array(shard.read(row_group), tokenizer, shard.kind)
+        first = Location(shard.path, row_group, 0)
+        ids = encode_array(shard.read(row_group), tokenizer, shard.kind, first)
         return pa.table([ids, *read_columns(shard, row_group, keep)], ["tokens", *keep])
 
     command = shlex.join(["tokenize", shard.folder, "--tokenizer", where, "--out", out])
     dataset.mark_unfinished(out, f"python -m dev.prepare {command}")
     tables = in_order(encode_group, range(len(shard.group_sizes)))
     metadata = {**made_from, "nanoloader.tokenizer_dir": os.path.abspath(where)}
-    dataset.write_shard(path, tables, "tokens", metadata, compression)
+    dataset.write_shard(path, tables, "tokens", metadata, "none")    # zstd: a quarter of the speed
 
 def check_kept(out, shard, made_from, keep):
     """UserError unless this token shard is what tokenize would write."""
@@ -122,9 +135,9 @@ def in_order(function, items):
         for future in waiting:
             yield future.result()
 
-def encode_array(texts, tokenizer, kind):
+def encode_array(texts, tokenizer, kind, first):
     """An array of documents -> binary, the ids of each, little-endian; a null stays null."""
-    ids, bounds = encode(texts, tokenizer, kind)
+    ids, bounds = encode(texts, tokenizer, kind, first)
     ids = np.ascontiguousarray(ids, ids.dtype.newbyteorder("<"))
     if ids.nbytes >= 2**31:
         raise UserError(
@@ -134,11 +147,21 @@ def encode_array(texts, tokenizer, kind):
     buffers = [pa.py_buffer(part) for part in (valid, offsets, ids)]
     return pa.Array.from_buffers(pa.binary(), len(texts), buffers)
 
-def encode(texts, tokenizer, kind):
-    """(ids, bounds) of an array of texts; of messages, a token t without a loss is ~t."""
-    if kind == "messages":
-        return encode_conversations(tokenizer.tokenizer, texts.to_pylist())
-    return tokenizer.encode(texts)
+def encode(texts, tokenizer, kind, first):
+    """
+    (ids, bounds) of an array of texts; of messages, a token t without a loss is ~t. first: the
+    location of the first one, for errors.
+    """
+    if kind != "messages":
+        return tokenizer.encode(texts)
+    encoded = []
+    for row, line in enumerate(texts.to_pylist(), first.row):
+        try:
+            ids, _ = encode_conversations(tokenizer.tokenizer, [line])
+        except ValueError as error:
+            raise UserError(f"{first._replace(row=row)}: {error}") from error
+        encoded.append(ids)
+    return join_documents(encoded, np.int32)
 
 def columns_of(shard):
     return dataset.read_footer(shard).metadata.schema.to_arrow_schema().names
@@ -192,7 +215,7 @@ def sum_bytes(array):
 
 def stats(folder, tokenizer_dir=None):
     """Print how many documents, bytes and tokens a folder has, and how long documents are."""
-    tokenizer = AnyTokenizer(get_tokenizer(tokenizer_dir)) if tokenizer_dir else None
+    tokenizer = load_tokenizer(tokenizer_dir, folder)
     print("split   shards  row groups    documents         MB  tokens")
     lengths = []
     for split in ("train", "val"):
@@ -204,9 +227,22 @@ def stats(folder, tokenizer_dir=None):
         print(f"{split:6}{len(shards):8,}{len(places):12,}{len(found):13,}{n_bytes / 1e6:11,.1f}"
               f"  {count_tokens(places, n_bytes, tokenizer)}")
     percents = (10, 50, 90, 99, 100)
-    points = np.percentile(np.concatenate(lengths), percents)
+    lengths = np.concatenate(lengths)
+    points = np.percentile(lengths, percents)
     words = [f"{percent} % up to {n:,.0f}" for percent, n in zip(percents, points, strict=True)]
     print(f"bytes of {shards[0].kind} in a document: {', '.join(words)}")
+    print(f"null or empty documents: {np.count_nonzero(lengths == 0):,}")
+
+def load_tokenizer(tokenizer_dir, folder):
+    """None if none is named; UserError if another one made the tokens in `folder`."""
+    if not tokenizer_dir:
+        return None
+    tokenizer = AnyTokenizer(get_tokenizer(tokenizer_dir))
+    shard = all_shards(folder)[0]
+    if shard.fingerprint not in (None, tokenizer.fingerprint()):
+        maker = maker_of(shard)
+        raise UserError(f"{folder} needs the tokenizer that made it, {maker}, not {tokenizer_dir}")
+    return tokenizer
 
 def row_groups_of(shards):
     return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]
@@ -226,7 +262,7 @@ def count_tokens(places, n_bytes, tokenizer):
     n_tokens = n_learned = n_sampled = 0
     for shard, row_group in places[::-(-len(places) // 16)]:
         texts = shard.read(row_group)
-        ids, _ = encode(texts, tokenizer, shard.kind)
+        ids, _ = encode(texts, tokenizer, shard.kind, Location(shard.path, row_group, 0))
         n_tokens += len(ids)
         n_learned += np.count_nonzero(ids >= 0)
         n_sampled += sum_bytes(texts)
@@ -237,17 +273,15 @@ def count_tokens(places, n_bytes, tokenizer):
 
 def head(folder, n=5, split="train", tokenizer_dir=None):
     """Print n documents: their places, lengths and first 200 characters."""
-    tokenizer = get_tokenizer(tokenizer_dir) if tokenizer_dir else None
+    tokenizer = load_tokenizer(tokenizer_dir, folder)
     shards = list_shards(folder, split)
-    if tokenizer and shards[0].fingerprint not in (None, tokenizer.fingerprint()):
-        maker = maker_of(shards[0])
-        raise UserError(f"{folder} needs the tokenizer that made it, {maker}, not {tokenizer_dir}")
     number = 0
     for shard, row_group in row_groups_of(shards):
         documents = shard.read(row_group)[:n - number].to_pylist()
         for row, document in enumerate(documents):
-            length, text = describe_document(document, shard, tokenizer)
-            print(f"{number:<5} {shard.path}, row group {row_group}, row {row}: {length}")
+            place = Location(shard.path, row_group, row)
+            length, text = describe_document(document, shard, tokenizer, place)
+            print(f"{number:<5} {place}: {length}")
             print(f"      {printable_lines(text[:200])}")
             number += 1
         if number == n:
@@ -255,18 +289,18 @@ def head(folder, n=5, split="train", tokenizer_dir=None):
     if shards[0].kind == "tokens" and not tokenizer:
         print(f"these are token ids; to see text, add --tokenizer {maker_of(shards[0])}")
 
-def describe_document(document, shard, tokenizer):
+def describe_document(document, shard, tokenizer, place):
     """(its length, its text)"""
     if document is None:
         return "null", ""
     if shard.kind == "tokens":
         ids = np.frombuffer(document, shard.dtype)
         known = np.where(ids < 0, ~ids, ids).tolist()    # ~t: without a loss
-        text = tokenizer.decode(known[1:]) if tokenizer else str(known)
+        text = tokenizer.tokenizer.decode(known[1:]) if tokenizer else str(known)
         return f"{len(ids):,} tokens", text
     length = f"{len(document.encode()):,} bytes"
     if tokenizer:
-        ids, _ = encode(pa.array([document]), AnyTokenizer(tokenizer), shard.kind)
+        ids, _ = encode(pa.array([document]), tokenizer, shard.kind, place)
         length += f", {len(ids):,} tokens"
     return length, document
 
@@ -294,12 +328,9 @@ def main(argv=None):
     add = tokenizing.add_argument
     add("--out", required=True, help="folder for the token shards")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns to keep")
-    add("--compression", default="none", choices=("none", "zstd"),
-        help="zstd: half the size, a quarter of the speed")
     add = showing.add_argument
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
     add("--split", default="train", choices=("train", "val"))
-
 
     with errors_in_one_line():
         run(parser.parse_args(argv))
@@ -311,7 +342,7 @@ def run(flags):
             "(only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
     folder = find_data(*flags.data)
     if flags.command == "tokenize":
-        tokenize(folder, flags.out, flags.tokenizer, flags.compression, flags.keep)
+        tokenize(folder, flags.out, flags.tokenizer, flags.keep)
         print(f"tokens are in {flags.out}; to count them: python -m dev.prepare stats {flags.out}")
     elif flags.command == "verify":
         sys.exit(not verify(folder))

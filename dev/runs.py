@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 
 from dataloader import PackedLoader
 from dataset import Location, Parser, UserError, errors_in_one_line
+from dev.convert import at_least_1
 from tokenizer import RustBPETokenizer
 from train import list_checkpoints, load_checkpoint, sources_of
 
@@ -289,7 +290,7 @@ def make_parser():
         "losses", description=losses.__doc__, epilog="example: python -m dev.runs losses runs/mine")
     command.set_defaults(lines=lambda flags: losses(flags.run, flags.head))
     command.add_argument("run", metavar="RUN", help="the folder of a run with --ledger")
-    command.add_argument("--head", type=parse_head, default=10, metavar="N", help="default 10")
+    command.add_argument("--head", type=at_least_1, default=10, metavar="N", help="default 10")
 
     command = commands.add_parser(
         "when", description=when.__doc__,
@@ -306,11 +307,6 @@ def parse_steps(text):
     if not (first.isdecimal() and stop.isdecimal() and int(first) < int(stop)):
         raise argparse.ArgumentTypeError(f"{text}: expected A:B with 0 <= A < B")
     return int(first), int(stop)
-
-def parse_head(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
-    return int(text)
 
 if __name__ == "__main__":
     main()

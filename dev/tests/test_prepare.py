@@ -60,19 +60,19 @@ def trained(tmp_path, monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # tokenize
 
-def test_two_documents_as_tokens(tmp_path, byte_tokenizer):
-    """BOS is 256; two bytes each, the lower one first."""
+def test_documents_as_tokens(tmp_path, byte_tokenizer, capsys):
+    """BOS is 256; two bytes each, the lower one first. `stats` counts what has no text."""
     dataset.write_shard(f"{tmp_path}/text/a.parquet", [pa.array(["Hi", None])])
     dataset.write_shard(f"{tmp_path}/text/b.parquet", [pa.array([""])])
     prepare.tokenize(f"{tmp_path}/text", f"{tmp_path}/out")
     assert read_all(tmp_path / "out") == [b"\x00\x01H\x00i\x00", None, b"\x00\x01"]
+    assert command("stats", tmp_path / "text") is None
+    assert capsys.readouterr().out.endswith("\nnull or empty documents: 2\n")
 
-@pytest.mark.parametrize("compression", ["none", "zstd"])
-def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer, compression):
+def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer):
     """Same names, row groups, rows, sizes and digests; the loader delivers the same rows."""
     texts = make_shards(tmp_path / "text")
-    words = "--out", tmp_path / "tokens", "--compression", compression
-    assert command("tokenize", tmp_path / "text", *words) is None
+    assert command("tokenize", tmp_path / "text", "--out", tmp_path / "tokens") is None
     for text, tokens in zip(all_of(tmp_path / "text"), all_of(tmp_path / "tokens"), strict=True):
         assert (text.name, text.text_bytes, text.group_sizes, text.digest) == (
             tokens.name, tokens.text_bytes, tokens.group_sizes, tokens.digest)
@@ -191,6 +191,16 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     os.truncate(first, 200)
     assert "shard_00001.parquet: 200 bytes in the folder" in command("verify", tmp_path)
 
+def test_chat_that_cannot_be_encoded_is_named(tmp_path, trained):
+    good, bad = json.dumps([USER, ANSWER]), json.dumps([{**USER, "role": "x"}, ANSWER])
+    for name in "ab":
+        path = f"{tmp_path}/chats/{name}.parquet"
+        dataset.write_shard(path, [pa.array([good]), pa.array([good, None, bad])], "messages")
+    place = f"error: {tmp_path}/chats/a.parquet, row group 1, row 2: message 0: expected a message"
+    for words in (["tokenize", "--out", tmp_path / "out"], ["stats"], ["head"]):
+        line = command(*words, "--data", tmp_path / "chats", "--tokenizer", trained)
+        assert line.startswith(place), words
+
 def test_verify_says_which_shards_others_wrote(tmp_path, capsys):
     for name in "ab":
         pq.write_table(pa.table({"text": ["x"]}), tmp_path / f"{name}.parquet")
@@ -234,11 +244,12 @@ def test_head_prints_documents(tmp_path, byte_tokenizer, capsys, kind):
     assert ("[256, 108, " in printed) == ("add --tokenizer " in printed) == (kind == "tokens")
     assert ("last" in printed) == (kind == "text")
 
-def test_head_refuses_a_tokenizer_that_did_not_make_the_tokens(tmp_path, trained):
+@pytest.mark.parametrize("name", ["head", "stats"])
+def test_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path, trained, name):
     make_shards(tmp_path / "more", (50, 20))
     assert command("tokenize", tmp_path / "more", "--out", tmp_path / "more_tokens") is None
     (wrong,) = set(glob.glob(f"{tmp_path}/base/tokenizer-*-300")) - {trained}
-    line = command("head", tmp_path / "tokens", "--tokenizer", wrong)
+    line = command(name, tmp_path / "tokens", "--tokenizer", wrong)
     assert f"/tokens needs the tokenizer that made it, {trained}, not {wrong}" in line
 
 @pytest.mark.parametrize("words, line", [
