@@ -188,8 +188,6 @@ def test_a_location_has_a_key_that_survives_a_move(tmp_path):
     here = Location(shard.path, 3, 17)
     assert here.key == pickle.loads(pickle.dumps(here)).key == "en/train-0.parquet:3:17"
     assert str(here) == f"{tmp_path}/new/en/train-0.parquet, row group 3, row 17"
-    plain = Location(str(here.path), 3, 17)
-    assert (plain, plain.key) == (here, "train-0.parquet:3:17")
 
 def test_files_are_complete_or_absent_also_with_two_writers(tmp_path):
     """Containers on one disk may have equal process ids: temporary names do not come from these."""
