@@ -160,6 +160,8 @@ def test_a_shard_gives_back_what_was_written(tmp_path):
     (shard,) = list_shards(folder, "train")
     assert read(shard) == ["x", "x"]
     assert pq.read_table(shard.path)["score"].to_pylist() == [0.5, 0.5]
+    with pytest.raises(UserError, match=r"x.parquet: no row groups to write; expected one"):
+        dataset.write_shard(f"{folder}/x.parquet", [])
 
 @pytest.mark.parametrize("kind", [
     pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())])
@@ -186,8 +188,6 @@ def test_a_location_has_a_key_that_survives_a_move(tmp_path):
     here = Location(shard.path, 3, 17)
     assert here.key == pickle.loads(pickle.dumps(here)).key == "en/train-0.parquet:3:17"
     assert str(here) == f"{tmp_path}/new/en/train-0.parquet, row group 3, row 17"
-    plain = Location(str(here.path), 3, 17)
-    assert (plain, plain.key) == (here, "train-0.parquet:3:17")
 
 def test_files_are_complete_or_absent_also_with_two_writers(tmp_path):
     """Containers on one disk may have equal process ids: temporary names do not come from these."""
@@ -299,7 +299,7 @@ def mix(folder):
     write_tokens(write(folder, "a"), "b")
 
 def pack(folder):
-    dataset.write_atomic(folder / "b.parquet.gz", b"packed" * 9)
+    dataset.write_atomic(folder / "b.parquet", b"packed" * 9)
 
 def link(folder, target, name, how=os.symlink):
     write(folder, "a", "b", "c", "d/e")
@@ -332,12 +332,13 @@ NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: 
     (NO_SHARDS, Path.write_text, "a file"),
     (r"1 shards, 0 train, 1 val; .* --out NEW_FOLDER$", write, "a"),
     (r"0 train, 0 val, 2 test by name .* rename", write, "test-0", "test-1"),
+    (r"/train-0.parquet is train by its name, heldout.parquet names no", write, "train-0", "heldout"),
     (ONE_COLUMN % "n: int64 raw: string", add, {"n": [1], "raw": ["a"]}),
     (ONE_COLUMN % "text: int64", add, {"text": [1]}),
     (ONE_COLUMN % "messages: list<.*>.*", add, {"messages": [["a"]]}),
     (ONE_COLUMN % "text: .*: string", add, [["a"], ["b"]], ["text", "text"]),
     ("different kinds: a.parquet .*text.*, b.parquet .*tokens", mix),
-    ("b.parquet.gz, footer: .*not a parquet file.*verify --data", pack),
+    ("b.parquet, footer: .*not a parquet file.*verify --data", pack),
     # A link would add a shard twice, or to train and val
     (BY_A_LINK, link, "a.parquet", "validation-0.parquet"),
     (BY_A_LINK, link, "a.parquet", "validation-0.parquet", os.link),
@@ -519,7 +520,7 @@ WAITS = [1, 2, 4, 8, 16]
 
 @pytest.mark.parametrize("case", [
     ("a.parquet, footer: .*503.*--data http", "web", WAITS, fail, "a.parquet"),
-    ("index.json, contents: .*503", "web", WAITS, fail, "index.json"),
+    ("index.json, opening: .*503.*; check its address", "web", WAITS, fail, "index.json"),
     ("a.parquet, footer: .*not found", "web", [], lose, "a.parquet"),
     ("web servers list no files; write index.json: python", "web", [], lose, "index.json"),
     ("whole .* lacks range requests", "web", [], lose_ranges),
@@ -532,8 +533,10 @@ def test_remote_errors_say_what_to_do(server, case):
     with pytest.raises(UserError, match=words):
         read_all(getattr(server, end))
     assert server.waits == waits
-    with pytest.raises(UserError, match="nope://x"):
+    with pytest.raises(UserError, match=r"nope://x.*Unrecognized .*; check its address"):
         list_shards("nope://x", "train")
+    with pytest.raises(SystemExit, match=r"nope://x.*Unrecognized .*; check its address"):
+        dataset.main(["index", "nope://x"])
 
 def test_a_file_that_changes_under_its_reader_is_an_error(server):
     shard = list_shards(server.web, "train")[0]
@@ -620,7 +623,8 @@ def test_stopped_download_leaves_at_once(hub):
 @pytest.mark.parametrize("flags, call", [
     ("-n 3 -w 2", (3, 2)), ("-n -1", (6542, 4)), ("-n 7000", (6542, 4)),
     ("", None), ("-n0", None), ("-n -5", None), ("-n1 -w0", None), ("index", None),
-    ("index a b", None), ("foo", None), ("-n many\x1b", None), ("index /no\x1bdir", None)])
+    ("index a b", None), ("foo", None), ("foo a", None), ("-n 1 --workers 8", None),
+    ("-n many\x1b", None), ("index /no\x1bdir", None)])
 def test_a_command_downloads_or_is_an_error_of_one_line(flags, call, capsys):
     with mock.patch("dataset.download") as download:
         if call:
@@ -633,6 +637,7 @@ def test_a_command_downloads_or_is_an_error_of_one_line(flags, call, capsys):
     line = capsys.readouterr().err.strip() or ended.value.code
     assert re.fullmatch(r"error: [^\n\x1b]+", line)
     assert ended.value.code != 2 or line.endswith("; see python dataset.py --help")
+    assert ("--workers" in flags) == ("did you mean --num_workers" in line)
     assert not download.called
 
 @pytest.mark.parametrize("error, raised, words", [
