@@ -218,19 +218,31 @@ def test_a_saved_or_pickled_tokenizer_gives_the_same_ids(tmp_path):
         assert other.fingerprint() == tok.fingerprint()
         assert other.encode(SOURCES[9], "<|bos|>") == tok.encode(SOURCES[9], "<|bos|>")
 
-def test_a_saved_tokenizer_is_not_overwritten(tmp_path):
+def test_a_saved_tokenizer_is_not_overwritten(tmp_path, monkeypatch):
+    """Also if another process saves its own while this one writes."""
     small().save(tmp_path / "t")
     small().save(tmp_path / "t")
     with pytest.raises(UserError, match="is not empty; a tokenizer in it may be needed"):
         fresh().save(tmp_path / "t")
+    write, others = module.write_atomic, [fresh()]
+
+    def write_second(path, data):
+        while others:
+            others.pop().save(tmp_path / "new")
+        write(path, data)
+
+    monkeypatch.setattr(module, "write_atomic", write_second)
+    with pytest.raises(OSError, match=r"not empty.*/new'$"):
+        small().save(tmp_path / "new")
     assert get_tokenizer(tmp_path / "t").fingerprint() == small().fingerprint()
+    assert get_tokenizer(tmp_path / "new").fingerprint() == fresh().fingerprint()
     (tmp_path / "others").mkdir()
     (tmp_path / "others/file").touch()
     with pytest.raises(UserError, match="others is not empty"):
         small().save(tmp_path / "others")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(NotADirectoryError):
         small().save(tmp_path / "others/file")
-    assert sorted(os.listdir(tmp_path)) == ["others", "t"]
+    assert sorted(os.listdir(tmp_path)) == ["new", "others", "t"]
 
 @pytest.mark.parametrize("name, old, new, reason", [
     (RANKS, b".*", None, "No such file"),
