@@ -299,7 +299,7 @@ def mix(folder):
     write_tokens(write(folder, "a"), "b")
 
 def pack(folder):
-    dataset.write_atomic(folder / "b.parquet", b"packed" * 9)
+    dataset.write_atomic(folder / "b.parquet.gz", b"packed" * 9)
 
 def link(folder, target, name, how=os.symlink):
     write(folder, "a", "b", "c", "d/e")
@@ -338,7 +338,7 @@ NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: 
     (ONE_COLUMN % "messages: list<.*>.*", add, {"messages": [["a"]]}),
     (ONE_COLUMN % "text: .*: string", add, [["a"], ["b"]], ["text", "text"]),
     ("different kinds: a.parquet .*text.*, b.parquet .*tokens", mix),
-    ("b.parquet, footer: .*not a parquet file.*verify --data", pack),
+    ("b.parquet.gz, footer: .*not a parquet file.*verify --data", pack),
     # A link would add a shard twice, or to train and val
     (BY_A_LINK, link, "a.parquet", "validation-0.parquet"),
     (BY_A_LINK, link, "a.parquet", "validation-0.parquet", os.link),
