@@ -132,8 +132,8 @@ MUTANTS = [
      "else epochs * self.chunks_per_lane\n",
      "else epochs * self.chunks_per_lane + 1\n"),
     ("the line is that of the first epoch",
-     "groups, begins, ends = self.line(epoch)",
-     "groups, begins, ends = self.line(1)"),
+     "order, begins, ends = self.line(epoch)",
+     "order, begins, ends = self.line(1)"),
     # Documents to ids
     ("transform: the epoch is 1",
      "result = self.transform(ids.astype(np.int64), location, epoch)",
@@ -241,7 +241,7 @@ MUTANTS = [
 
     # The next batch
     ("no other lane takes over",
-     "for k in range(len(places)):",
+     "for k in range(self.num_lanes):",
      "for k in range(1):"),
     ("an ended run does not begin again",
      "if self._finished:    # start the run again, like any iterable",
@@ -275,10 +275,10 @@ MUTANTS = [
      "first = self.rank"),
     ("progress before the batch",
      "            batch = self._batch(rows)\n"
-     "            # Lanes",
+     "            if self._a",
      "            self._progress = self._progress._replace(places=places)\n"
      "            batch = self._batch(rows)\n"
-     "            # Lanes"),
+     "            if self._a"),
     ("progress in two steps",
      "            self._progress = Progress(g, places, counts, own)",
      "            self._progress = self._progress._replace(counts=counts)\n"
@@ -342,19 +342,11 @@ MUTANTS = [
      "return any(gather(has_ended, self.group))",
      "return any([has_ended, gather(0, self.group) is None])"),
     ("an error may come after the ranks have agreed",
-     """\
-            batch = self._batch(rows)
-            # Lanes end at different rows. When the first one does, of any rank, the ranks exchange
-            # their places. From this batch on, each draws the rows of all, and delivers its own:
-            # so this batch is drawn again. They agree last: a rank that failed above has not asked,
-            # and can try again.
-            if self._ranks_agree_that_a_lane_ended(places):
-""",
-     """\
-            ended = self._ranks_agree_that_a_lane_ended(places)
-            batch = self._batch(rows)
-            if ended:
-"""),
+     "            batch = self._batch(rows)\n"
+     "            if self._a_lane_ended(places):",
+     "            ended = self._a_lane_ended(places)\n"
+     "            batch = self._batch(rows)\n"
+     "            if ended:"),
     ("the ranks agree only once",
      "if self._asked_at == self.g:    # some",
      "if self._asked_at is not None:    # some"),
