@@ -85,6 +85,8 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     ("nanochat", chat(HI, ("user", "Ho")), "message 1: .* 'assistant'; saw .*Ho"),
     ("nanochat", chat(("system", "a"), ("system", "b"), HI),
      "message 1: expected .* role 'user'; saw .*'b'"),
+    ("nanochat", chat(("system", "a"), tool_calls=[1]) + chat(HI), "message 0: its tool_calls would"),
+    ("nanochat", chat(("system", 5), HI), "message 0: .* saw .*5"),
     ("nanochat", [], "nothing to learn"),
     ("nanochat", chat(("user", PARTS[1:2])), "message 0: expected parts of type text; saw"),
     ("nanochat", chat(HI, ("assistant", [{"type": "image", "text": ""}])),
