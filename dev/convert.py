@@ -307,8 +307,10 @@ def read_csv(stream, flags, delimiter=None):
     rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
     names = rows.fieldnames or []
     columns_to_read(names, flags)
-    if len(names) == 1 and re.search("[,;|\t]", names[0]):
-        raise ValueError(f"one column, {names[0]!r}; name what divides columns: --delimiter ','")
+    seen = re.search("[,;|\t]", names[0]) if len(names) == 1 else None
+    if seen:
+        raise ValueError(
+            f"one column, {names[0]!r}; name what divides columns: --delimiter {seen[0]!r}")
     for row in rows:
         if None in row:
             row = ValueError(
@@ -383,8 +385,9 @@ class Document(NamedTuple):
 # The columns of a document: the first of these that a record has
 SHAPES = (
     ("text",), ("messages",), ("conversations",),
-    ("prompt", "completion"), ("prompt", "response"),
-    ("instruction", "input", "output"), ("instruction", "output"))
+    ("prompt", "completion"), ("prompt", "response"), ("question", "answer"),
+    ("instruction", "input", "output"), ("instruction", "output"),
+    ("instruction", "context", "response"), ("instruction", "response"))
 
 def documents_of(file, flags):
     """(where, Document) of each record; of a bad one, or of an unreadable rest, (where, error)."""
@@ -491,7 +494,7 @@ def explain(error):
 SHAREGPT = {"human": "user", "gpt": "assistant"}    # its names; "User" is "user"
 
 def join_messages(*columns):
-    """Of a prompt and its completion, or of an instruction, its input and output."""
+    """Of a prompt and its completion; or of an instruction, its input and output."""
     *questions, answer = columns
     if not questions:
         return answer
@@ -512,15 +515,17 @@ def clean_messages(messages, flags, lost):
         try:
             kept, rest = clean_message(message, flags.ignore_keys)
         except (LookupError, TypeError, AttributeError, UserError) as error:
+            problem = f"it has no {error}" if isinstance(error, KeyError) else error
             raise UserError(
-                f"message {i}: {error}; saw {message!r:.300}, expected such as {{'role': 'user', "
+                f"message {i}: {problem}; saw {message!r:.300}, expected such as {{'role': 'user', "
                 "'content': 'Hi'}") from error
         cleaned.append(kept)
         for key, value in rest.items():
             lost[f"{key} of a message"] = value
-    if not any(m["role"] == "assistant" and m.get("weight", 1) for m in cleaned):
+    answers = [m for m in cleaned if m["role"] == "assistant"]
+    if not any(m["content"] and m.get("weight", 1) for m in answers):
         raise UserError(
-            "nothing to learn: expected a message of an assistant, of weight 1; saw "
+            "nothing to learn: expected a message of an assistant, not empty, of weight 1; saw "
             f"{messages!r:.200}")
     return cleaned
 

@@ -334,6 +334,13 @@ MUTANTS = [
      "batch = [inputs, targets]",
      "batch = [self.__dict__.setdefault('_kept', inputs), targets]"),
 
+    ("each worker of a DataLoader has all rows",
+     "if get_worker_info() is not None:",
+     "if False:"),
+    ("fields of texts",
+     'kind not in "iufb"',
+     'kind not in "iufbU"'),
+
     # The end of a finite run
     ("ranks do not agree",
      "if not is_finite or not is_distributed() or self._knows_all_lanes():",

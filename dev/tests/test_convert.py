@@ -263,6 +263,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}n, txt; did you mean txt\?; name it by -", 0),
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}txt; did you mean", 0),
     ("a.tsv", b"n,text\n1,x\n", "unreadable: one column, 'n,text'; .* columns: --delimiter ','", 0),
+    ("a.tsv", b"n;text\n1;x\n", "unreadable: one column, 'n;text'; .* columns: --delimiter ';'", 0),
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated [^;]*$", 1),
     ("a.jsonl", b"{\n", "line 1: Expecting .*; expected one whole .*: jq -c . OLD", 0),
     ("a.jsonl", b'\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}a, a.text; did you mean a.tex", 0),
@@ -274,15 +275,16 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.md", "cafe".encode("utf-16"), "byte 0: .*; expected UTF-8: iconv .*UTF-16", 0),
     ("a.txt", b"a" * 1001, "unreadable: over 1,000 bytes in one piece; write JSON lines", 0)]
 BAD_CHATS = [
-    ([], r"nothing to learn: expected a message of an assistant, of weight 1; saw \[\]"),
+    ([], r"nothing to learn: expected a message of an assistant, .*; saw \[\]"),
+    ([USER, {**ANSWER, "content": ""}], "nothing to learn: .* not empty, of weight 1"),
     ([USER], "nothing to learn"), ([USER, HIDDEN, USER, HIDDEN], "nothing to learn: .*; saw .*Hi"),
     ("Hi", "Expecting value"), (3, "'int' object is not iterable"),
     (["Hi"], "message 0: .*; saw 'Hi', expected such as {'role': 'user', 'content': 'Hi'}"),
-    ([USER, {"role": "assistant"}], "message 1: 'content'; saw {'role': 'assistant'}, expected"),
-    ([{"content": "Hi"}, ANSWER], "message 0: 'role'; saw"),
+    ([USER, {"role": "assistant"}], "message 1: it has no 'content'; saw {'role': 'assistant'}, expected"),
+    ([{"content": "Hi"}, ANSWER], "message 0: it has no 'role'; saw"),
     ([USER, {**ANSWER, "weight": 0.5}], "message 1: expected a weight of 0 or 1"),
     ([{**USER, "role": "humn"}, ANSWER], "message 0: expected a message of role .*humn"),
-    ([USER, IMAGE], "message 1: 'text'; saw .*image"),
+    ([USER, IMAGE], "message 1: it has no 'text'; saw .*image"),
     ([USER, {**IMAGE, "content": [{"type": "image", "text": ""}]}],
      "message 1: expected parts of type text or python or python_output; saw .*image"),
     ([CODE, ANSWER], "message 0: expected parts of type text; saw"),
@@ -442,13 +444,15 @@ def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
         "d.parquet": as_parquet(pa.table({"messages": [[USER, ANSWER], [USER, HIDDEN, ANSWER]]})),
         "o.parquet": as_parquet(pa.table({"messages": [json.dumps([USER, ANSWER])]})),    # ours
         "e.json": json.dumps([{"instruction": "Hi", "input": "", "output": "Hello"},
-                              {"instruction": "Add", "input": "1, 2", "output": "3"}]),
+                              {"instruction": "Add", "input": "1, 2", "output": "3"},
+                              {"instruction": "Hi", "context": "", "response": "Hello"},
+                              {"question": "Hi", "answer": "Hello"}]),
         "f.jsonl": as_json({"prompt": [USER], "completion": [ANSWER]},
                            {"messages": json.dumps([USER, ANSWER]), "text": None})})
     found = sorted(map(str, map(json.loads, converted(tmp_path))))
     added = [{"role": "user", "content": "Add\n\n1, 2"}, {"role": "assistant", "content": "3"}]
     odd = [added, [ANSWER, USER, ANSWER], [USER, HIDDEN, ANSWER]]
-    assert found == sorted(map(str, [[USER, ANSWER]] * 11 + odd))
+    assert found == sorted(map(str, [[USER, ANSWER]] * 13 + odd))
     assert dataset.read_index(str(tmp_path / "out"))["kind"] == "messages"
 
 def test_roles_parts_and_weights_survive(tmp_path):

@@ -74,12 +74,13 @@ def test_the_last_file_is_val_if_no_name_says_another(tmp_path):
     train, val = list_shards(folder, "train"), list_shards(folder, "val")
     assert [shard.name for shard in train] == ["shard_00000.parquet", "shard_00001.parquet"]
     assert [shard.name for shard in val] == ["shard_06542.parquet"]
-    line = f"{folder}: 3 shards, 2 train, 1 val"
-    hint = "; val is the last file, shard_06542.parquet (to choose another, name it validation-*)"
+    line = f"{folder}: 3 shards, 2 train, 1 val (shard_06542.parquet)"
+    hint = "; val is the last file (to choose another, name it validation-*)"
     assert describe(folder) == line + hint
     write(folder, "dev-0", "test-0")
     dataset.write_index(folder)
-    assert describe(folder) == f"{folder}: 5 shards, 3 train, 1 val, 1 test by name (not used)"
+    line = f"{folder}: 5 shards, 3 train, 1 val (dev-0.parquet), 1 test by name (not used)"
+    assert describe(folder) == line
     with pytest.raises(UserError, match="split is 'test'; expected 'train' or 'val'"):
         list_shards(folder, "test")
 
@@ -236,7 +237,7 @@ def test_a_replaced_shard_is_an_error(tmp_path):
     for now in (complete[:-9], complete + b".", None):
         (shard, _) = list_shards(str(tmp_path), "train")
         path.unlink() if now is None else path.write_bytes(now)
-        with pytest.raises(UserError, match=r"a.parquet, footer: .*verify --data"):
+        with pytest.raises(UserError, match=r"a.parquet, footer: .* if it is damaged"):
             shard.read(1)
         path.write_bytes(complete)
     (shard, other) = list_shards(str(tmp_path), "train")
@@ -319,7 +320,7 @@ def grow_folder(path):
     write(path.parent, "b.parquet_2")
 
 NO_SHARDS = r"/data does not exist, or has no shards; .*dataset.py -n 8, or .*FILES --out NEW_"
-ONE_COLUMN = r"/x\.parquet: expected one string column `text`, not %s; type: .*--out NEW_FOLDER"
+ONE_COLUMN = r"/x\.parquet: expected one string column `text` or `messages`; it has: %s. .*--out NEW_F"
 OLD_VERSIONS = "older versions of its data; name the folder of one version"
 BY_A_LINK = "are one, by a link; remove one of them$"
 NOT_USED = r"index.json, contents: .*: python dataset.py index"
@@ -330,7 +331,7 @@ NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: 
     (NO_SHARDS, lambda folder: None),
     (NO_SHARDS, os.mkdir),
     (NO_SHARDS, Path.write_text, "a file"),
-    (r"1 shards, 0 train, 1 val; .* --out NEW_FOLDER$", write, "a"),
+    (r"1 shards, 0 train, 1 val \(a.parquet\); .* --out NEW_FOLDER$", write, "a"),
     (r"0 train, 0 val, 2 test by name .* rename", write, "test-0", "test-1"),
     (r"/train-0.parquet is train by its name, heldout.parquet names no", write, "train-0", "heldout"),
     (ONE_COLUMN % "n: int64 raw: string", add, {"n": [1], "raw": ["a"]}),
@@ -338,7 +339,7 @@ NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: 
     (ONE_COLUMN % "messages: list<.*>.*", add, {"messages": [["a"]]}),
     (ONE_COLUMN % "text: .*: string", add, [["a"], ["b"]], ["text", "text"]),
     ("different kinds: a.parquet .*text.*, b.parquet .*tokens", mix),
-    ("b.parquet.gz, footer: .*not a parquet file.*verify --data", pack),
+    ("b.parquet.gz, footer: .*not a parquet file.*remove it", pack),
     # A link would add a shard twice, or to train and val
     (BY_A_LINK, link, "a.parquet", "validation-0.parquet"),
     (BY_A_LINK, link, "a.parquet", "validation-0.parquet", os.link),
@@ -519,7 +520,7 @@ def lose_ranges(server):
 WAITS = [1, 2, 4, 8, 16]
 
 @pytest.mark.parametrize("case", [
-    ("a.parquet, footer: .*503.*--data http", "web", WAITS, fail, "a.parquet"),
+    ("a.parquet, footer: .*503.*; if it is damaged", "web", WAITS, fail, "a.parquet"),
     ("index.json, opening: .*503.*; check its address", "web", WAITS, fail, "index.json"),
     ("a.parquet, footer: .*not found", "web", [], lose, "a.parquet"),
     ("web servers list no files; write index.json: python", "web", [], lose, "index.json"),

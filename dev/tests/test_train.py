@@ -392,6 +392,7 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--eval pickled.pt", "pickled.pt cannot be used (UnpicklingError"),
     ("--eval run/step_0000003.pt", "no checkpoint run/step_0000003.pt (a run keeps its newest"),
     ("--sample x --data a", "no checkpoint runs/step_*.pt"),
+    ("--sample x --eval text.pt", "argument --eval: not allowed with argument --sample"),
     ("--chat x", "train one: python train.py --data DIR"),
     ("SLURM_STEP_NUM_TASKS=4", "SLURM_STEP_NUM_TASKS is 4, but RANK and WORLD_SIZE are not both"),
     ("RANK=1", "RANK is 1, but RANK and WORLD_SIZE are not both set"),
@@ -412,10 +413,16 @@ def test_mistakes_are_one_line(command, finished, monkeypatch, words, told):
         else:
             typed.append(word)
     is_alone = {"--sample", "--chat", "--eval", "--resume", "--init"} & {*typed}
-    printed = command(*typed, toy=[] if is_alone else TOY, status=2 if "unrec" in told else 1)
+    status = 2 if told.startswith(("unrecognized", "argument")) else 1
+    printed = command(*typed, toy=[] if is_alone else TOY, status=status)
     errors = [line for line in printed.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and told in errors[0] and "Traceback" not in printed
     assert not os.path.exists("mistyped")
+
+def test_ledger_without_dev_is_one_line(command, monkeypatch):
+    monkeypatch.setitem(sys.modules, "dev.ledger", None)
+    told = command("--out", "run", "--ledger", status=1)
+    assert "error: --ledger needs the folder dev/ beside train.py\n" in told
 
 def test_not_finite_loss_names_the_command_that_lists_its_documents(command, monkeypatch):
     step, calls = train.train_step, []
