@@ -353,9 +353,7 @@ def columns_to_read(names, flags):
     """Those that may hold documents, and those to keep."""
     if len({*names}) < len(names):
         raise ValueError(f"two columns have one name: {', '.join(names):.200}")
-    key = flags.text_key or flags.messages_key
-    keys = [key] if key else itertools.chain(*SHAPES)
-    wanted = columns_of([*keys, *flags.keep])
+    wanted = columns_of([*itertools.chain(*shapes_to_read(flags)), *flags.keep])
     return [name for name in names if name in wanted]
 
 def rows_of(batches, names):
@@ -435,15 +433,31 @@ def find_document(record, flags):
     key = flags.text_key or flags.messages_key
     if isinstance(record, list) and not flags.text_key:
         return "messages", (), [record]
-    for columns in [(key,)] if key else SHAPES:
+    found = []
+    for columns in shapes_to_read(flags):
         values = [lookup(record, column) for column in columns]
         if None not in values:
             is_text = flags.text_key or (key is None and columns == ("text",))
-            return "text" if is_text else "messages", columns, values
+            found.append(("text" if is_text else "messages", columns, values))
+    if len(found) > 1 and found[0][0] == "text":
+        other = found[1][1][0]
+        raise UserError(f"it has 'text' and {other!r}; choose: --text_key text, or for "
+                        f"conversations --messages_key {other}")
+    if found:
+        return found[0]
     key = key or "text"
     if isinstance(record, dict) and key in record:    # null
         return "text", (key,), [""]
     raise UserError(describe_missing(key, record))
+
+def shapes_to_read(flags):
+    """--messages_key instruction: also with the columns beside it that SHAPES names."""
+    if flags.text_key:
+        return [(flags.text_key,)]
+    if flags.messages_key:
+        key = flags.messages_key
+        return [shape for shape in SHAPES if shape[0] == key and shape != (key,)] + [(key,)]
+    return SHAPES
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""

@@ -280,7 +280,7 @@ BAD_CHATS = [
     ([USER], "nothing to learn"), ([USER, HIDDEN, USER, HIDDEN], "nothing to learn: .*; saw .*Hi"),
     ("Hi", "Expecting value"), (3, "'int' object is not iterable"),
     (["Hi"], "message 0: .*; saw 'Hi', expected such as {'role': 'user', 'content': 'Hi'}"),
-    ([USER, {"role": "assistant"}], "message 1: it has no 'content'; saw {'role': 'assistant'}, expected"),
+    ([USER, {"role": "assistant"}], "message 1: it has no 'content'; saw {'role': 'assistant'}"),
     ([{"content": "Hi"}, ANSWER], "message 0: it has no 'role'; saw"),
     ([USER, {**ANSWER, "weight": 0.5}], "message 1: expected a weight of 0 or 1"),
     ([{**USER, "role": "humn"}, ANSWER], "message 0: expected a message of role .*humn"),
@@ -454,6 +454,20 @@ def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
     odd = [added, [ANSWER, USER, ANSWER], [USER, HIDDEN, ANSWER]]
     assert found == sorted(map(str, [[USER, ANSWER]] * 13 + odd))
     assert dataset.read_index(str(tmp_path / "out"))["kind"] == "messages"
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_text_beside_a_conversation_is_for_the_user_to_choose(tmp_path, suffix):
+    record = {"instruction": "Hi", "input": "", "output": "Hello", "text": "Hi. Hello"}
+    data = as_json(record, record)
+    if suffix == "parquet":
+        data = as_parquet(pa.Table.from_pylist([record, record]))
+    write(tmp_path / "in", {f"a.{suffix}": data})
+    line = command(tmp_path / "in", "--out", tmp_path / "out")
+    assert "it has 'text' and 'instruction'; choose: --text_key text, or " in line
+    found = converted(tmp_path, "--messages_key", "instruction")
+    assert [json.loads(text) for text in found] == 2 * [[USER, ANSWER]]
+    shutil.rmtree(tmp_path / "out")
+    assert converted(tmp_path, "--text_key", "text") == 2 * ["Hi. Hello"]
 
 def test_roles_parts_and_weights_survive(tmp_path):
     chat = [{"role": "developer", "content": "Be nice"}, USER, HIDDEN,
