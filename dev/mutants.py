@@ -215,7 +215,7 @@ MUTANTS = [
      "weight(g) if callable(weight)",
      "weight(0) if callable(weight)"),
     ("a number may be 0 or less",
-     "if not callable(weight) and not 0 < weight < math.inf:",
+     "if not is_number and not callable(weight):",
      "if False:"),
     ("a weight may be nan",
      "if not (min(values) >= 0 and 0 < ends[-1] < math.inf):",
