@@ -380,7 +380,7 @@ class Document(NamedTuple):
     kept: list     # values of the columns to keep
     lost: dict     # what the record has beside them
 
-# The columns of a document: the first of these that a record has
+# The columns of a document: the first of these that a record has, but not text beside another
 SHAPES = (
     ("text",), ("messages",), ("conversations",),
     ("prompt", "completion"), ("prompt", "response"), ("question", "answer"),
@@ -435,6 +435,8 @@ def find_document(record, flags):
         return "messages", (), [record]
     found = []
     for columns in shapes_to_read(flags):
+        if lookup(record, columns[0]) is None:    # most of them, fast
+            continue
         values = [lookup(record, column) for column in columns]
         if None not in values:
             is_text = flags.text_key or (key is None and columns == ("text",))
@@ -465,8 +467,8 @@ def lookup(record, key):
         return None
     if key in record:
         return record[key]
-    head, _, rest = key.partition(".")
-    return lookup(record.get(head), rest)
+    head, dot, rest = key.partition(".")
+    return lookup(record.get(head), rest) if dot else None
 
 def columns_of(keys):
     """Of a key 'a.b', the column is 'a.b' or 'a'."""
