@@ -160,7 +160,7 @@ MUTANTS = [
      "if (np.diff(offsets) % dtype.itemsize).any():",
      "if False:"),
     ("the end of the program is not seen",
-     "if dataset.ENDING.is_set():",
+     "if dataset.is_ending():",
      "if False:"),
 
     # Chunks

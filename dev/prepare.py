@@ -33,7 +33,6 @@ from tqdm import tqdm
 
 import dataset
 from dataset import (
-    Location,
     Parser,
     UserError,
     all_shards,
@@ -101,7 +100,7 @@ def tokenize_shard(shard, out, tokenizer, where, keep):
         return
 
     def encode_group(row_group):
-        first = Location(shard.path, row_group, 0)
+        first = shard.location(row_group, 0)
         ids = encode_array(shard.read(row_group), tokenizer, shard.kind, first)
         return pa.table([ids, *read_columns(shard, row_group, keep)], ["tokens", *keep])
 
@@ -262,7 +261,7 @@ def count_tokens(places, n_bytes, tokenizer):
     n_tokens = n_learned = n_sampled = 0
     for shard, row_group in places[::-(-len(places) // 16)]:
         texts = shard.read(row_group)
-        ids, _ = encode(texts, tokenizer, shard.kind, Location(shard.path, row_group, 0))
+        ids, _ = encode(texts, tokenizer, shard.kind, shard.location(row_group, 0))
         n_tokens += len(ids)
         n_learned += np.count_nonzero(ids >= 0)
         n_sampled += sum_bytes(texts)
@@ -279,7 +278,7 @@ def head(folder, n=5, split="train", tokenizer_dir=None):
     for shard, row_group in row_groups_of(shards):
         documents = shard.read(row_group)[:n - number].to_pylist()
         for row, document in enumerate(documents):
-            place = Location(shard.path, row_group, row)
+            place = shard.location(row_group, row)
             length, text = describe_document(document, shard, tokenizer, place)
             print(f"{number:<5} {place}: {length}")
             print(f"      {printable_lines(text[:200])}")

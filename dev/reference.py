@@ -28,7 +28,7 @@ import numpy as np
 import pyarrow as pa
 
 from dataloader import PACKINGS
-from dataset import Location, Parser, errors_in_one_line, list_shards, write_index, write_shard
+from dataset import Parser, errors_in_one_line, list_shards, write_index, write_shard
 
 
 @dataclass(eq=False)
@@ -60,7 +60,7 @@ def line_of(shards, epoch, seed):
     for shard in shards:
         average = max(1, shard.text_bytes // sum(shard.group_sizes))
         for row_group, n in enumerate(shard.group_sizes):
-            locations = [Location(shard.path, row_group, row) for row in range(n)]
+            locations = [shard.location(row_group, row) for row in range(n)]
             group = [(location, average) for location in locations]
             groups.append(permuted(group, seed, 1, epoch, len(groups)))
     groups = [group for group in groups if group]

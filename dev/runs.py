@@ -78,6 +78,9 @@ def beginning_of(location, loader):
         if shard.path == location.path:
             return text_of(shard, location.row_group, location.row, loader)[:60]
 
+def location_of(row):    # of a ledger
+    return Location(row["path"], row["name"], row["row_group"], row["row"])
+
 class Seen(NamedTuple):
     """A piece of a document in a row."""
     step: int
@@ -181,7 +184,7 @@ def losses_of(run, sources):
             n = row["bytes_sum"]
             if n >= 200:
                 above, bits = row["above_sum"] / n, row["bits_sum"] / n
-                location = Location(row["path"], row["row_group"], row["row"])
+                location = location_of(row)
                 documents.append(Difficulty(above, bits, n, location))
         n_tokens = sum(rows["tokens"].to_pylist())
         yield SourceLosses(name, n_tokens, usual, sorted(documents))
@@ -244,7 +247,7 @@ def find_documents(loader, name, text):
                 names = f"/{shard.path}:{number}", f"/{shard.path}:{row_group}:{row}"
                 is_named = any(full.endswith(f"/{name}") for full in names)
                 if is_named or (text and text in text_of(shard, row_group, row, loader)):
-                    yield Location(shard.path, row_group, row)
+                    yield shard.location(row_group, row)
                 number += 1
 
 def seen_in(ledger, wanted):
@@ -252,7 +255,7 @@ def seen_in(ledger, wanted):
     paths = [*{location.path for location in wanted}]
     ledger = ledger.filter(pc.field("path").isin(paths))
     for row in ledger.to_pylist():
-        location = Location(row["path"], row["row_group"], row["row"])
+        location = location_of(row)
         if location in wanted:
             piece = row["epoch"], row["start"], row["stop"]
             yield Seen(row["step"], row["g"], location, *piece)
