@@ -501,8 +501,8 @@ def test_reads_that_fail_are_tried_again(server, end, capsys):
     assert len(server.waits) == capsys.readouterr().err.count("; trying again\n")
     assert server.waits or end == "s3", "its client also tries again"
 
-def fail(server, name):
-    server.faults[name] = [503] * 9
+def fail(server, name, status=503):
+    server.faults[name] = [status] * 9
 
 def lose(server, name):
     del server.files[name]
@@ -519,6 +519,7 @@ WAITS = [1, 2, 4, 8, 16]
     ("a.parquet, footer: .*503.*; if it is damaged", "web", WAITS, fail, "a.parquet"),
     ("index.json, opening: .*503.*; check its address", "web", WAITS, fail, "index.json"),
     ("a.parquet, footer: .*not found", "web", [], lose, "a.parquet"),
+    ("index.json, opening: .*not allowed; check .* permissions", "web", [], fail, "index.json", 403),
     ("web servers list no files; write index.json: python", "web", [], lose, "index.json"),
     ("whole .* lacks range requests", "web", [], lose_ranges),
     ("a.parquet, footer: .*the file has changed", "web", [], grow, "a.parquet"),
@@ -606,6 +607,11 @@ def test_download_from_a_hub_that_misbehaves_ends_complete(hub):
     assert f"3 shards are in {hub.data}" in out, err
     assert hub.fetched() == ["shard_00001.parquet"]
     assert read_all(hub.data) == hub.texts
+    hub.files.clear()
+    process = hub.start("-n", "2")
+    process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert read_all(hub.data) == hub.texts, "a command that fails leaves what is complete"
 
 def test_stopped_download_leaves_at_once(hub):
     hub.faults = {"shard_00000.parquet": ["stall"]}
