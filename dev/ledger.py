@@ -41,7 +41,8 @@ class Ledger:
                 tokens = tokens[tokens >= 0]    # -100: no loss
                 self.rows.append({
                     "step": step, "g": g,
-                    **location._asdict(), "epoch": epoch, "start": start, "stop": stop,
+                    "path": location.path, "row_group": location.row_group, "row": location.row,
+                    "epoch": epoch, "start": start, "stop": stop,
                     "tokens": len(tokens), "bytes": int(self.token_bytes[tokens].sum()),
                     "nats": float(row_nats[of_piece].sum())})
 

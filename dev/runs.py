@@ -78,9 +78,6 @@ def beginning_of(location, loader):
         if shard.path == location.path:
             return text_of(shard, location.row_group, location.row, loader)[:60]
 
-def location_of(row):    # of a ledger
-    return Location(row["path"], row["name"], row["row_group"], row["row"])
-
 class Seen(NamedTuple):
     """A piece of a document in a row."""
     step: int
@@ -167,8 +164,8 @@ def losses_of(run, sources):
     if not len(ledger):
         raise UserError(f"{run} has no ledger; train.py writes one with --ledger")
     for name, source in sources.items():
-        paths = [shard.path for shard in source.shards]
-        rows = ledger.filter(pc.field("path").isin(paths))
+        names = {shard.path: shard.name for shard in source.shards}
+        rows = ledger.filter(pc.field("path").isin([*names]))
         period = rows["step"].to_numpy() // 50
         bits = rows["nats"].to_numpy() / np.log(2)
         n_bytes = rows["bytes"].to_numpy()
@@ -177,14 +174,15 @@ def losses_of(run, sources):
         usual = bits_of_period / np.maximum(1, bytes_of_period)
         above = bits - usual[period] * n_bytes
         rows = rows.append_column("bits", [bits]).append_column("above", [above])
-        totals = rows.group_by([*Location._fields])
+        totals = rows.group_by(["path", "row_group", "row"])
         totals = totals.aggregate([("above", "sum"), ("bits", "sum"), ("bytes", "sum")])
         documents = []
         for row in totals.to_pylist():
             n = row["bytes_sum"]
             if n >= 200:
                 above, bits = row["above_sum"] / n, row["bits_sum"] / n
-                location = location_of(row)
+                path = row["path"]
+                location = Location(path, row["row_group"], row["row"], names[path])
                 documents.append(Difficulty(above, bits, n, location))
         n_tokens = sum(rows["tokens"].to_pylist())
         yield SourceLosses(name, n_tokens, usual, sorted(documents))
@@ -252,11 +250,12 @@ def find_documents(loader, name, text):
 
 def seen_in(ledger, wanted):
     """Yield each piece of these documents in the ledger."""
+    by_place = {location[:3]: location for location in wanted}    # path, row group, row
     paths = [*{location.path for location in wanted}]
     ledger = ledger.filter(pc.field("path").isin(paths))
     for row in ledger.to_pylist():
-        location = location_of(row)
-        if location in wanted:
+        location = by_place.get((row["path"], row["row_group"], row["row"]))
+        if location:
             piece = row["epoch"], row["start"], row["stop"]
             yield Seen(row["step"], row["g"], location, *piece)
 

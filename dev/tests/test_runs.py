@@ -61,6 +61,10 @@ def ranks(base):
 def documents(base):
     return texts_of(f"{base}/a") | texts_of(f"{base}/b")
 
+def location_of(row):
+    name = os.path.basename(row["path"])
+    return Location(row["path"], row["row_group"], row["row"], name)
+
 # --------------------------------------------------------------------------------------------------
 # The ledger
 
@@ -69,7 +73,7 @@ def test_ledger_has_each_token_of_an_epoch_once_and_replay_finds_the_same(alone,
     assert sorted({*ledger["step"].to_pylist()}) == [*range(24)]
     tokens, targets = collections.defaultdict(list), collections.Counter()
     for row in ledger.to_pylist():
-        key = row["epoch"], runs.location_of(row)
+        key = row["epoch"], location_of(row)
         tokens[key] += range(row["start"], row["stop"])
         targets[key] += row["tokens"]
         assert row["bytes"] == row["tokens"]
@@ -111,7 +115,7 @@ def test_when_prints_past_and_coming_steps(alone, base, documents, capsys):
     ledgers = [f"ledger/step_{n:07d}_rank_0000.parquet" for n in (0, 6, 12)]
     for name in ["step_0000018.pt", *ledgers]:
         os.link(f"{alone}/{name}", middle / name)
-    location = Location(f"{base}/a/train-1.parquet", "train-1.parquet", 1, 8)
+    location = Location(f"{base}/a/train-1.parquet", 1, 8, "train-1.parquet")
     seen = runs.without_bos_again([*runs.seen_in(runs.read_ledger(alone), {location})])
     assert seen[0].step < 18 <= seen[-1].step, "past and to come"
     want = []
@@ -133,7 +137,7 @@ def test_when_names_documents_in_no_row(alone, documents, monkeypatch):
     ledger = runs.read_ledger(alone).slice(0, 40)
     monkeypatch.setattr(runs, "read_ledger", lambda run, sources: ledger)
     monkeypatch.setattr(runs, "replay", lambda *_: [])
-    missing = sorted({*documents} - {*map(runs.location_of, ledger.to_pylist())})
+    missing = sorted({*documents} - {*map(location_of, ledger.to_pylist())})
     lines = [*runs.when(alone, text=" ")]
     want = [f"in none of the run's 24 steps: {location}: {documents[location][:60]!r}"
             for location in missing[:10]]
@@ -180,10 +184,10 @@ def test_losses_compare_a_document_with_the_same_steps(monkeypatch):
         usual = 2 if step < 50 else 1
         for row in range(10):
             above = {3: 1, 7: -0.5}.get(row, -0.0625)    # 0 on average
-            rows.append({"step": step, "path": "x", "name": "x", "row_group": 0, "row": row,
+            rows.append({"step": step, "path": "x", "row_group": 0, "row": row,
                          "tokens": 9, "bytes": 10, "nats": 10 * (usual + above) * np.log(2)})
     ledger = pa.Table.from_pylist(rows)
-    source = SimpleNamespace(shards=[SimpleNamespace(path="x")])
+    source = SimpleNamespace(shards=[SimpleNamespace(path="x", name="x")])
     monkeypatch.setattr(runs, "read_ledger", lambda run, sources: ledger)
     [found] = runs.losses_of("run", {"x": source})
     assert found.name == "x" and found.n_tokens == 9 * 1000

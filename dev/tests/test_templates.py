@@ -202,3 +202,8 @@ def test_any_tokenizer_may_render_by_itself():
     assert (ids.tolist(), bounds.tolist()) == ([~7, *3000 * [9]], [0, 3001, 3001])
     with pytest.raises(AttributeError, match=r"'object' .* no attribute 'render_conversation'"):
         encode_conversations(object(), ["[]"])
+
+@pytest.mark.parametrize("line", ["null", "5", "{", "", '{"messages": []}'])
+def test_a_line_that_is_no_list_is_shown(line):
+    with pytest.raises(UserError, match=r"expected a list of messages as JSON; saw"):
+        encode_conversations(tokenizer_for("nanochat"), [line])

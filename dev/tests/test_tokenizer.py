@@ -222,6 +222,7 @@ def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path, monkeypatch
     """The disk may be full after any of the two files."""
     tok, write, paths = small(), module.write_atomic, []
     tok.save(tmp_path / "t")
+    tok.save(tmp_path / "t")
     with pytest.raises(UserError, match=r"/t has a tokenizer, which checkpoints .* may need; choose"):
         fresh().save(tmp_path / "t")
     assert get_tokenizer(tmp_path / "t").fingerprint() == tok.fingerprint()
