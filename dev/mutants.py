@@ -28,7 +28,7 @@ from pathlib import Path
 import hypothesis  # noqa: F401
 import pyarrow  # noqa: F401
 import pytest
-import torch.distributed.checkpoint  # noqa: F401
+import torch  # noqa: F401
 
 ROOT = Path(__file__).resolve().parent.parent
 LOADER = (ROOT / "dataloader.py").read_text()
@@ -545,8 +545,7 @@ MUTANTS = [
 
 # Tests of other files are left out. The slow ones run when all others have passed.
 OTHERS = "train_gives or tiktoken or conversations or checksum or index"
-SLOW = ("never_change or drawn_runs or ctrl_c or program_ends or distributed_checkpoint or "
-        "real_ranks")
+SLOW = "never_change or drawn_runs or ctrl_c or program_ends or real_ranks"
 KILLERS = collections.Counter()    # how many mutants each test has found
 
 def try_mutant(mutant, limit):
