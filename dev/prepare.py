@@ -11,12 +11,8 @@ To make shards from your own text: python -m dev.convert
 
 import sys
 
-if __name__ == "__main__":    # here, since the imports below take half a second
-    if not __package__:
-        sys.exit("usage: python -m dev.prepare COMMAND, typed where dataset.py is; see --help")
-    sys.excepthook = lambda kind, *error: (
-        print("\nstopped", file=sys.stderr) if kind is KeyboardInterrupt
-        else sys.__excepthook__(kind, *error))
+if __name__ == "__main__" and not __package__:
+    sys.exit("usage: python -m dev.prepare COMMAND, typed where dataset.py is; see --help")
 
 import argparse
 import collections
