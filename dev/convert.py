@@ -37,7 +37,6 @@ import shutil
 import signal
 import threading
 from codecs import BOM_UTF8
-from collections.abc import Callable
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from typing import NamedTuple
 
@@ -77,7 +76,7 @@ def convert(flags):
     out = check_out(flags.out or dataset.default_data_dir())
     report = Report()
     files = find_files(flags, report)
-    total = sum(os.path.getsize(file.path) for file in files)
+    total = sum(os.path.getsize(path) for _, path in files)
     n_processes = min(flags.num_workers or max(1, total // BYTES_PER_PROCESS), cores())
     n_tasks = min(TASKS, len(files))
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
@@ -178,13 +177,13 @@ def good_documents(files, flags, report):
     Yield (position, Document) of those that are neither bad nor empty, which are counted. Unless
     skip_bad, the first bad one is a UserError.
     """
-    for file in files:
-        for index, (where, document) in enumerate(documents_of(file, flags)):
-            place = f"{file.path}, {where}"
+    for number, path in files:
+        for index, (where, document) in enumerate(documents_of(path, flags)):
+            place = f"{path}, {where}"
             if isinstance(document, Exception):
                 problem = f"{place}: {explain(document)}"
                 if not flags.skip_bad:
-                    raise UserError(f"{problem} (to skip what is bad: --skip_bad)")
+                    raise UserError(f"{problem} (to skip what is bad: --skip_bad)") from document
                 report.add("skipped bad documents or files", problem)
             elif not document.text:
                 report.add("skipped null or empty documents", place)
@@ -192,8 +191,9 @@ def good_documents(files, flags, report):
                 report.add(document.kind, place)
                 report.counts["bytes"] += len(document.text)
                 for what, names in document.dropped.items():
-                    report.add(f"dropped {what}", f"{place}: {names}")
-                yield b"0 %d %d" % (file.number, index), document
+                    if names:
+                        report.add(f"dropped {what}", f"{place}: {', '.join(sorted(names))}")
+                yield b"0 %d %d" % (number, index), document    # 0: a seed, once
 
 def write_run(building, rows, keep):
     """rows: (key, text, kept values ...) of each document."""
@@ -279,6 +279,7 @@ def read_json(path, flags):
         if ARRAY_OF_RECORDS.match(stream.peek(100).removeprefix(BOM_UTF8)):
             for number, record in enumerate(json.load(stream)):
                 yield f"document {number}", record
+            return
         for number, line in enumerate(stream, 1):
             if not line.isspace():
                 yield f"line {number}", line
@@ -359,24 +360,21 @@ class Document(NamedTuple):
     kind: str        # 'text' or 'messages'
     text: bytes      # UTF-8
     kept: list       # values of the columns to keep
-    dropped: dict    # {"columns": the names of those that are not in the shards}
+    dropped: dict    # {"columns": {names of those that are not in the shards}}
 
-BAD = (
-    OSError, EOFError, ValueError, TypeError, OverflowError, RecursionError, csv.Error,
-    pa.ArrowException)
-
-def documents_of(file, flags):
+def documents_of(path, flags):
     """(where, Document) of each record; of a bad one, or of an unreadable rest, (where, error)."""
     place = "unreadable"
+    reader = reader_of(path, flags.as_text)
     try:
-        for where, record in file.reader(file.path, flags):
+        for where, record in reader(path, flags):
             place = f"unreadable after {where}"
             try:
                 document = make_document(record, flags)
-            except BAD as error:
+            except Exception as error:    # what is bad may raise any
                 document = error
             yield where, document
-    except BAD as error:
+    except Exception as error:
         yield place, error
 
 def make_document(record, flags):
@@ -391,10 +389,10 @@ def make_document(record, flags):
         raise UserError(
             f"{len(record[None])} fields more than the first line names: quote texts, or name what "
             "divides columns: --delimiter ';'")
-    dropped = {}
+    other_keys = set()
     kind, columns, values = find_document(record, flags)
     if kind == "messages":
-        messages = clean_messages(join_messages(values), flags.ignore_keys, dropped)
+        messages, other_keys = clean_messages(join_messages(values), flags.ignore_keys)
         text = json.dumps(messages, ensure_ascii=False)
     else:
         text = values[0]
@@ -404,9 +402,10 @@ def make_document(record, flags):
             raise UserError(
                 f"{columns[0]!r} holds {type(text).__name__}, not a string; for conversations, "
                 f"add --messages_key {columns[0]}")
-    others = record.keys() - columns_of([*columns, *flags.keep])
-    if others:
-        dropped[f"columns (read: {', '.join(columns)})"] = ", ".join(sorted(others))
+    other_columns = record.keys() - columns_of([*columns, *flags.keep])
+    dropped = {
+        f"columns (read: {', '.join(columns)})": other_columns,
+        "keys of messages": other_keys}
     kept = [lookup(record, name) for name in flags.keep]
     return Document(kind, text.encode(), kept, dropped)
 
@@ -434,16 +433,17 @@ def find_document(record, flags):
     """('text' or 'messages', the document's columns, their values)"""
     text_key, chats = keys_to_read(flags)
     text = lookup(record, text_key)
+    key = text_key or flags.messages_key
     columns, values = find_chat(record, chats)
     if values and text is not None:
         raise UserError(f"it has 'text' and {columns[0]!r}; choose: --text_key text, or for "
                         f"conversations --messages_key {columns[0]}")
     if values:
         return "messages", columns, values
-    if text is None and text_key not in record:    # else null
+    if text is None and key not in record:    # else null
         raise UserError(
-            f"nothing under {text_key or flags.messages_key!r}; saw {[*record]!r:.300}; name the "
-            "key by --text_key (b in a: a.b), or for conversations by --messages_key")
+            f"nothing under {key!r}; saw {[*record]!r:.300}; name the key by --text_key (b in a: "
+            "a.b), or for conversations by --messages_key")
     return "text", (text_key,), ["" if text is None else text]
 
 def find_chat(record, chats):
@@ -491,13 +491,13 @@ def join_messages(values):
     *questions, answer = values
     if not questions:
         return answer
-    if isinstance(answer, list):    # as the prompt before it
-        return [*questions[0], *answer]
+    if isinstance(answer, list):    # so is the prompt
+        return [*itertools.chain(*values)]
     question = "\n\n".join(filter(None, questions))
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
-def clean_messages(messages, ignore_keys, dropped):
-    """Messages as shards hold them. The names of their other keys are added to `dropped`."""
+def clean_messages(messages, ignore_keys):
+    """(messages as shards hold them, the names of their other keys)"""
     if isinstance(messages, str | bytes):
         messages = json.loads(messages)
     cleaned = []
@@ -505,7 +505,7 @@ def clean_messages(messages, ignore_keys, dropped):
     for i, message in enumerate(messages):
         try:
             kept, others = clean_message(message, ignore_keys)
-        except (LookupError, TypeError, AttributeError, UserError) as error:
+        except Exception as error:
             raise UserError(
                 f"message {i}: {error}; saw {message!r:.300}, expected such as {{'role': 'user', "
                 "'content': 'Hi'}; to drop a key beside content: --ignore_keys KEY") from error
@@ -516,9 +516,7 @@ def clean_messages(messages, ignore_keys, dropped):
         raise UserError(
             "nothing to learn: expected a message of an assistant, not empty, of weight 1; saw "
             f"{messages!r:.200}")
-    if other_keys:
-        dropped["keys of messages"] = ", ".join(sorted(other_keys))
-    return cleaned
+    return cleaned, other_keys
 
 def clean_message(message, ignore_keys):
     """(its role, content and weight; the names of its other keys)"""
@@ -550,26 +548,20 @@ EXPECTED = (
     "file, a folder or a glob in quotes; other plain text: --as_text '*.SUFFIX'; unpack archives "
     "first")
 
-class Input(NamedTuple):
-    number: int
-    path: str
-    reader: Callable    # of READERS
-
 def find_files(flags, report):
-    """[Input, ...], each file once, in the order of folders and names."""
+    """[(number, path), ...], each file once, in the order of folders and names."""
     paths = {}    # by real path
     for given in flags.inputs:
         for path in choose_files(given, flags.as_text, report):
             paths.setdefault(os.path.realpath(path), os.path.abspath(path))
-    files = []
-    packed = {}
-    for path in sorted(paths.values(), key=os.path.split):
-        other = packed.setdefault(without_compression(path), path)
+    paths = sorted(paths.values(), key=os.path.split)
+    unpacked = {}
+    for path in paths:
+        other = unpacked.setdefault(without_compression(path), path)
         if other != path:
             raise UserError(
                 f"{other} and {path} seem to be copies; remove one, or name the files to read")
-        files.append(Input(len(files), path, reader_of(path, flags.as_text)))
-    return files
+    return [*enumerate(paths)]
 
 def choose_files(given, as_text, report):
     """The paths to read of a file, folder or glob. Others are counted in the report."""
