@@ -681,14 +681,14 @@ def dask_executor(address):
 
     folder = os.path.dirname(os.path.abspath(dataset.__file__))
     try:
-        client = Client(address)
-        client.run_on_scheduler(exec, "import dev.convert")
-        client.run(exec, "import dev.convert")
+        with Client(address) as client:
+            client.run_on_scheduler(exec, "import dev.convert")
+            client.run(exec, "import dev.convert")
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"no Dask cluster at {address}: {error}; start a scheduler and workers, with our "
             f"packages and code: export PYTHONPATH={folder}") from error
-    with client:
+    with Client(address) as client:
         yield client.get_executor()
 
 # --------------------------------------------------------------------------------------------------
