@@ -121,7 +121,8 @@ class Report:
 
 def check_documents(report):
     """The column of the documents in a shard: 'text' or 'messages'."""
-    text, messages = map(report.examples.get, ("text", "messages"))
+    text = report.examples.get("text")
+    messages = report.examples.get("messages")
     if text and messages:
         raise UserError(
             f"{text} is a text, but {messages} a conversation; convert conversations apart "
@@ -158,7 +159,8 @@ def scatter_files(files, flags, building, longest_val):
     rows = []
     n_bytes = 0
     for position, document in good_documents(files, flags, report):
-        digest = hashlib.blake2b(position, digest_size=8).digest()
+        name = b"0 %d %d" % position
+        digest = hashlib.blake2b(name, digest_size=8).digest()
         key = int.from_bytes(digest, "big")
         if len(document.text) > longest_val:
             key //= 2    # val has the largest keys
@@ -174,8 +176,8 @@ def scatter_files(files, flags, building, longest_val):
 
 def good_documents(files, flags, report):
     """
-    Yield (position, Document) of those that are neither bad nor empty, which are counted. Unless
-    skip_bad, the first bad one is a UserError.
+    Yield ((number of its file, its number there), Document) of those that are neither bad nor
+    empty, which are counted. Unless skip_bad, the first bad one is a UserError.
     """
     for number, path in files:
         for index, (where, document) in enumerate(documents_of(path, flags)):
@@ -193,7 +195,7 @@ def good_documents(files, flags, report):
                 for what, names in document.dropped.items():
                     if names:
                         report.add(f"dropped {what}", f"{place}: {', '.join(sorted(names))}")
-                yield b"0 %d %d" % (number, index), document    # 0: a seed, once
+                yield (number, index), document
 
 def write_run(building, rows, keep):
     """rows: (key, text, kept values ...) of each document."""
@@ -390,12 +392,13 @@ def make_document(record, flags):
             f"{len(record[None])} fields more than the first line names: quote texts, or name what "
             "divides columns: --delimiter ';'")
     other_keys = set()
-    kind, columns, values = find_document(record, flags)
+    kind, columns = find_document(record, flags)
+    values = [lookup(record, key) for key in columns]
     if kind == "messages":
         messages, other_keys = clean_messages(join_messages(values), flags.ignore_keys)
         text = json.dumps(messages, ensure_ascii=False)
     else:
-        text = values[0]
+        text = "" if values[0] is None else values[0]
         if isinstance(text, bytes):    # plain text; old versions of Hive write it for strings, too
             text = text.decode()
         if not isinstance(text, str):
@@ -430,29 +433,27 @@ def keys_to_read(flags):
     return "text", CHATS
 
 def find_document(record, flags):
-    """('text' or 'messages', the document's columns, their values)"""
+    """(kind, columns) of a document: ('text', ('text',)), ('messages', ('prompt', 'response'))"""
     text_key, chats = keys_to_read(flags)
-    text = lookup(record, text_key)
+    found = []
+    for columns in [(text_key,), *chats]:
+        values = [lookup(record, key) for key in columns]
+        if None not in values:
+            found.append(columns)
     key = text_key or flags.messages_key
-    columns, values = find_chat(record, chats)
-    if values and text is not None:
-        raise UserError(f"it has 'text' and {columns[0]!r}; choose: --text_key text, or for "
-                        f"conversations --messages_key {columns[0]}")
-    if values:
-        return "messages", columns, values
-    if text is None and key not in record:    # else null
+    if not found and key in record:    # null
+        return "text", (key,)
+    if not found:
         raise UserError(
             f"nothing under {key!r}; saw {[*record]!r:.300}; name the key by --text_key (b in a: "
             "a.b), or for conversations by --messages_key")
-    return "text", (text_key,), ["" if text is None else text]
-
-def find_chat(record, chats):
-    """(columns, their values) of the first of `chats` that the record has, or (None, None)"""
-    for columns in chats:
-        values = [lookup(record, key) for key in columns]
-        if None not in values:
-            return columns, values
-    return None, None
+    if found[0] != (text_key,):
+        return "messages", found[0]
+    if len(found) > 1:
+        other = found[1][0]
+        raise UserError(f"it has 'text' and {other!r}; choose: --text_key text, or for "
+                        f"conversations --messages_key {other}")
+    return "text", found[0]
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
@@ -491,10 +492,13 @@ def join_messages(values):
     *questions, answer = values
     if not questions:
         return answer
-    if isinstance(answer, list):    # so is the prompt
-        return [*itertools.chain(*values)]
-    question = "\n\n".join(filter(None, questions))
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    question = questions[0]
+    if len(questions) == 2:
+        question = "\n\n".join(filter(None, questions))
+    return [*as_messages("user", question), *as_messages("assistant", answer)]
+
+def as_messages(role, content):
+    return content if isinstance(content, list) else [{"role": role, "content": content}]
 
 def clean_messages(messages, ignore_keys):
     """(messages as shards hold them, the names of their other keys)"""

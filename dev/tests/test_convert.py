@@ -263,7 +263,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}\['n', 'txt'\]; name the key by --text_key", 0),
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}\['txt'\]; name", 0),
     ("a.csv", b"n^text\n1^x\n", rf"line 2: {MISSING}\['n\^text'\]; ", 0),
-    ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one whole", 1),
+    ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one", 1),
     ("a.jsonl", b"{\n", "line 1: Expecting .*; expected one whole .*: jq -c . OLD", 0),
     ("a.jsonl", b'\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\]; .*a.b", 0),
     ("a.jsonl", b'{"text": ["x"]}\n', "line 1: 'text' holds list, .* add --messages_key text", 0),
@@ -313,7 +313,7 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
 
 @pytest.mark.parametrize("files, words, expected", [
     ({"a.jsonl": "\n"}, "", r"0 documents, but train and val need at least one each; "),
-    ({"a.jsonl": texts_as_json(["", None])}, "", "0 docum.*; skipped null or empty .*: 2, .*, line 1$"),
+    ({"a.jsonl": texts_as_json(["", None])}, "", "0 docum.*; skipped null or empty .*: 2, .* 1$"),
     ({"a.jsonl": '{"text": "a"}'}, "", r"1 document, but .* one each; "),
     ({"a.txt": "a" * 99}, "", "1 document, but .*; to cut .* blank lines: --cut_bytes 2000"),
     ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*LATIN1"),
@@ -449,11 +449,12 @@ def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
                               {"instruction": "Hi", "context": "", "response": "Hello"},
                               {"question": "Hi", "answer": "Hello"}]),
         "f.jsonl": as_json({"prompt": [USER], "completion": [ANSWER]},
+                           {"prompt": [USER], "completion": "Hello"},
                            {"messages": json.dumps([USER, ANSWER]), "text": None})})
     found = sorted(map(str, map(json.loads, converted(tmp_path))))
     added = [{"role": "user", "content": "Add\n\n1, 2"}, {"role": "assistant", "content": "3"}]
     odd = [added, [ANSWER, USER, ANSWER], [USER, HIDDEN, ANSWER]]
-    assert found == sorted(map(str, [[USER, ANSWER]] * 13 + odd))
+    assert found == sorted(map(str, [[USER, ANSWER]] * 14 + odd))
     assert dataset.read_index(str(tmp_path / "out"))["kind"] == "messages"
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
