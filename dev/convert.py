@@ -80,7 +80,8 @@ def convert(flags):
     n_processes = min(flags.num_workers or max(1, total // BYTES_PER_PROCESS), cores())
     n_tasks = min(TASKS, len(files))
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
-    with building_folder(out) as building, mapper(n_processes, flags.dask, building) as run:
+    with (building_folder(out) as building, errors_of_kept(),
+          mapper(n_processes, flags.dask, building) as run):
         scatter = functools.partial(
             scatter_files, flags=flags, building=building, longest_val=total // 20)
         for part in tqdm(run(scatter, tasks), "read", n_tasks, unit=" tasks", delay=1):
@@ -148,6 +149,14 @@ def check_out(out):
         raise UserError(f"{error}; name a new folder with --out, or remove it first") from error
     return out
 
+@contextlib.contextmanager
+def errors_of_kept():
+    """Arrow's errors beside those of single records are of --keep."""
+    try:
+        yield
+    except (pa.ArrowException, OverflowError) as error:
+        raise UserError(f"--keep: {error}; expected values of one type") from error
+
 # --------------------------------------------------------------------------------------------------
 # The shuffle
 
@@ -202,12 +211,10 @@ def write_run(building, rows, keep):
     keys, texts, *kept = zip(*rows, strict=True)
     keys = pa.array(keys, pa.uint64())
     texts = pa.array(texts, pa.large_string())
-    with errors_of_kept():
-        kept = map(pa.array, kept)
-        table = pa.table([keys, texts, *kept], [KEY, DOCUMENT, *keep])
-    table = table.sort_by(KEY)
+    kept = map(pa.array, kept)
+    table = pa.table([keys, texts, *kept], [KEY, DOCUMENT, *keep])
     path = f"{building}/runs/{keys[0]}"
-    feather.write_feather(table, path, "uncompressed", chunksize=len(table))
+    feather.write_feather(table.sort_by(KEY), path, "uncompressed", chunksize=len(rows))
 
 def open_runs(building):
     """Memory-mapped tables, each sorted by key."""
@@ -249,19 +256,11 @@ def gather_rows(runs, first, end, kind):
         keys = run[KEY].to_numpy()
         start, stop = keys.searchsorted([first, end])
         parts.append(run[start:stop])
-    with errors_of_kept():
-        table = pa.concat_tables(parts, promote_options="permissive").sort_by(KEY)
+    table = pa.concat_tables(parts, promote_options="permissive").sort_by(KEY)
     for column in table.schema:
         if pa.types.is_null(column.type):
             raise UserError(f"--keep {column.name}: no document has a value there")
     return table.drop_columns(KEY).rename_columns({DOCUMENT: kind})
-
-@contextlib.contextmanager
-def errors_of_kept():
-    try:
-        yield
-    except (pa.ArrowException, OverflowError) as error:
-        raise UserError(f"--keep: {error}; expected values of one type") from error
 
 # --------------------------------------------------------------------------------------------------
 # Records of a file: readers yield (where, record) of each line, row or text. A record is a dict, or
