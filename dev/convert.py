@@ -324,11 +324,15 @@ def read_parquet(path, flags):
     file = pq.ParquetFile(path, page_checksum_verification=True)
     return rows_of(file.iter_batches(ROW_GROUP_DOCUMENTS, use_threads=False), flags)
 
+END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"    # Arrow itself reads a stream without it
+
 def read_arrow(path, flags):
     """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
     file = pa.memory_map(path)
-    is_stream = file.read(6) != b"ARROW1"
-    file.seek(0)
+    is_stream = file.read_at(6, 0) != b"ARROW1"
+    end = file.read_at(8, max(0, file.size() - 8))
+    if is_stream and end != END_OF_STREAM:
+        raise ValueError("its end is missing; write or copy it again")
     reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
     return rows_of(reader.read_all().to_batches(ROW_GROUP_DOCUMENTS), flags)
 

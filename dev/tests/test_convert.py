@@ -252,6 +252,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.parquet", as_parquet(pa.table({"text": ["wxyz"]})).replace(b"xyz", b"xxx"),
      "unreadable: .*CRC", 0),
     ("a.arrow", b"ARROW1 no", "unreadable: ", 0),
+    ("a.arrow", as_arrow(as_table("abcd"), pa.ipc.new_stream)[:-8], "unreadable: its end is mi", 0),
     ("a.json", b'[{"text": "a"},\n {"text": "b"', "unreadable: .* line 2", 0),
     ("a.json", b"[" * 200_000, "unreadable: maximum recursion depth", 0),
     ("a.csv", b'text\n"one more"\n"never ends\n', "unreadable after line 2: unexpected end", 1),
