@@ -383,17 +383,7 @@ def documents_of(path, flags):
         yield place, error
 
 def make_document(record, flags):
-    """Of a dict, a list of messages, or one of them as JSON."""
-    if isinstance(record, bytes):
-        record = json.loads(record)
-    if isinstance(record, list):
-        record = {flags.messages_key or "messages": record}
-    if not isinstance(record, dict):
-        raise UserError(f"saw {record!r:.200}, expected such as {{'text': 'Hello'}}")
-    if None in record:    # as csv.DictReader has it
-        raise UserError(
-            f"{len(record[None])} fields more than the first line names: quote texts, or name what "
-            "divides columns: --delimiter ';'")
+    record = as_dict(record, flags)
     other_keys = set()
     kind, columns = find_document(record, flags)
     values = [lookup(record, key) for key in columns]
@@ -414,6 +404,20 @@ def make_document(record, flags):
         "keys of messages": other_keys}
     kept = [lookup(record, name) for name in flags.keep]
     return Document(kind, text.encode(), kept, dropped)
+
+def as_dict(record, flags):
+    """Of a dict, a list of messages, or one of them as JSON."""
+    if isinstance(record, bytes):
+        record = json.loads(record)
+    if isinstance(record, list):
+        record = {flags.messages_key or "messages": record}
+    if not isinstance(record, dict):
+        raise UserError(f"saw {record!r:.200}, expected such as {{'text': 'Hello'}}")
+    if None in record:    # as csv.DictReader has it
+        raise UserError(
+            f"{len(record[None])} fields more than the first line names: quote texts, or name what "
+            "divides columns: --delimiter ';'")
+    return record
 
 # The columns of a conversation
 CHATS = (
@@ -443,6 +447,8 @@ def find_document(record, flags):
         values = [lookup(record, key) for key in columns]
         if None not in values:
             found.append(columns)
+            if columns != (text_key,):    # the first conversation is all we need
+                break
     key = text_key or flags.messages_key
     if not found and key in record:    # null
         return "text", (key,)
@@ -460,12 +466,11 @@ def find_document(record, flags):
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
-    if not isinstance(record, dict):
-        return None
     if key in record:
         return record[key]
-    head, _, rest = key.partition(".")
-    return lookup(record.get(head), rest)
+    head, dot, rest = key.partition(".")
+    inner = record.get(head) if dot else None
+    return lookup(inner, rest) if isinstance(inner, dict) else None
 
 def columns_of(keys):
     """Of a key 'a.b', the column is 'a.b' or 'a'."""
