@@ -10,7 +10,7 @@ All text is written twice, so any amount of it is shuffled in bounded memory: 19
 take 3 s of one core, and 260 MB of memory (2 cores, 2026-11).
 
 In this order: convert; the shuffle; records of files; documents of records; conversations; which
-files; processes and folders; the command.
+files; the folder and processes; the command.
 """
 
 import sys
@@ -135,19 +135,6 @@ def check_documents(report):
             f"{counted(n, 'document')}, but train and val need at least one each",
             "to cut a long text at blank lines: --cut_bytes 2000", *report.lines()]))
     return kind
-
-def check_out(out):
-    """The target of a link stays where it is, and is what appears."""
-    if "://" in out:
-        raise UserError(f"cannot write to {out}; name a local folder, then copy it there")
-    out = os.path.realpath(out)
-    try:
-        os.rmdir(out)    # what cannot be removed cannot be replaced: a mount point, too
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise UserError(f"{error}; name a new folder with --out, or remove it first") from error
-    return out
 
 @contextlib.contextmanager
 def errors_of_kept():
@@ -626,7 +613,20 @@ def without_compression(path):
     return path
 
 # --------------------------------------------------------------------------------------------------
-# Processes, and the folder that becomes `out`
+# The folder that becomes `out`, and processes
+
+def check_out(out):
+    """The target of a link stays where it is, and is what appears."""
+    if "://" in out:
+        raise UserError(f"cannot write to {out}; name a local folder, then copy it there")
+    out = os.path.realpath(out)
+    try:
+        os.rmdir(out)    # what cannot be removed cannot be replaced: a mount point, too
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        raise UserError(f"{error}; name a new folder with --out, or remove it first") from error
+    return out
 
 @contextlib.contextmanager
 def building_folder(out):
