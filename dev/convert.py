@@ -429,27 +429,24 @@ def keys_to_read(flags):
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ('text',)), ('messages', ('prompt', 'response'))"""
     text_key, chats = keys_to_read(flags)
-    found = []
-    for columns in [(text_key,), *chats]:
+    has_text = lookup(record, text_key) is not None
+    chat = None
+    for columns in chats:
         values = [lookup(record, key) for key in columns]
         if None not in values:
-            found.append(columns)
-            if columns != (text_key,):    # the first conversation is all we need
-                break
+            chat = columns
+            break
+    if has_text and chat:
+        raise UserError(f"it has 'text' and {chat[0]!r}; choose: --text_key text, or for "
+                        f"conversations --messages_key {chat[0]}")
+    if chat:
+        return "messages", chat
     key = text_key or flags.messages_key
-    if not found and key in record:    # null
-        return "text", (key,)
-    if not found:
+    if not has_text and key not in record:    # else null
         raise UserError(
             f"nothing under {key!r}; saw {[*record]!r:.300}; name the key by --text_key (b in a: "
             "a.b), or for conversations by --messages_key")
-    if found[0] != (text_key,):
-        return "messages", found[0]
-    if len(found) > 1:
-        other = found[1][0]
-        raise UserError(f"it has 'text' and {other!r}; choose: --text_key text, or for "
-                        f"conversations --messages_key {other}")
-    return "text", found[0]
+    return "text", (key,)
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
