@@ -586,7 +586,8 @@ def choose_files(given, as_text, report):
             continue
         report.add(f"ignored files, {reason}", path)
     if not chosen:
-        raise UserError("; ".join([f"{given}: no files to read", *report.lines(), EXPECTED]))
+        raise UserError("; ".join([
+            f"{given} does not exist or has no files to read", *report.lines(), EXPECTED]))
     return chosen
 
 def is_ours(path):

@@ -333,8 +333,8 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
      "--keep n", "--keep: .* n .* one type"),
     ({"a.jsonl": as_json({"text": "a"}, {"text": "b"})}, "--keep n", "n: no document has a value"),
     ({"a.jsonl": "x"}, "--keep tokens", "--keep: tokens: a column of that name has the d"),
-    ({}, "nowhere/*.txt", r"nowhere/\*.txt: no files to read; expected"),
-    ({}, "nowhere", "nowhere: no files to read; expected"),
+    ({}, "nowhere/*.txt", r"nowhere/\*.txt does not exist or has no files to read; expected"),
+    ({}, "nowhere", "nowhere does not exist or has no files to read; expected"),
     ({}, "", r"required: IN; see python -m dev.convert --help"),
     ({}, "-w 0", None), ({}, "--cut_bytes x", None)])
 def test_other_mistakes_are_one_line(tmp_path, monkeypatch, capsys, files, words, expected):
@@ -427,7 +427,7 @@ def test_as_text_reads_only_what_it_names(tmp_path):
     write(tmp_path / "one", {"README": "one\n\ntwo"})
     words = "--as_text", "README", "--cut_bytes", 5, "--out", tmp_path / "two"
     line = command(tmp_path / "one/README", tmp_path / "in/g.jsonl", *words)
-    assert "g.jsonl: no files to read; ignored files, of other kinds: 1" in line
+    assert "g.jsonl does not exist or has no files to read; ignored files, of other kinds: 1" in line
     assert command(tmp_path / "one/README", *words) is None
     assert sorted(read_all(tmp_path / "two")) == ["one\n\n", "two"]
 
