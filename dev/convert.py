@@ -642,7 +642,8 @@ def building_folder(out):
             os.mkdir(f"{building}/runs")
             yield building
         finally:
-            shutil.rmtree(building, ignore_errors=True)
+            with ctrl_c_ignored():
+                shutil.rmtree(building, ignore_errors=True)
 
 @contextlib.contextmanager
 def errors_of_disk(folder):
@@ -662,22 +663,33 @@ def mapper(n, building):
         yield map
         return
     context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
-    pool = ProcessPoolExecutor(n, context, start_process)
+    pool = ProcessPoolExecutor(n, context, end_with_parent)
+    with ctrl_c_ignored():    # processes inherit it: Ctrl-C is ours
+        for _ in range(n):    # n tasks start n processes
+            pool.submit(int)
     try:
         yield pool.map
     except BrokenExecutor as error:
         raise UserError("a process was killed; if memory is short: -w 1") from error
     finally:
-        shutil.rmtree(building, ignore_errors=True)    # so that they end soon
-        pool.shutdown(cancel_futures=True)
+        with ctrl_c_ignored():    # a shutdown that is interrupted may never end
+            shutil.rmtree(building, ignore_errors=True)    # so that processes end soon
+            pool.shutdown(cancel_futures=True)
 
-def start_process():
-    """Ctrl-C is for the parent. If that is killed, the process ends, too."""
+@contextlib.contextmanager
+def ctrl_c_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+def end_with_parent():
+    """In a process of ours: it ends if we are killed."""
     def wait():
         multiprocessing.parent_process().join()
         os._exit(1)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=wait, daemon=True).start()
 
 # --------------------------------------------------------------------------------------------------

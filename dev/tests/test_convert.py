@@ -535,9 +535,10 @@ def group_of(pid):
         state, _, group = file.read().rpartition(")")[2].split()[:3]
         return int(group) if state != "Z" else None
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_workers_end_with_convert(tmp_path, how):
-    """Killed, or stopped by Ctrl-C: no worker or shard stays."""
+@pytest.mark.parametrize("how, when", [
+    (signal.SIGKILL, "reading"), (signal.SIGINT, "reading"), (signal.SIGINT, "starting")])
+def test_workers_end_with_convert(tmp_path, how, when):
+    """Killed, or stopped by Ctrl-C, Ctrl-C, Ctrl-C: no worker or shard stays."""
     for i in range(4):
         write(tmp_path / "in", {f"{i}.jsonl": texts_as_json(["some text " * 50] * 20_000)})
     words = [f"{tmp_path}/in", "--out", f"{tmp_path}/out", "-w", "2"]
@@ -549,16 +550,21 @@ def test_workers_end_with_convert(tmp_path, how):
     process = subprocess.Popen([sys.executable, "-c", stuck, *words], cwd=HERE, text=True,
                                stderr=subprocess.PIPE, start_new_session=True)
     children = []
-    while len(children) < 4 or not glob.glob(f"{tmp_path}/.out.convert/runs/*"):
+    while len(children) < 4 or (
+            when == "reading" and not glob.glob(f"{tmp_path}/.out.convert/runs/*")):
         pids = filter(str.isdigit, os.listdir("/proc"))
         children = [pid for pid in pids if group_of(pid) == process.pid]
         assert process.poll() is None
         time.sleep(0.01)    # 4: itself, two workers, and Python's tracker of their resources
+    printed = None
     if how == signal.SIGKILL:
         process.kill()
-    else:
-        os.killpg(process.pid, how)
-    _, printed = process.communicate()
+    for wait in itertools.chain([0.05, 0.3], itertools.repeat(5)):    # ignored at the start
+        if how == signal.SIGINT and printed is None:
+            os.killpg(process.pid, how)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            _, printed = process.communicate(timeout=wait)
+            break
     while [pid for pid in children if group_of(pid) == process.pid]:
         time.sleep(0.05)    # the suite's time limit ends this
     if how == signal.SIGKILL:
