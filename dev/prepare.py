@@ -11,15 +11,12 @@ To make shards from your own text: python -m dev.convert
 
 import sys
 
-if __name__ == "__main__":    # here, since the imports below take half a second
-    if not __package__:
-        sys.exit("usage: python -m dev.prepare COMMAND, typed where dataset.py is; see --help")
-    sys.excepthook = lambda kind, *error: (
-        print("\nstopped", file=sys.stderr) if kind is KeyboardInterrupt
-        else sys.__excepthook__(kind, *error))
+if __name__ == "__main__" and not __package__:
+    sys.exit("usage: python -m dev.prepare COMMAND, typed where dataset.py is; see --help")
 
 import argparse
 import collections
+import itertools
 import os
 import re
 import shlex
@@ -67,7 +64,8 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     shards = all_shards(data_dir)
     if shards[0].kind == "tokens":
         raise UserError(f"{data_dir} holds token ids already; name a folder of text shards")
-    others = {name for name, *_ in dataset.list_files(out)} - {shard.name for shard in shards}
+    names = {shard.name for shard in shards}
+    others = [name for name, *_ in dataset.list_files(out) if name not in names]
     if others:
         raise UserError(
             f"{out} holds {min(others)}, which {data_dir} does not; name a new folder with --out")
@@ -102,7 +100,8 @@ def tokenize_shard(shard, out, tokenizer, where, keep):
     def encode_group(row_group):
         first = shard.location(row_group, 0)
         ids = encode_array(shard.read(row_group), tokenizer, shard.kind, first)
-        return pa.table([ids, *read_columns(shard, row_group, keep)], ["tokens", *keep])
+        kept = read_columns(shard, row_group, keep)
+        return pa.table([ids, *kept], ["tokens", *keep])
 
     command = shlex.join(["tokenize", shard.folder, "--tokenizer", where, "--out", out])
     dataset.mark_unfinished(out, f"python -m dev.prepare {command}")
@@ -114,11 +113,10 @@ def check_kept(out, shard, made_from, keep):
     """UserError unless this token shard is what tokenize would write."""
     path = f"{out}/{shard.name}"
     footer = dataset.parse_footer(out, shard.name, os.path.getsize(path))
-    metadata = footer.metadata
-    rows = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
-    columns = metadata.schema.to_arrow_schema().names
-    is_same = made_from.items() <= footer.extra.items() and rows == shard.group_sizes
-    if not is_same or columns != ["tokens", *keep]:
+    columns = footer.metadata.schema.to_arrow_schema().names
+    is_same = made_from.items() <= footer.extra.items()
+    has_same_rows = footer.entry["rows"] == shard.group_sizes
+    if not is_same or not has_same_rows or columns != ["tokens", *keep]:
         raise UserError(
             f"{path} was made from other text, by another tokenizer, or with other --keep; name a "
             "new folder with --out, or remove this one")
@@ -137,14 +135,11 @@ def in_order(function, items):
 def encode_array(texts, tokenizer, kind, first):
     """An array of documents -> binary, the ids of each, little-endian; a null stays null."""
     ids, bounds = encode(texts, tokenizer, kind, first)
-    ids = np.ascontiguousarray(ids, ids.dtype.newbyteorder("<"))
-    if ids.nbytes >= 2**31:
-        raise UserError(
-            f"a row group of {len(ids):,} tokens is too large: python -m dev.convert makes smaller")
-    valid = np.packbits(~np.asarray(texts.is_null()), bitorder="little")
-    offsets = (bounds * ids.itemsize).astype(np.int32)
-    buffers = [pa.py_buffer(part) for part in (valid, offsets, ids)]
-    return pa.Array.from_buffers(pa.binary(), len(texts), buffers)
+    ids = ids.astype(ids.dtype.newbyteorder("<"))
+    parts = itertools.starmap(slice, itertools.pairwise(bounds))
+    documents = [ids[part].tobytes() for part in parts]
+    is_null = np.asarray(texts.is_null())
+    return pa.array(documents, pa.binary(), mask=is_null)
 
 def encode(texts, tokenizer, kind, first):
     """
@@ -195,22 +190,14 @@ def verify(folder):
 
 def find_problem(shard):
     """None, or what is wrong with a shard."""
-    n_bytes = 0
     try:
+        others = [name for name in columns_of(shard) if name != shard.kind]
         for row_group in range(len(shard.group_sizes)):
-            n_bytes += sum_bytes(shard.read(row_group))
-            others = [name for name in columns_of(shard) if name != shard.kind]
+            shard.read(row_group)
             if others:
                 read_columns(shard, row_group, others)
     except UserError as error:
         return str(error)
-    is_ours = dataset.read_footer(shard).checksums and shard.kind != "tokens"
-    if is_ours and n_bytes != shard.text_bytes:
-        return f"{shard.path}: its footer says {shard.text_bytes:,} bytes, but it has {n_bytes:,}"
-    return None
-
-def sum_bytes(array):
-    return pc.sum(pc.binary_length(array)).as_py() or 0
 
 def stats(folder, tokenizer_dir=None):
     """Print how many documents, bytes and tokens a folder has, and how long documents are."""
@@ -244,7 +231,10 @@ def load_tokenizer(tokenizer_dir, folder):
     return tokenizer
 
 def row_groups_of(shards):
-    return [(shard, row_group) for shard in shards for row_group in range(len(shard.group_sizes))]
+    places = []
+    for shard in shards:
+        places += [(shard, row_group) for row_group in range(len(shard.group_sizes))]
+    return places
 
 def read_lengths(place):
     """Bytes of every document of a row group."""
@@ -264,7 +254,7 @@ def count_tokens(places, n_bytes, tokenizer):
         ids, _ = encode(texts, tokenizer, shard.kind, shard.location(row_group, 0))
         n_tokens += len(ids)
         n_learned += np.count_nonzero(ids >= 0)
-        n_sampled += sum_bytes(texts)
+        n_sampled += read_lengths((shard, row_group)).sum()
     words = f"about {n_tokens * n_bytes / max(1, n_sampled):,.0f}"
     if shard.kind == "messages":
         words += f", {n_learned / max(1, n_tokens):.0%} with a loss"
@@ -274,19 +264,18 @@ def head(folder, n=5, split="train", tokenizer_dir=None):
     """Print n documents: their places, lengths and first 200 characters."""
     tokenizer = load_tokenizer(tokenizer_dir, folder)
     shards = list_shards(folder, split)
-    number = 0
-    for shard, row_group in row_groups_of(shards):
-        documents = shard.read(row_group)[:n - number].to_pylist()
-        for row, document in enumerate(documents):
-            place = shard.location(row_group, row)
-            length, text = describe_document(document, shard, tokenizer, place)
-            print(f"{number:<5} {place}: {length}")
-            print(f"      {printable_lines(text[:200])}")
-            number += 1
-        if number == n:
-            break
+    documents = itertools.islice(documents_of(shards), n)
+    for number, (shard, place, document) in enumerate(documents):
+        length, text = describe_document(document, shard, tokenizer, place)
+        print(f"{number:<5} {place}: {length}")
+        print(f"      {printable_lines(text[:200])}")
     if shards[0].kind == "tokens" and not tokenizer:
         print(f"these are token ids; to see text, add --tokenizer {maker_of(shards[0])}")
+
+def documents_of(shards):
+    for shard, row_group in row_groups_of(shards):
+        for row, document in enumerate(shard.read(row_group).to_pylist()):
+            yield shard, shard.location(row_group, row), document
 
 def describe_document(document, shard, tokenizer, place):
     """(its length, its text)"""
@@ -335,11 +324,7 @@ def main(argv=None):
         run(parser.parse_args(argv))
 
 def run(flags):
-    if len(flags.data) > 1:
-        raise UserError(
-            f"expected one folder, not {' '.join(flags.data)}; type the command for each of them "
-            "(only train.py takes several: --data FOLDER:0.7 FOLDER:0.3)")
-    folder = find_data(*flags.data)
+    folder = find_data(flags.folder or flags.data)
     if flags.command == "tokenize":
         tokenize(folder, flags.out, flags.tokenizer, flags.keep)
         print(f"tokens are in {flags.out}; to count them: python -m dev.prepare stats {flags.out}")
@@ -352,8 +337,9 @@ def run(flags):
 
 def add_folder(parser):
     text = "folder or URI of shards, also as --data FOLDER (default: what train.py takes)"
-    parser.add_argument("data", nargs="*", action="extend", default=[], metavar="FOLDER", help=text)
-    parser.add_argument("--data", nargs="+", action="extend", help=argparse.SUPPRESS)
+    group = parser.add_mutually_exclusive_group()
+    group.add_argument("folder", nargs="?", metavar="FOLDER", help=text)
+    group.add_argument("--data", help=argparse.SUPPRESS)
 
 if __name__ == "__main__":
     main()
