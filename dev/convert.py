@@ -81,7 +81,7 @@ def convert(flags):
     n_tasks = min(TASKS, len(files))
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
     with (building_folder(out) as building, errors_of_kept(),
-          mapper(n_processes, building) as run):
+          mapper(n_processes, flags.dask, building) as run):
         scatter = functools.partial(
             scatter_files, flags=flags, building=building, longest_val=total // 20)
         for part in tqdm(run(scatter, tasks), "read", n_tasks, unit=" tasks", delay=1):
@@ -657,8 +657,12 @@ def errors_of_disk(folder):
             f"{error}, in {folder}; to write elsewhere, name another folder with --out") from error
 
 @contextlib.contextmanager
-def mapper(n, building):
-    """`map` itself, or that of n processes."""
+def mapper(n, dask, building):
+    """`map` itself, or that of n processes or of a Dask cluster."""
+    if dask:
+        with dask_executor(dask) as executor:
+            yield executor.map
+        return
     if n == 1:
         yield map
         return
@@ -692,6 +696,23 @@ def end_with_parent():
 
     threading.Thread(target=wait, daemon=True).start()
 
+@contextlib.contextmanager
+def dask_executor(address):
+    """Its workers must see the same files."""
+    from distributed import Client  # pip install distributed
+
+    folder = os.path.dirname(os.path.abspath(dataset.__file__))
+    try:
+        with Client(address) as client:
+            client.run_on_scheduler(exec, "import dev.convert")
+            client.run(exec, "import dev.convert")
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(
+            f"no Dask cluster at {address}: {error}; start a scheduler and workers, with our "
+            f"packages and code: export PYTHONPATH={folder}") from error
+    with Client(address) as client:
+        yield client.get_executor()
+
 # --------------------------------------------------------------------------------------------------
 # The command
 
@@ -714,7 +735,10 @@ def main(argv=None):
         help="cut plain text to this size, at blank lines (default 1 GiB)")
     add("--ignore_keys", **names, metavar="NAME", help="drop these of messages: reasoning_content")
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
+
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one a core)")
+    add("--dask", metavar="ADDRESS", help="run on a Dask cluster that sees the same files and our "
+        "code: first export PYTHONPATH=HERE, then start its scheduler and workers")
     with errors_in_one_line():
         convert(parser.parse_args(argv))
 

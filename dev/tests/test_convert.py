@@ -7,6 +7,7 @@ dev/convert.py: your text or chats -> shuffled shards, nothing lost.
 import bz2
 import contextlib
 import csv
+import gc
 import glob
 import gzip
 import hashlib
@@ -506,9 +507,9 @@ def test_processes_are_as_many_as_cores_or_work(tmp_path, monkeypatch):
     asked = []
     original = convert.mapper
 
-    def mapper(n, building):
+    def mapper(n, dask, building):
         asked.append(n)
-        return original(1, building)
+        return original(1, dask, building)
 
     monkeypatch.setattr(convert, "mapper", mapper)
     monkeypatch.setattr(convert, "cores", lambda: 4)
@@ -581,3 +582,52 @@ def test_scripts_that_are_run_directly_say_how_to_run_them():
     for name in files:
         ended = subprocess.run([sys.executable, name], cwd=HERE, text=True, capture_output=True)
         assert re.fullmatch("usage: .*\n", ended.stderr), name
+
+def test_convert_on_a_cluster(tmp_path, monkeypatch):
+    """The same shards as on one machine, although a worker is killed on the way."""
+    distributed = pytest.importorskip("distributed")
+    many_inputs(tmp_path / "in")
+    alone = converted(tmp_path, "--text_key", "raw_content")
+    add_report = convert.Report.merge
+    with distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=None) as cluster:
+        victim = next(iter(cluster.workers.values())).pid
+
+        def merge(report, other):
+            if not report.counts:
+                os.kill(victim, signal.SIGKILL)
+            add_report(report, other)
+
+        monkeypatch.setattr(convert.Report, "merge", merge)
+        words = "--text_key", "raw_content", "--dask", cluster.scheduler_address
+        assert converted(tmp_path, *words) == alone
+        assert group_of(victim) is None
+
+@pytest.mark.parametrize("path", ["", HERE])
+def test_dask_without_our_code_is_one_line(tmp_path, path):
+    """A scheduler started elsewhere, without PYTHONPATH, its worker with and without it."""
+    pytest.importorskip("distributed")
+    start = ("import sys; sys.path = [path for path in sys.path if path != '']\n"
+             "from distributed import LocalCluster\n"
+             "cluster = LocalCluster(n_workers=1, protocol='tcp', dashboard_address=None, "
+             f"env={{'PYTHONPATH': '{path}'}})\n"
+             "print(cluster.scheduler_address, flush=True); sys.stdin.read()")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    words = [sys.executable, "-c", start]
+    write(tmp_path, {"a.jsonl": texts_as_json("ab")})
+    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as cluster:
+        address = cluster.stdout.readline().strip()
+        words = tmp_path / "a.jsonl", "--out", tmp_path / "out", "--dask"
+        line = command(*words, address)
+        cluster.stdin.close()
+    assert re.search("cluster at \\S+: No module named 'dev.*; start .*PYTHONPATH=\\S+$", line)
+
+def test_dask_without_a_scheduler_is_one_line(tmp_path):
+    pytest.importorskip("distributed")
+    import dask
+    write(tmp_path, {"a.jsonl": texts_as_json("ab")})
+    for address, why in (("tcp://127.0.0.1:9", "Timed out trying"), ("here", "missing port")):
+        with dask.config.set({"distributed.comm.timeouts.connect": 0.2}):
+            line = command(tmp_path / "a.jsonl", "--out", tmp_path / "out", "--dask", address)
+        assert line.startswith(f"error: no Dask cluster at {address}: {why}")
+        gc.collect()    # distributed hangs if a failed client is collected while another starts
