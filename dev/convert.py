@@ -76,6 +76,9 @@ def convert(flags):
     out = check_out(flags.out or dataset.default_data_dir())
     report = Report()
     files = find_files(flags, report)
+    has_text = any(reader_of(path, flags.as_text) is read_text for _, path in files)
+    if flags.cut_bytes and not has_text:
+        raise UserError("--cut_bytes cuts plain text, and here is none; name it by --as_text")
     total = sum(os.path.getsize(path) for _, path in files)
     n_processes = min(flags.num_workers or max(1, total // BYTES_PER_PROCESS), cores())
     n_tasks = min(TASKS, len(files))
@@ -301,7 +304,7 @@ CUT = r"""
 
 def read_text(path, flags):
     """Pieces of about cut_bytes, as CUT says."""
-    pattern = CUT.replace("SIZE", str(flags.cut_bytes)).encode()
+    pattern = CUT.replace("SIZE", str(flags.cut_bytes or 1 << 30)).encode()
     with open_stream(path) as stream:
         data = stream.read().removeprefix(BOM_UTF8)
     for part in re.finditer(pattern, data, re.DOTALL | re.VERBOSE):
@@ -731,7 +734,7 @@ def main(argv=None):
     add("--keep", **names, metavar="NAME", type=column_to_keep, help="columns beside the text")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
     add("--delimiter", help="of CSV (default: , ; | or tab, by its first line)")
-    add("--cut_bytes", type=at_least_1, default=1 << 30,
+    add("--cut_bytes", type=at_least_1,
         help="cut plain text to this size, at blank lines (default 1 GiB)")
     add("--ignore_keys", **names, metavar="NAME", help="drop these of messages: reasoning_content")
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
