@@ -80,7 +80,7 @@ def test_step_at_depth_12_stays_on_its_device_and_in_bfloat16(cuda_guard, monkey
         inputs = torch.empty(6, 256, dtype=torch.int64, device=device)
         flags = SimpleNamespace(batch_size=256, seq_len=2048, micro_batch_size=4,
                                 dtype="bfloat16", lr=None, init=None)
-        optimizers = train.make_optimizers(model, flags)
+        optimizers = train.make_optimizers(model, flags, 0)
         for _ in range(2):
             counts = train.sum_counts(inputs, inputs, range(12, 18))
             nats, norm = train.train_step(model, optimizers, inputs, inputs, counts[0], flags)

@@ -640,24 +640,34 @@ def test_epochs_are_printed_before_the_run_starts(command):
     epochs = float(re.search(r"tiny: 3 documents to train on, about ([\d.]+) epochs", told)[1])
     assert epochs == pytest.approx(9 * 4 * 32 / (3 * n_tokens), abs=0.1)
 
-def test_a_tenth_of_the_tokens_is_replaced_in_each_row_alike_on_any_rank():
+def test_a_share_of_the_tokens_is_replaced_in_each_row_alike_on_any_rank():
     inputs = torch.full((4, 1000), 7)
-    noisy = train.replace_some(inputs, [8, 9, 10, 11], 1, 50)
+    noisy = train.replace_some(inputs, [8, 9, 10, 11], 1, 50, 0.1)
     assert 300 < (noisy != 7).sum() < 500 and noisy.unique().tolist() == [*range(50)]
-    of_a_rank = train.replace_some(inputs[:2], [9, 11], 1, 50)
+    of_a_rank = train.replace_some(inputs[:2], [9, 11], 1, 50, 0.1)
     assert torch.equal(of_a_rank, noisy[[1, 3]])
-    for others in (train.replace_some(inputs, [8, 9, 10, 11], 2, 50), noisy.roll(1, 0)):
+    for others in (train.replace_some(inputs, [8, 9, 10, 11], 2, 50, 0.1), noisy.roll(1, 0)):
         assert (others != noisy).any(dim=1).all()
+    assert torch.equal(train.replace_some(inputs, [8, 9, 10, 11], 1, 50, 0.0), inputs)
 
 @pytest.mark.parametrize("steps, is_noisy", [(2, False), (30, True)])
 def test_many_epochs_get_noise_and_tables_that_decay(command, monkeypatch, steps, is_noisy):
-    """And the hash of rows is that of the text."""
-    noisy, replace = [], train.replace_some
-    monkeypatch.setattr(train, "replace_some", lambda *args: noisy.append(1) or replace(*args))
+    """The more epochs, the more; and the hash of rows is that of the text."""
+    shares, replace = [], train.replace_some
+
+    def note(*arguments):
+        shares.append(arguments[-1])
+        return replace(*arguments)
+
+    monkeypatch.setattr(train, "replace_some", note)
     write("tiny", ["one two three " * 9] * 9, ["one two"])
     told = command("--data", "tiny", "--steps", steps, "--out", "run")
     tables = newest("run")["optimizers"][1]["param_groups"][0]
-    assert len(noisy) == steps * is_noisy and (tables["weight_decay"] > 0) == is_noisy
+    epochs = float(re.search(r"about ([\d.]+) epochs", told)[1])
+    assert (epochs > 1) == is_noisy
+    want = 0.05 * np.log2(epochs) if is_noisy else 0
+    assert shares == pytest.approx([want] * steps, abs=0.005)
+    assert (tables["weight_decay"] > 0) == is_noisy
     monkeypatch.setattr(train, "replace_some", lambda inputs, *_: inputs)
     assert re.search("rows: hash .*", told)[0] in command("--data", "tiny", "--steps", steps)
 
@@ -755,9 +765,9 @@ def test_key_offset_is_the_slow_half_of_the_previous_key():
     assert torch.equal(moved[:, :, 1:, slow], k[:, :, :-1, slow])
     assert not moved[:, :, 0, slow].any()
 
-def optimizers_of(model, lr=None, tokens=2048, **more):
+def optimizers_of(model, lr=None, tokens=2048):
     flags = SimpleNamespace(lr=lr, batch_size=1, seq_len=tokens, init=None)
-    return train.make_optimizers(model, flags, **more)
+    return train.make_optimizers(model, flags, 0)
 
 def test_each_parameter_is_in_one_group_or_an_error_names_it(command, monkeypatch):
     model = train.GPT(2, 300)
