@@ -89,7 +89,7 @@ def convert(flags):
             scatter_files, flags=flags, building=building, longest_val=total // 20)
         for part in tqdm(run(scatter, tasks), "read", n_tasks, unit=" tasks", delay=1):
             report.merge(part)
-        kind = check_documents(report)
+        kind = check_documents(report, has_text)
         n_documents = report.counts[kind]
         n_bytes = report.counts["bytes"]
         shards = plan_shards(building, n_bytes)
@@ -123,7 +123,7 @@ class Report:
         return [f"{what}: {self.counts[what]:,}, such as {printable(example)}"
                 for what, example in self.examples.items() if what not in ("text", "messages")]
 
-def check_documents(report):
+def check_documents(report, has_text):
     """The column of the documents in a shard: 'text' or 'messages'."""
     text = report.examples.get("text")
     messages = report.examples.get("messages")
@@ -134,9 +134,10 @@ def check_documents(report):
     kind = "messages" if messages else "text"
     n = report.counts[kind]
     if n < 2:
+        advice = ["to cut a long text at blank lines: --cut_bytes 2000"] if has_text else []
         raise UserError("; ".join([
             f"{counted(n, 'document')}, but train and val need at least one each",
-            "to cut a long text at blank lines: --cut_bytes 2000", *report.lines()]))
+            *advice, *report.lines()]))
     return kind
 
 @contextlib.contextmanager
@@ -191,9 +192,9 @@ def good_documents(files, flags, report):
             else:
                 report.add(document.kind, place)
                 report.counts["bytes"] += len(document.text)
-                for what, names in document.dropped.items():
+                for what, names in document.notes.items():
                     if names:
-                        report.add(f"dropped {what}", f"{place}: {', '.join(sorted(names))}")
+                        report.add(what, f"{place}: {', '.join(names)}")
                 yield (number, index), document
 
 def write_run(building, rows, keep):
@@ -355,7 +356,7 @@ class Document(NamedTuple):
     kind: str        # 'text' or 'messages'
     text: bytes      # UTF-8
     kept: list       # values of the columns to keep
-    dropped: dict    # {"columns": {names of those that are not in the shards}}
+    notes: dict      # {"dropped columns": names of those that are not in the shards}
 
 def documents_of(path, flags):
     """(where, Document) of each record; of a bad one, or of an unreadable rest, (where, error)."""
@@ -374,11 +375,12 @@ def documents_of(path, flags):
 
 def make_document(record, flags):
     record = as_dict(record, flags)
-    other_keys = set()
+    other_keys, roles = [], []
     kind, columns = find_document(record, flags)
     values = [lookup(record, key) for key in columns]
     if kind == "messages":
         messages, other_keys = clean_messages(join_messages(values), flags.ignore_keys)
+        roles = [message["role"] for message in messages]
         text = json.dumps(messages, ensure_ascii=False)
     else:
         text = "" if values[0] is None else values[0]
@@ -389,11 +391,13 @@ def make_document(record, flags):
                 f"{columns[0]!r} holds {type(text).__name__}, not a string; for conversations, "
                 f"add --messages_key {columns[0]}")
     other_columns = record.keys() - columns_of([*columns, *flags.keep])
-    dropped = {
-        f"columns (read: {', '.join(columns)})": other_columns,
-        "keys of messages": other_keys}
+    notes = {
+        f"dropped columns (read: {', '.join(columns)})": sorted(other_columns),
+        "dropped keys of messages": sorted(other_keys),
+        "conversations that nanochat's template refuses (it takes user, assistant, user, ..., at "
+        "most one system first); train.py ends there": [] if take_turns(roles) else roles}
     kept = [lookup(record, name) for name in flags.keep]
-    return Document(kind, text.encode(), kept, dropped)
+    return Document(kind, text.encode(), kept, notes)
 
 def as_dict(record, flags):
     """Of a dict, a list of messages, or one of them as JSON."""
@@ -469,7 +473,8 @@ def explain(error):
     if isinstance(error, UnicodeDecodeError):
         advice = "; expected UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW (or -f UTF-16)"
     if isinstance(error, json.JSONDecodeError):
-        advice = "; expected one whole JSON document in a line: jq -c . OLD > NEW.jsonl"
+        advice = ("; expected one JSON document in a line, or an array of them; if it was cut off, "
+                  "copy it again, else: jq -c . OLD > NEW.jsonl")
     return printable(error) + advice
 
 # --------------------------------------------------------------------------------------------------
@@ -505,9 +510,11 @@ def clean_messages(messages, ignore_keys):
         try:
             kept, others = clean_message(message, ignore_keys)
         except Exception as error:
+            problem = f"it has no {error}" if isinstance(error, KeyError) else error
+            advice = "; to drop that key: --ignore_keys KEY" if "be lost" in str(error) else ""
             raise UserError(
-                f"message {i}: {error}; saw {message!r:.300}, expected such as {{'role': 'user', "
-                "'content': 'Hi'}; to drop a key beside content: --ignore_keys KEY") from error
+                f"message {i}: {problem}; saw {message!r:.300}, expected such as "
+                f"{{'role': 'user', 'content': 'Hi'}}{advice}") from error
         cleaned.append(kept)
         other_keys |= others
     answers = [message for message in cleaned if message["role"] == "assistant"]
@@ -516,6 +523,11 @@ def clean_messages(messages, ignore_keys):
             "nothing to learn: expected a message of an assistant, not empty, of weight 1; saw "
             f"{messages!r:.200}")
     return cleaned, other_keys
+
+def take_turns(roles):
+    if roles[:1] == ["system"]:
+        roles = roles[1:]
+    return all(role == ("user", "assistant")[i % 2] for i, role in enumerate(roles))
 
 def clean_message(message, ignore_keys):
     """(its role, content and weight; the names of its other keys)"""

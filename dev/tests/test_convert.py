@@ -265,7 +265,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}\['txt'\]; name", 0),
     ("a.csv", b"n^text\n1^x\n", rf"line 2: {MISSING}\['n\^text'\]; ", 0),
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one", 1),
-    ("a.jsonl", b"{\n", "line 1: Expecting .*; expected one whole .*: jq -c . OLD", 0),
+    ("a.jsonl", b"{\n", "line 1: Expecting .*; expected one JSON .*: jq -c . OLD", 0),
     ("a.jsonl", b'\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\]; .*a.b", 0),
     ("a.jsonl", b'{"text": ["x"]}\n', "line 1: 'text' holds list, .* add --messages_key text", 0),
     ("a.jsonl", b'{"text": "\xff"}\n', "line 1: .* can't decode byte 0xff", 0),
@@ -281,11 +281,11 @@ BAD_CHATS = [
     ([USER], "nothing to learn"), ([USER, HIDDEN, USER, HIDDEN], "nothing to learn: .*; saw .*Hi"),
     ("Hi", "Expecting value"), (3, "'int' object is not iterable"),
     (["Hi"], "message 0: .*; saw 'Hi', expected such as {'role': 'user', 'content': 'Hi'}"),
-    ([USER, {"role": "assistant"}], "message 1: 'content'; saw {'role': 'assistant'}"),
-    ([{"content": "Hi"}, ANSWER], "message 0: 'role'; saw"),
+    ([USER, {"role": "assistant"}], "message 1: it has no 'content'; saw {'role': 'assistant'}"),
+    ([{"content": "Hi"}, ANSWER], "message 0: it has no 'role'; saw"),
     ([USER, {**ANSWER, "weight": 0.5}], "message 1: expected a weight of 0 or 1"),
     ([{**USER, "role": "humn"}, ANSWER], "message 0: expected a message of role .*humn"),
-    ([USER, IMAGE], "message 1: 'text'; saw .*image"),
+    ([USER, IMAGE], "message 1: it has no 'text'; saw .*image"),
     ([USER, {**IMAGE, "content": [{"type": "image", "text": ""}]}],
      "message 1: expected parts of type text or python or python_output; saw .*image"),
     ([CODE, ANSWER], "message 0: expected parts of type text; saw"),
@@ -313,9 +313,9 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     assert re.search(rf"skipped bad documents or files: 1, such as .*/{name}, {words}", printed)
 
 @pytest.mark.parametrize("files, words, expected", [
-    ({"a.jsonl": "\n"}, "", r"0 documents, but train and val need at least one each; "),
+    ({"a.jsonl": "\n"}, "", r"0 documents, but train and val need at least one each$"),
     ({"a.jsonl": texts_as_json(["", None])}, "", "0 docum.*; skipped null or empty .*: 2, .* 1$"),
-    ({"a.jsonl": '{"text": "a"}'}, "", r"1 document, but .* one each; "),
+    ({"a.jsonl": '{"text": "a"}'}, "", r"1 document, but .* one each$"),
     ({"a.txt": "a" * 99}, "", "1 document, but .*; to cut .* blank lines: --cut_bytes 2000"),
     ({"a.jsonl": "x"}, "--cut_bytes 9", "--cut_bytes cuts plain text, and here is none; name it"),
     ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*LATIN1"),
@@ -484,6 +484,16 @@ def test_roles_parts_and_weights_survive(tmp_path):
     found = [json.loads(line) for line in converted(tmp_path, "--messages_key", "text")]
     assert chat in found and [USER, ANSWER] in found
 
+def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, capsys):
+    system = {"role": "system", "content": "Be kind"}
+    good = [[USER, ANSWER], [system, USER, ANSWER, USER, ANSWER]]
+    bad = [[ANSWER], [USER, USER, ANSWER], [USER, system, ANSWER]]
+    write(tmp_path / "in", {"a.jsonl": as_json(*good, *bad)})
+    assert command(tmp_path / "in", "--out", tmp_path / "x") is None
+    printed = capsys.readouterr().out
+    assert "refuses (it takes user, assistant, user" in printed
+    assert "train.py ends there: 3, such as" in printed and "line 3: assistant" in printed
+
 def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     """Those with content only if they are named, and an empty answer is not learned instead."""
     named = {**ANSWER, "name": "Bob", "from": 1, "tool_calls": None, "refusal": "",
@@ -497,7 +507,7 @@ def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     for content in ("", None):
         write(tmp_path / "in", {"b.jsonl": as_json([USER, {**named, "content": content}])})
         line = command(tmp_path / "in", "--out", tmp_path / "x", *words)
-        reason = "its thinking would be lost" if content == "" else "'content'"
+        reason = "its thinking would be lost" if content == "" else "it has no 'content'"
         assert f"b.jsonl, line 1: message 1: {reason}; saw " in line
 
 # --------------------------------------------------------------------------------------------------

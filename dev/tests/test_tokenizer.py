@@ -238,6 +238,9 @@ def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path, monkeypatch
         fresh().save(tmp_path / "new")
     with pytest.raises(UserError, match=r"has no nanoloader\.json"):
         get_tokenizer(tmp_path / "new")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="is a file; expected a folder"):
+        tok.save(tmp_path / "file")
     tok.save(tmp_path / "new")
     assert get_tokenizer(tmp_path / "new").fingerprint() == tok.fingerprint()
 
