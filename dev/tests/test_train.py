@@ -474,6 +474,8 @@ def test_resumed_run_takes_the_flags_that_may_change(finished, resume):
     for name, weight in before["model"].items():    # all rates follow --lr
         assert torch.allclose(weight, after["model"][name], atol=1e-20)
     assert json.loads(after["loader"])["rows"] == 8 * 4 + 2 * 2 and after["constant_since"] == 8
+    open("run/step_best.pt", "w").close()    # a user's own
+    assert "done at step 11 of 11; 1 steps" in resume("--out", "run/", "--steps", 11)
 
 def test_other_val_text_at_a_resume_is_said(base, finished, resume):
     assert "val text" not in resume("--out", "run", "--steps", 9)
