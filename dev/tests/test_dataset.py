@@ -338,6 +338,7 @@ NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: 
     (r"/train-0.parquet is train by its name, heldout.parquet names no", write, "train-0", "heldout"),
     (ONE_COLUMN % "n: int64 raw: string", add, {"n": [1], "raw": ["a"]}),
     (ONE_COLUMN % "text: int64", add, {"text": [1]}),
+    (ONE_COLUMN % "text: string messages: string", add, {"text": ["a"], "messages": ["[]"]}),
     (ONE_COLUMN % "messages: list<.*>.*", add, {"messages": [["a"]]}),
     (ONE_COLUMN % "text: .*: string", add, [["a"], ["b"]], ["text", "text"]),
     ("different kinds: a.parquet .*text.*, b.parquet .*tokens", mix),
