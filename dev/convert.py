@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
-from tokenizer import NANOCHAT, ROLES, check_message, parts_of
+from tokenizer import NANOCHAT, ROLES, check_message, parts_of, read_messages
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -375,12 +375,12 @@ def documents_of(path, flags):
 
 def make_document(record, flags):
     record = as_dict(record, flags)
-    other_keys, roles = [], []
+    other_keys, refused = [], []
     kind, columns = find_document(record, flags)
     values = [lookup(record, key) for key in columns]
     if kind == "messages":
         messages, other_keys = clean_messages(join_messages(values), flags.ignore_keys)
-        roles = [message["role"] for message in messages]
+        refused = refused_by_nanochat(messages)
         text = json.dumps(messages, ensure_ascii=False)
     else:
         text = "" if values[0] is None else values[0]
@@ -394,8 +394,8 @@ def make_document(record, flags):
     notes = {
         f"dropped columns (read: {', '.join(columns)})": sorted(other_columns),
         "dropped keys of messages": sorted(other_keys),
-        "conversations that nanochat's template refuses (it takes user, assistant, user, ..., at "
-        "most one system first); train.py ends there": [] if take_turns(roles) else roles}
+        "conversations that nanochat's template refuses, so train.py ends there unless its "
+        "tokenizer is another's": refused}
     kept = [lookup(record, name) for name in flags.keep]
     return Document(kind, text.encode(), kept, notes)
 
@@ -524,10 +524,13 @@ def clean_messages(messages, ignore_keys):
             f"{messages!r:.200}")
     return cleaned, other_keys
 
-def take_turns(roles):
-    if roles[:1] == ["system"]:
-        roles = roles[1:]
-    return all(role == ("user", "assistant")[i % 2] for i, role in enumerate(roles))
+def refused_by_nanochat(messages):
+    """What its template, that of the tokenizers that we train, has against these: [words] or []."""
+    try:
+        read_messages(messages, NANOCHAT)
+    except UserError as error:
+        return [str(error)]
+    return []
 
 def clean_message(message, ignore_keys):
     """(its role, content and weight; the names of its other keys)"""
