@@ -646,6 +646,8 @@ def test_a_share_of_the_tokens_is_replaced_in_each_row_alike_on_any_rank():
     inputs = torch.full((4, 1000), 7)
     noisy = train.replace_some(inputs, [8, 9, 10, 11], 1, 50, 0.1)
     assert 300 < (noisy != 7).sum() < 500 and noisy.unique().tolist() == [*range(50)]
+    noisier = train.replace_some(inputs, [8, 9, 10, 11], 1, 50, 0.2)
+    assert 700 < (noisier != 7).sum() < 900
     of_a_rank = train.replace_some(inputs[:2], [9, 11], 1, 50, 0.1)
     assert torch.equal(of_a_rank, noisy[[1, 3]])
     for others in (train.replace_some(inputs, [8, 9, 10, 11], 2, 50, 0.1), noisy.roll(1, 0)):
