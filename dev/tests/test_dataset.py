@@ -607,15 +607,38 @@ def test_download_from_a_hub_that_misbehaves_ends_complete(hub):
     hub.files["shard_00001.parquet"] = missing
     hub.gets.clear()
     out, err = hub.start("-n", "2").communicate(timeout=100)
-    assert f"3 shards are in {hub.data}" in out, err
+    assert f"{hub.data}: 3 shards, 2 train, 1 val (shard_06542.parquet)" in out, err
     assert hub.fetched() == ["shard_00001.parquet"]
     assert read_all(hub.data) == hub.texts
-    path = hub.data / "shard_06542.parquet"
+    path = hub.data / "shard_00000.parquet"
     path.write_bytes(b"?" + path.read_bytes()[1:])
-    hub.files.clear()
+    del hub.files["shard_00000.parquet"]
     hub.start("-n", "2").communicate(timeout=100)
     with pytest.raises(UserError, match=f"is not complete; type: {again}"):
         list_shards(str(hub.data), "train")
+
+def test_a_download_without_a_network_changes_nothing(hub):
+    hub.start("-n", "1").communicate(timeout=100)
+    before = read_all(hub.data)
+    hub.files.clear()
+    process = hub.start("-n", "2")
+    process.communicate(timeout=100)
+    assert process.returncode == 1
+    assert read_all(hub.data) == before
+
+def test_shards_are_written_on_a_disk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"s3://bucket/x/index.json: write to a folder on a disk"):
+        dataset.mark_unfinished("s3://bucket/x", "again")
+    with pytest.raises(UserError, match=r"s3://bucket/x.parquet: write to a folder on a disk"):
+        dataset.write_shard("s3://bucket/x.parquet", [pa.array(["a"])])
+    assert os.listdir() == []
+
+def test_no_index_is_written_for_a_folder_that_cannot_be_used(tmp_path):
+    folder = write(tmp_path, "train-0", "heldout")
+    with pytest.raises(SystemExit, match=r"heldout.parquet names no split"):
+        dataset.main(["index", folder])
+    assert not os.path.exists(f"{folder}/index.json")
 
 def test_stopped_download_leaves_at_once(hub):
     hub.faults = {"shard_00000.parquet": ["stall"]}
