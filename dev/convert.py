@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
-from tokenizer import NANOCHAT, ROLES, check_message, parts_of, read_messages
+from tokenizer import NANOCHAT, ROLES, check_message, check_parts, parts_of, read_messages
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -543,9 +543,10 @@ def clean_message(message, ignore_keys):
             message.pop(key, None)
     role = message["role"].lower()
     message["role"] = SHAREGPT.get(role, role)
+    check_message(message, ROLES)
     parts = parts_of(message)
     is_answer = message["role"] == "assistant"
-    check_message(message, parts, ROLES, NANOCHAT.tools if is_answer else {})
+    check_parts(parts, NANOCHAT.tools if is_answer else {})
     if not is_answer:
         message["content"] = "".join(text for _, text in parts)
     kept = {key: message[key] for key in ("role", "content", "weight") if key in message}

@@ -492,7 +492,7 @@ def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, cap
     assert command(tmp_path / "in", "--out", tmp_path / "x") is None
     printed = capsys.readouterr().out
     assert "conversations that nanochat's template refuses" in printed
-    assert re.search(": 3, such as .*line 3: message 0: expected a message of role 'user'", printed)
+    assert re.search(": 3, such as .*line 3: message 0: expected a message of role 'sys", printed)
 
 def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     """Those with content only if they are named, and an empty answer is not learned instead."""

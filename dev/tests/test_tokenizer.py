@@ -17,6 +17,7 @@ from functools import cache
 from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -151,7 +152,7 @@ def test_gigatoken_gives_tiktokens_ids(name):
     assert tok.why_tiktoken is None, "not tested"
     assert module.scheme_of(tok.enc) == name
     text = "".join(texts[-9:])
-    raw, _ = Engine(tok.enc, 70_000, has_gigatoken=True)._call_gigatoken([text.encode()])
+    raw, _ = Engine(tok.enc, 70_000, uses_gigatoken=True)._call_gigatoken([text.encode()])
     want = tok.enc.encode_ordinary(text)
     assert raw[1:].tolist() != want, "they agree: drop NEWER_CHARACTERS"
 
@@ -193,7 +194,7 @@ def test_each_thread_has_its_own_engine_with_a_bounded_memory(monkeypatch):
             together.wait(60)
             assert split(*tok.encode_documents([text])) == [ids]
             engines.append(tok.of_thread.engine)
-            assert engines[-1].n_bytes <= (1 << 17) + len(text.encode())
+            assert engines[-1].n_bytes_remembered <= (1 << 17) + len(text.encode())
         return {*engines}
 
     with ThreadPoolExecutor(3) as pool:
@@ -293,6 +294,9 @@ def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, base, capsys):
     folders = {module.trained_dir(sources, size) for sources, size in (
         ([one], 301), ([other], 300), ([one, other], 300), ([other, one], 300))}
     assert len({folder, *folders}) == 4
+    for name in ("GPT4_PATTERN", "TRAIN_CHARACTERS", "SPECIAL_TOKENS"):
+        with mock.patch.object(module, name, 99):    # somebody hacks it
+            assert module.trained_dir([one], 300) != folder
     texts = module.some_text([one, other], len(SOURCES[0]) + 1)    # half of it of each
     assert [*texts][:2] == [SOURCES[0], SOURCES[9]]
     os.unlink(f"{folder}.lock")
@@ -305,12 +309,15 @@ def test_the_command_trains_by_the_rule_and_overwrites_nothing(tmp_path, base, c
     printed = capsys.readouterr().out
     tok, folder = module.find_tokenizer(None, [words[1]], 900)
     assert folder in printed
-    assert f"trained {tok.get_vocab_size()} tokens; engine: " in printed
+    assert f": {tok.get_vocab_size()} tokens; engine: " in printed
     assert (tok.why_tiktoken or "gigatoken, checked against tiktoken") in printed
-    module.main([*words, "--out", f"{tmp_path}/own"])
+    module.main(words)
+    assert capsys.readouterr().out == printed.partition("\n")[2], "it is not trained again"
+    own = [*words, "--out", f"{tmp_path}/own"]
+    module.main(own)
     assert get_tokenizer(f"{tmp_path}/own").fingerprint() == tok.fingerprint()
     with pytest.raises(SystemExit, match=r"^error: .* has a tokenizer, which checkpoints"):
-        module.main(words)
+        module.main(own)
     extra = {"nanoloader.dtype": "uint16", "nanoloader.tokenizer": "x",
              "nanoloader.text_bytes": "2", "nanoloader.tokenizer_dir": "/my/own"}
     tokens = write_data(tmp_path / "tokens", [b"ab", b"ab"], "tokens", extra)
