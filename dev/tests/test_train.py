@@ -363,6 +363,8 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
 
 @pytest.mark.parametrize("words, told", [
     ("--step 5", "unrecognized arguments: --step 5"),
+    ("--out=", "argument --out: invalid folder_name value: ''"),    # as of $UNSET
+    ("--tokenizer=", "argument --tokenizer: invalid folder_name value: ''"),
     ("--batch_size 0", "--batch_size 0: expected a number above 0"),
     ("--lr nan", "--lr nan: expected a number above 0"),
     ("--lr -0.01", "--lr -0.01: expected a number above 0"),
@@ -809,7 +811,7 @@ def test_rates_rise_stay_and_fall_in_any_order_of_optimizers():
     muon, adamw = optimizers_of(train.GPT(1, 64), lr=0.1)
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5, momentum=0.9,
                             weight_decay=0.1)
-    other.peak_rates, other.decays = [0.5], [0]
+    other.peak_rates, other.decay_totals = [0.5], [0]
     shares = []
     for step in range(1000):
         train.set_rates([muon, adamw, other], step, 1000)
