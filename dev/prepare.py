@@ -112,7 +112,7 @@ def tokenize_shard(shard, out, tokenizer, where, keep):
 def check_kept(out, shard, made_from, keep):
     """UserError unless this token shard is what tokenize would write."""
     path = f"{out}/{shard.name}"
-    footer = dataset.parse_footer(out, shard.name, os.path.getsize(path))
+    footer = dataset.load_footer(out, shard.name, os.path.getsize(path))
     columns = footer.metadata.schema.to_arrow_schema().names
     is_same = made_from.items() <= footer.extra.items()
     has_same_rows = footer.entry["rows"] == shard.group_sizes
@@ -162,10 +162,12 @@ def columns_of(shard):
 
 def read_columns(shard, row_group, names):
     """Other columns than the documents; their pages are compared with their checksums."""
-    with (dataset.errors_named(shard.folder, shard.name, f"row group {row_group}"),
-          dataset.open_file(shard.folder, shard.name, shard.file_size) as file):
-        parquet = pq.ParquetFile(file, page_checksum_verification=True)
-        return parquet.read_row_group(row_group, names, use_threads=False).columns
+    def read():
+        with dataset.open_file(shard.folder, shard.name, shard.file_size) as file:
+            parquet = pq.ParquetFile(file, page_checksum_verification=True)
+            return parquet.read_row_group(row_group, names, use_threads=False).columns
+
+    return dataset.attempt(read, shard.folder, shard.name, f"row group {row_group}")
 
 # --------------------------------------------------------------------------------------------------
 # Verify, stats, head

@@ -569,7 +569,7 @@ def test_program_does_not_retry_at_its_end():
             while not dataset.is_ending():
                 pass
             raise OSError
-        concurrent.futures.ThreadPoolExecutor(1).submit(dataset.retry, fail, "s3://bucket")
+        concurrent.futures.ThreadPoolExecutor(1).submit(dataset.attempt, fail, "s3://b", "x", "x")
     """
     subprocess.run([sys.executable, "-c", code], cwd=HERE, timeout=100, check=True)
 
