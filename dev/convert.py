@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
-from tokenizer import NANOCHAT, ROLES, check_message, check_parts, parts_of, read_messages
+from tokenizer import ALL_ROLES, NANOCHAT, check_message, check_parts, parts_of, read_messages
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -543,7 +543,7 @@ def clean_message(message, ignore_keys):
             message.pop(key, None)
     role = message["role"].lower()
     message["role"] = SHAREGPT.get(role, role)
-    check_message(message, ROLES)
+    check_message(message, ALL_ROLES)
     parts = parts_of(message)
     is_answer = message["role"] == "assistant"
     check_parts(parts, NANOCHAT.tools if is_answer else {})

@@ -487,12 +487,13 @@ def test_roles_parts_and_weights_survive(tmp_path):
 def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, capsys):
     system = {"role": "system", "content": "Be kind"}
     good = [[USER, ANSWER], [system, USER, ANSWER, USER, ANSWER]]
-    bad = [[ANSWER], [USER, USER, ANSWER], [USER, system, ANSWER]]
+    tool = {"role": "tool", "content": "4"}
+    bad = [[USER, system, ANSWER], [system, ANSWER], [USER, ANSWER, tool, ANSWER]]
     write(tmp_path / "in", {"a.jsonl": as_json(*good, *bad)})
     assert command(tmp_path / "in", "--out", tmp_path / "x") is None
     printed = capsys.readouterr().out
     assert "conversations that nanochat's template refuses" in printed
-    assert re.search(": 3, such as .*line 3: message 0: expected a message of role 'sys", printed)
+    assert re.search(": 3, such as .*line 3: message 1: expected a message of role 'ass", printed)
 
 def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     """Those with content only if they are named, and an empty answer is not learned instead."""

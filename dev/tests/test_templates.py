@@ -49,6 +49,10 @@ PARTS = [
      "Yo<|assistant_end|>"),
     ("nanochat", chat(("system", "Be kind"), HI), "<|bos|><|user_start|>Be kind\n\nHi<|user_end|>",
      ""),
+    # Not in turns, which nanochat's own refuses
+    ("nanochat", chat(("assistant", "Yo"), HI, HI),
+     "<|bos|><|assistant_start|>Yo<|assistant_end|>" + 2 * "<|user_start|>Hi<|user_end|>",
+     "Yo<|assistant_end|>"),
     ("nanochat", chat(HI, ("assistant", PARTS)),
      "<|bos|><|user_start|>Hi<|user_end|><|assistant_start|>look<|python_start|>1+1"
      "<|python_end|><|output_start|>two<|output_end|>so<|assistant_end|>",
@@ -81,11 +85,12 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
             encode_conversations(tok, lines)
 
 @pytest.mark.parametrize("template, messages, words", [
-    ("nanochat", chat(("assistant", "Yo")), "message 0: .* role 'system' or 'user'; saw .*Yo"),
+    ("nanochat", chat(("tool", "Yo")),
+     "message 0: .* role 'assistant' or 'system' or 'user'; saw .*Yo"),
+    ("nanochat", chat(("system", "Hi"), ("assistant", "Yo")), "user's message after the system's"),
     ("chatml", [{"role": "assistant", "content": None, "tool_calls": [1]}], "tool_calls would be"),
-    ("nanochat", chat(HI, ("user", "Ho")), "message 1: .* 'assistant'; saw .*Ho"),
     ("nanochat", chat(("system", "a"), ("system", "b"), HI),
-     "message 1: expected .* role 'user'; saw .*'b'"),
+     "message 1: expected .* role 'assistant' or 'user'; saw .*'b'"),
     ("nanochat", chat(("system", "a"), tool_calls=[1]) + chat(HI), "message 0: its tool_calls would"),
     ("nanochat", chat(("system", 5), HI), "message 0: .* saw .*5"),
     ("nanochat", [], "nothing to learn"),
@@ -100,7 +105,7 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     ("chatml", chat(("assistant", ""), tool_calls=[{"f": 1}]), "its tool_calls would be lost"),
     ("chatml", chat(("assistant", "Hi"), reasoning_content="Hm"), "its reasoning_content would"),
     ("chatml", chat(("assistant", "Hi"), weight=0.5), "expected a weight of 0 or 1; saw .*0.5"),
-    ("chatml", chat(("assistent", "Hi")), "role 'system' or .*; saw .*assistent"),
+    ("chatml", chat(("assistent", "Hi")), "role 'assistant' or .*; saw .*assistent"),
     ("llama3", chat(HI, ("assistant", PARTS)), "message 1: .* type text; saw"),
     ("none", chat(HI), r"cannot render chats.*it has .*<\|user_start\|>$")])
 def test_a_bad_message_is_shown(template, messages, words):
