@@ -313,10 +313,10 @@ def main(argv=None):
     for command in (tokenizing, verifying, counting, showing):
         add_folder(command)
     for command in (tokenizing, counting, showing):
-        command.add_argument("--tokenizer", type=dataset.folder_name, help="its folder")
+        command.add_argument("--tokenizer", help="its folder")
 
     add = tokenizing.add_argument
-    add("--out", type=dataset.folder_name, required=True, help="folder for the token shards")
+    add("--out", type=dataset.local_folder, required=True, help="folder for the token shards")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns to keep")
     add = showing.add_argument
     add("-n", type=at_least_1, default=5, help="how many (default 5)")

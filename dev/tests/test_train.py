@@ -363,8 +363,8 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
 
 @pytest.mark.parametrize("words, told", [
     ("--step 5", "unrecognized arguments: --step 5"),
-    ("--out=", "argument --out: invalid folder_name value: ''"),    # as of $UNSET
-    ("--tokenizer=", "argument --tokenizer: invalid folder_name value: ''"),
+    ("--out=", "argument --out: expected a folder or URI of shards; saw an empty"),    # $UNSET
+    ("--out s3://b/x", "argument --out: s3://b/x: write to a folder on a disk, and copy it"),
     ("--batch_size 0", "--batch_size 0: expected a number above 0"),
     ("--lr nan", "--lr nan: expected a number above 0"),
     ("--lr -0.01", "--lr -0.01: expected a number above 0"),
