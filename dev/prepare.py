@@ -59,7 +59,7 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     Write token shards with the names, row groups and rows of the text shards. Resumes: complete
     shards of the same text and tokenizer are kept. keep: columns beside the tokens.
     """
-    if "://" in out or os.path.realpath(out) == os.path.realpath(data_dir):
+    if os.path.realpath(out) == os.path.realpath(data_dir):
         raise UserError(f"cannot write to {out}; name another local folder with --out")
     shards = all_shards(data_dir)
     if shards[0].kind == "tokens":

@@ -364,7 +364,7 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
 @pytest.mark.parametrize("words, told", [
     ("--step 5", "unrecognized arguments: --step 5"),
     ("--out=", "argument --out: expected a folder or URI of shards; saw an empty"),    # $UNSET
-    ("--out s3://b/x", "argument --out: s3://b/x: write to a folder on a disk, and copy it"),
+    ("--out s3://b/x", "argument --out: cannot write to s3://b/x; name a local folder"),
     ("--batch_size 0", "--batch_size 0: expected a number above 0"),
     ("--lr nan", "--lr nan: expected a number above 0"),
     ("--lr -0.01", "--lr -0.01: expected a number above 0"),
