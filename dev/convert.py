@@ -184,9 +184,12 @@ def good_documents(files, flags, report):
             place = f"{path}, {where}"
             if isinstance(document, Exception):
                 problem = f"{place}: {explain(document)}"
+                is_rest = where.startswith(UNREADABLE)
                 if not flags.skip_bad:
-                    raise UserError(f"{problem} (to skip what is bad: --skip_bad)") from document
-                report.add("skipped bad documents or files", problem)
+                    what = "the rest of such files" if is_rest else "bad documents"
+                    raise UserError(f"{problem} (to skip {what}: --skip_bad)") from document
+                what = "skipped the rest of files" if is_rest else "skipped bad documents"
+                report.add(what, problem)
             elif not document.text:
                 report.add("skipped null or empty documents", place)
             else:
@@ -358,13 +361,15 @@ class Document(NamedTuple):
     kept: list       # values of the columns to keep
     notes: dict      # {"dropped columns": names of those that are not in the shards}
 
+UNREADABLE = "unreadable"
+
 def documents_of(path, flags):
     """(where, Document) of each record; of a bad one, or of an unreadable rest, (where, error)."""
-    place = "unreadable"
+    place = UNREADABLE
     reader = reader_of(path, flags.as_text)
     try:
         for where, record in reader(path, flags):
-            place = f"unreadable after {where}"
+            place = f"{UNREADABLE} after {where}"
             try:
                 document = make_document(record, flags)
             except Exception as error:    # what is bad may raise any
@@ -379,8 +384,11 @@ def make_document(record, flags):
     kind, columns = find_document(record, flags)
     values = [lookup(record, key) for key in columns]
     if kind == "messages":
-        messages, other_keys = clean_messages(join_messages(values), flags.ignore_keys)
+        messages = with_system(record.get("system"), join_messages(values))
+        messages, other_keys = clean_messages(messages, flags.ignore_keys)
         refused = refused_by_nanochat(messages)
+        if refused and flags.skip_bad:
+            raise UserError(refused[0])
         text = json.dumps(messages, ensure_ascii=False)
     else:
         text = "" if values[0] is None else values[0]
@@ -391,11 +399,13 @@ def make_document(record, flags):
                 f"{columns[0]!r} holds {type(text).__name__}, not a string; for conversations, "
                 f"add --messages_key {columns[0]}")
     other_columns = record.keys() - columns_of([*columns, *flags.keep])
+    if kind == "messages":
+        other_columns.discard("system")
     notes = {
         f"dropped columns (read: {', '.join(columns)})": sorted(other_columns),
         "dropped keys of messages": sorted(other_keys),
         "conversations that nanochat's template refuses, so train.py ends there unless its "
-        "tokenizer is another's": refused}
+        "tokenizer is another's (to leave them out: --skip_bad)": refused}
     kept = [lookup(record, name) for name in flags.keep]
     return Document(kind, text.encode(), kept, notes)
 
@@ -472,6 +482,8 @@ def explain(error):
     advice = ""
     if isinstance(error, UnicodeDecodeError):
         advice = "; expected UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW (or -f UTF-16)"
+    if isinstance(error, csv.Error):
+        advice = '; expected quotes around a text, and "" for a quote in it'
     if isinstance(error, json.JSONDecodeError):
         advice = ("; expected one JSON document in a line, or an array of them; if it was cut off, "
                   "copy it again, else: jq -c . OLD > NEW.jsonl")
@@ -497,13 +509,19 @@ def join_messages(values):
         question = "\n\n".join(filter(None, questions))
     return [*as_messages("user", question), *as_messages("assistant", answer)]
 
+def with_system(text, messages):
+    """ShareGPT and Alpaca have the system's text beside the conversation."""
+    if isinstance(messages, str | bytes):
+        messages = json.loads(messages)
+    if text and isinstance(text, str):
+        return [{"role": "system", "content": text}, *messages]
+    return messages
+
 def as_messages(role, content):
     return content if isinstance(content, list) else [{"role": role, "content": content}]
 
 def clean_messages(messages, ignore_keys):
     """(messages as shards hold them, the names of their other keys)"""
-    if isinstance(messages, str | bytes):
-        messages = json.loads(messages)
     cleaned = []
     other_keys = set()
     for i, message in enumerate(messages):
@@ -511,7 +529,9 @@ def clean_messages(messages, ignore_keys):
             kept, others = clean_message(message, ignore_keys)
         except Exception as error:
             problem = f"it has no {error}" if isinstance(error, KeyError) else error
-            advice = "; to drop that key: --ignore_keys KEY" if "be lost" in str(error) else ""
+            advice = ""
+            if "be lost" in str(error) and message.get("content"):
+                advice = "; to drop that key: --ignore_keys KEY"
             raise UserError(
                 f"message {i}: {problem}; saw {message!r:.300}, expected such as "
                 f"{{'role': 'user', 'content': 'Hi'}}{advice}") from error
@@ -538,7 +558,7 @@ def clean_message(message, ignore_keys):
     if "from" in message and "value" in message:
         message["role"] = message.pop("from")
         message["content"] = message.pop("value")
-    if message["content"]:    # else, it may be in the key to ignore
+    if message.get("content"):    # else, it may be in the key to ignore
         for key in ignore_keys:
             message.pop(key, None)
     role = message["role"].lower()
@@ -748,7 +768,8 @@ def main(argv=None):
         "prompt and its completion or response, or instruction, input and output)")
     add("--keep", **names, metavar="NAME", type=column_to_keep, help="columns beside the text")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
-    add("--delimiter", help="of CSV (default: , ; | or tab, by its first line)")
+    add("--delimiter", type=lambda text: text.replace(r"\t", "\t"),
+        help="of CSV (default: , ; | or tab, by its first line)")
     add("--cut_bytes", type=at_least_1,
         help="cut plain text to this size, at blank lines (default 1 GiB)")
     add("--ignore_keys", **names, metavar="NAME", help="drop these of messages: reasoning_content")

@@ -230,11 +230,13 @@ def test_kept_columns_stay_beside_their_documents(tmp_path, capsys):
     converted(tmp_path, "--skip_bad")
     printed = capsys.readouterr().out
     assert re.search(r"dropped columns \(read: text\): 1, .*/d.parquet, row 0: a, b\n", printed)
-    assert "skipped bad documents or files: 2, such as " in printed
+    assert "skipped bad documents: 2, such as " in printed
     shutil.rmtree(tmp_path / "in")
-    write(tmp_path / "in", {"a.jsonl": "", "c.csv": "text^n\n" + "word^007\n" * 9})
-    converted(tmp_path, "--keep", "n", "--delimiter", "^")
-    assert rows_of(tmp_path / "out") == [{"text": "word", "n": "007"}] * 9
+    for delimiter, typed in [("^", "^"), ("\t", "\\t")]:
+        csv = "text^n\n" + "word^007\n" * 9
+        write(tmp_path / "in", {"a.jsonl": "", "c.csv": csv.replace("^", delimiter)})
+        converted(tmp_path, "--keep", "n", "--delimiter", typed)
+        assert rows_of(tmp_path / "out") == [{"text": "word", "n": "007"}] * 9
 
 # --------------------------------------------------------------------------------------------------
 # What is bad is an error with its file and line, and with --skip_bad counted and shown
@@ -256,7 +258,8 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.arrow", as_arrow(as_table("abcd"), pa.ipc.new_stream)[:-8], "unreadable: its end is mi", 0),
     ("a.json", b'[{"text": "a"},\n {"text": "b"', "unreadable: .* line 2", 0),
     ("a.json", b"[" * 200_000, "unreadable: maximum recursion depth", 0),
-    ("a.csv", b'text\n"one more"\n"never ends\n', "unreadable after line 2: unexpected end", 1),
+    ("a.csv", b'text\n"one more"\n"never ends\n',
+     "unreadable after line 2: unexpected end.*; expected quotes", 1),
     ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8: iconv -f LATIN1", 0),
     ("a.csv", b"text,text\nx,y\n", "unreadable: two columns have one name: text, text", 0),
     ("a.csv", b"n,text\n1,x\n2,Well, I said\n",
@@ -285,7 +288,7 @@ BAD_CHATS = [
     ([{"content": "Hi"}, ANSWER], "message 0: it has no 'role'; saw"),
     ([USER, {**ANSWER, "weight": 0.5}], "message 1: expected a weight of 0 or 1"),
     ([{**USER, "role": "humn"}, ANSWER], "message 0: expected a message of role .*humn"),
-    ([USER, IMAGE], "message 1: it has no 'text'; saw .*image"),
+    ([USER, IMAGE], "message 1: expected parts of type text or .*; saw .*image"),
     ([USER, {**IMAGE, "content": [{"type": "image", "text": ""}]}],
      "message 1: expected parts of type text or python or python_output; saw .*image"),
     ([CODE, ANSWER], "message 0: expected parts of type text; saw"),
@@ -306,11 +309,14 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     write(tmp_path / "in", {name: data, "b.jsonl": as_json(*good)})
     line = command(tmp_path / "in", "--out", tmp_path / "out")
     assert re.search(rf"^error: .*/{name}, {words}", line)
-    assert line.endswith(" (to skip what is bad: --skip_bad)")
+    is_rest = words.startswith("unreadable")
+    what = "the rest of such files" if is_rest else "bad documents"
+    assert line.endswith(f" (to skip {what}: --skip_bad)")
     assert os.listdir(tmp_path) == ["in"], "an error leaves nothing"
     assert len(converted(tmp_path, "--skip_bad")) >= 2 + n_before
     printed = capsys.readouterr().out
-    assert re.search(rf"skipped bad documents or files: 1, such as .*/{name}, {words}", printed)
+    what = "the rest of files" if is_rest else "bad documents"
+    assert re.search(rf"skipped {what}: 1, such as .*/{name}, {words}", printed)
 
 @pytest.mark.parametrize("files, words, expected", [
     ({"a.jsonl": "\n"}, "", r"0 documents, but train and val need at least one each$"),
@@ -361,6 +367,10 @@ def test_out_that_cannot_be_made_is_refused(tmp_path, monkeypatch, out):
 def test_out_may_be_empty_or_a_link_but_no_uri(tmp_path, capsys):
     assert command("a", "--out", "s3://b/x") == 2
     assert "cannot write to s3://b/x; name a local folder" in capsys.readouterr().err
+    dataset.write_shard(f"{tmp_path}/shards/a.parquet", [pa.array(["a"])])
+    dataset.write_index(f"{tmp_path}/shards")
+    assert command("a", "--out", tmp_path / "shards/x/y") == 2
+    assert "a folder of shards; name one outside of it" in capsys.readouterr().err
     write(tmp_path, {"a.jsonl": texts_as_json("ab")})
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -485,6 +495,15 @@ def test_roles_parts_and_weights_survive(tmp_path):
     found = [json.loads(line) for line in converted(tmp_path, "--messages_key", "text")]
     assert chat in found and [USER, ANSWER] in found
 
+def test_a_system_beside_a_conversation_comes_first(tmp_path, capsys):
+    rows = [{"system": "Be kind", "id": 1, "conversations": [USER, ANSWER]},
+            {"system": "", "instruction": "Hi", "input": "", "output": "Hello"},
+            {"system": "Be kind", "messages": json.dumps([USER, ANSWER])}]
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
+    found = sorted(json.loads(line)[0]["content"] for line in converted(tmp_path))
+    assert found == ["Be kind", "Be kind", "Hi"]
+    assert "(read: conversations): 1, such as" in capsys.readouterr().out
+
 def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, capsys):
     system = {"role": "system", "content": "Be kind"}
     good = [[USER, ANSWER], [system, USER, ANSWER, USER, ANSWER]]
@@ -494,6 +513,8 @@ def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, cap
     assert command(tmp_path / "in", "--out", tmp_path / "x") is None
     printed = capsys.readouterr().out
     assert "conversations that nanochat's template refuses" in printed
+    assert len(converted(tmp_path, "--skip_bad")) == 2
+    assert "skipped bad documents: 3" in capsys.readouterr().out
     assert re.search(": 3, such as .*line 3: message 1: expected a message of role 'ass", printed)
 
 def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
@@ -509,8 +530,8 @@ def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     for content in ("", None):
         write(tmp_path / "in", {"b.jsonl": as_json([USER, {**named, "content": content}])})
         line = command(tmp_path / "in", "--out", tmp_path / "x", *words)
-        reason = "its thinking would be lost" if content == "" else "it has no 'content'"
-        assert f"b.jsonl, line 1: message 1: {reason}; saw " in line
+        assert "b.jsonl, line 1: message 1: its thinking would be lost; saw " in line
+        assert "--ignore_keys" not in line
 
 # --------------------------------------------------------------------------------------------------
 # Processes

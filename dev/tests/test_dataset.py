@@ -523,7 +523,7 @@ WAITS = [1, 2, 4, 8, 16]
     ("index.json, opening: .*503.*; check its address", "web", WAITS, fail, "index.json"),
     ("a.parquet, footer: .*not found", "web", WAITS, lose, "a.parquet"),
     ("index.json, opening: .*403.*; check .* permissions", "web", WAITS, fail, "index.json", 403),
-    ("web servers list no files; write index.json: python", "web", [], lose, "index.json"),
+    ("has no index.json, and web servers list no files; write", "web", [], lose, "index.json"),
     ("whole .* lacks range requests", "web", [], lose_ranges),
     ("a.parquet, footer: .*the file has changed", "web", [], grow, "a.parquet"),
     ("a.parquet.*bytes, but .* when the folder was listed", "s3", [], grow, "a.parquet")])

@@ -98,7 +98,7 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     ("nanochat", chat(HI, ("assistant", [{"type": "image", "text": ""}])),
      "message 1: expected parts of type text or python or python_output; saw .*image"),
     ("nanochat", chat(HI, ("assistant", None)), "message 1: .* saw .*None"),
-    ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: it has no 'text'"),
+    ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: expected text;"),
     ("nanochat", chat(HI, ("assistant", [{"type": "python", "text": 1}])), "1: expected text; saw"),
     ("nanochat", ["Hi"], "message 0: .* saw 'Hi'"),
     ("nanochat", [{"a": 1}], "message 0: it has no 'role'"),
