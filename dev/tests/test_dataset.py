@@ -395,6 +395,16 @@ def test_a_folder_is_not_read_before_its_writer_has_finished(tmp_path):
     assert seen == ("tokens", "<u2", "bytes", 99, None)
     assert np.frombuffer(shard.read(0)[0].as_py(), shard.dtype).tolist() == [0, 1, 2]
 
+def test_tokens_of_another_tokenizer_do_not_pass_for_those_in_the_index(tmp_path):
+    """Of the same text, and the file has as many bytes."""
+    folder = write_tokens(tmp_path, "a", "b")
+    dataset.write_index(folder)
+    shard = list_shards(folder, "train")[0]
+    path = tmp_path / "a.parquet"
+    path.write_bytes(path.read_bytes().replace(b"bytes", b"other"))
+    with pytest.raises(UserError, match=r"a.parquet was replaced by another shard of the same size"):
+        shard.read(0)
+
 def test_footers_of_a_folder_without_an_index_are_read_once(tmp_path):
     """... in a process, until a file changes. Nothing is written into the folder."""
     folder = write(tmp_path, "a", "b", "c")
@@ -526,7 +536,7 @@ WAITS = [1, 2, 4, 8, 16]
     ("has no index.json, and web servers list no files; write", "web", [], lose, "index.json"),
     ("whole .* lacks range requests", "web", [], lose_ranges),
     ("a.parquet, footer: .*the file has changed", "web", [], grow, "a.parquet"),
-    ("a.parquet.*bytes, but .* when the folder was listed", "s3", [], grow, "a.parquet")])
+    ("a.parquet.*bytes, but .* as listed or in the index", "s3", [], grow, "a.parquet")])
 def test_remote_errors_say_what_to_do(server, case):
     """... after six attempts with growing waits, or at once if no retry can mend them."""
     words, end, waits, damage, *arguments = case
@@ -540,7 +550,7 @@ def test_remote_errors_say_what_to_do(server, case):
         dataset.main(["index", "nope://x"])
 
 @pytest.mark.parametrize("end, words", [
-    ("web", "the file has changed"), ("s3", "when the folder was listed")])
+    ("web", "the file has changed"), ("s3", "as listed or in the index")])
 def test_a_file_that_changes_under_its_reader_is_an_error(server, end, words):
     shard = list_shards(getattr(server, end), "train")[0]
     shard.read(0)

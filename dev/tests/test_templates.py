@@ -87,7 +87,8 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
 @pytest.mark.parametrize("template, messages, words", [
     ("nanochat", chat(("tool", "Yo")),
      "message 0: .* role 'assistant' or 'system' or 'user'; saw .*Yo"),
-    ("nanochat", chat(("system", "Hi"), ("assistant", "Yo")), "user's message after the system's"),
+    ("nanochat", chat(("system", "Hi"), ("assistant", "Yo")),
+     "message 1: expected one of a user, after the system's"),
     ("chatml", [{"role": "assistant", "content": None, "tool_calls": [1]}], "tool_calls would be"),
     ("nanochat", chat(("system", "a"), ("system", "b"), HI),
      "message 1: expected .* role 'assistant' or 'user'; saw .*'b'"),
