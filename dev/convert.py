@@ -761,7 +761,7 @@ def main(argv=None):
     names = {"nargs": "+", "action": "extend", "default": []}
     kinds = ", ".join(READERS)
     add("inputs", nargs="+", metavar="IN", help=f"files, folders, globs in quotes: {kinds}")
-    add("--out", type=dataset.new_shard_folder,
+    add("--out", type=dataset.local_folder,
         help="folder, new or empty (default: where train.py looks)")
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
     add("--messages_key", help="that of conversations (default messages or conversations, or a "

@@ -316,7 +316,7 @@ def main(argv=None):
         command.add_argument("--tokenizer", help="its folder")
 
     add = tokenizing.add_argument
-    add("--out", type=dataset.new_shard_folder, required=True, help="folder for the token shards")
+    add("--out", type=dataset.local_folder, required=True, help="folder for the token shards")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns to keep")
     add = showing.add_argument
     add("-n", type=at_least_1, default=5, help="how many (default 5)")
