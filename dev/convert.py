@@ -383,9 +383,14 @@ def make_document(record, flags):
     other_keys, refused = [], []
     kind, columns = find_document(record, flags)
     values = [lookup(record, key) for key in columns]
+    used = [*columns, *flags.keep]
     if kind == "messages":
-        messages = with_system(record.get("system"), join_messages(values))
-        messages, other_keys = clean_messages(messages, flags.ignore_keys)
+        messages, other_keys = clean_messages(join_messages(values), flags.ignore_keys)
+        system = record.get("system")    # ShareGPT and Alpaca have it beside the conversation
+        if system and isinstance(system, str) and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        if system in ("", messages[0]["content"]):
+            used.append("system")
         refused = refused_by_nanochat(messages)
         if refused and flags.skip_bad:
             raise UserError(refused[0])
@@ -398,9 +403,7 @@ def make_document(record, flags):
             raise UserError(
                 f"{columns[0]!r} holds {type(text).__name__}, not a string; for conversations, "
                 f"add --messages_key {columns[0]}")
-    other_columns = record.keys() - columns_of([*columns, *flags.keep])
-    if kind == "messages":
-        other_columns.discard("system")
+    other_columns = record.keys() - columns_of(used)
     notes = {
         f"dropped columns (read: {', '.join(columns)})": sorted(other_columns),
         "dropped keys of messages": sorted(other_keys),
@@ -509,19 +512,13 @@ def join_messages(values):
         question = "\n\n".join(filter(None, questions))
     return [*as_messages("user", question), *as_messages("assistant", answer)]
 
-def with_system(text, messages):
-    """ShareGPT and Alpaca have the system's text beside the conversation."""
-    if isinstance(messages, str | bytes):
-        messages = json.loads(messages)
-    if text and isinstance(text, str):
-        return [{"role": "system", "content": text}, *messages]
-    return messages
-
 def as_messages(role, content):
     return content if isinstance(content, list) else [{"role": role, "content": content}]
 
 def clean_messages(messages, ignore_keys):
     """(messages as shards hold them, the names of their other keys)"""
+    if isinstance(messages, str | bytes):
+        messages = json.loads(messages)
     cleaned = []
     other_keys = set()
     for i, message in enumerate(messages):

@@ -499,6 +499,12 @@ def test_a_system_beside_a_conversation_comes_first(tmp_path, capsys):
     found = sorted(json.loads(line)[0]["content"] for line in converted(tmp_path))
     assert found == ["Be kind", "Be kind", "Hi"]
     assert "(read: conversations): 1, such as" in capsys.readouterr().out
+    # Not if it has one itself, or if it is no text: then it is reported
+    messages = [{"role": "system", "content": "Be brief"}, USER, ANSWER]
+    rows = [{"system": "Be kind", "messages": messages}, {"system": {"a": 1}, "messages": messages}]
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
+    assert [json.loads(line) for line in converted(tmp_path)] == [messages, messages]
+    assert re.search(r"dropped columns \(read: messages\): 2, .*: system\n", capsys.readouterr().out)
 
 def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, capsys):
     system = {"role": "system", "content": "Be kind"}

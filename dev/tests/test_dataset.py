@@ -282,14 +282,16 @@ def test_shards_are_found_below_a_folder_but_not_what_other_tools_hide(tmp_path)
     """Links to other places are as good as files."""
     write(tmp_path / "data", "a", "y=24/b", "part.parquet/c", "snapshots/d", "my_delta_log/e")
     write(tmp_path / "data", "_temporary/0", ".cache/d", "y=24/_d", ".e")
-    (tmp_path / "data" / "f.PQ").write_bytes(b"")
+    for name in ("f.PQ", "i.parq"):
+        (tmp_path / "data" / name).write_bytes(b"")
     (tmp_path / "data" / "README.md").write_text("no shard")
     write(tmp_path / "far", "x/g", "h")
     for link, target in {"m": "far/x", "n.parquet": "far/h.parquet", ".hidden": "data"}.items():
         os.symlink(tmp_path / target, tmp_path / "data" / link)
     with mock.patch("os.scandir", wraps=os.scandir) as scandir:
         assert names(tmp_path / "data") == [
-            "a", "f.PQ", "m/g", "my_delta_log/e", "n", "part.parquet/c", "snapshots/d", "y=24/b"]
+            "a", "f.PQ", "i.parq", "m/g", "my_delta_log/e", "n", "part.parquet/c", "snapshots/d",
+            "y=24/b"]
     entered = {os.path.relpath(call.args[0], tmp_path / "data") for call in scandir.call_args_list}
     assert "y=24" in entered
     assert not {"_temporary", ".cache", ".hidden"} & entered, "hidden folders are not walked"
