@@ -102,7 +102,7 @@ def rows_of_chunk(run, name, lane, n):
             documents.append(location)
             lengths.append(n_tokens)
     rows = PACKINGS[run.packing](lengths, run.T + 1) if documents else []
-    rows.sort(key=min)
+    rows.sort(key=lambda row: min(row)[0])    # by their first documents
     rows = permuted(rows, run.shuffle_seed, 2, lane, n)
     return [[(documents[d], epoch, *piece) for d, *piece in row] for row in rows]
 
