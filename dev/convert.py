@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
-from tokenizer import ALL_ROLES, NANOCHAT, check_message, check_parts, parts_of, read_messages
+from tokenizer import ALL_ROLES, NANOCHAT, read_message, read_messages
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -97,8 +97,9 @@ def convert(flags):
         written = run(gather, shards)
         for _ in tqdm(written, "write", len(shards), unit=" shards", delay=1):
             pass
-        index = dataset.write_index(f"{building}/shards")
-        assert n_documents == sum(sum(entry["rows"]) for entry in index["shards"].values())
+        dataset.write_index(f"{building}/shards")
+        found = dataset.all_shards(f"{building}/shards")
+        assert n_documents == sum(sum(shard.group_sizes) for shard in found)
         os.rename(f"{building}/shards", out)
     print(f"{counted(len(files), 'file')} -> {counted(n_documents, 'document')}, "
           f"{n_bytes / 1e6:,.1f} MB, in {len(shards):,} shards, the last for val, in {out}")
@@ -560,12 +561,9 @@ def clean_message(message, ignore_keys):
             message.pop(key, None)
     role = message["role"].lower()
     message["role"] = SHAREGPT.get(role, role)
-    check_message(message, ALL_ROLES)
-    parts = parts_of(message)
-    is_answer = message["role"] == "assistant"
-    check_parts(parts, NANOCHAT.tools if is_answer else {})
-    if not is_answer:
-        message["content"] = "".join(text for _, text in parts)
+    read = read_message(message, ALL_ROLES, NANOCHAT)
+    if read.role != "assistant":
+        ((_, message["content"]),) = read.parts
     kept = {key: message[key] for key in ("role", "content", "weight") if key in message}
     return kept, message.keys() - kept
 

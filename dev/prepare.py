@@ -112,10 +112,10 @@ def tokenize_shard(shard, out, tokenizer, where, keep):
 def check_kept(out, shard, made_from, keep):
     """UserError unless this token shard is what tokenize would write."""
     path = f"{out}/{shard.name}"
-    footer = dataset.load_footer(out, shard.name, os.path.getsize(path))
+    footer = dataset.read_footer(out, shard.name, os.path.getsize(path))
     columns = footer.metadata.schema.to_arrow_schema().names
     is_same = made_from.items() <= footer.extra.items()
-    has_same_rows = footer.entry["rows"] == shard.group_sizes
+    has_same_rows = footer.shard.group_sizes == shard.group_sizes
     if not is_same or not has_same_rows or columns != ["tokens", *keep]:
         raise UserError(
             f"{path} was made from other text, by another tokenizer, or with other --keep; name a "
@@ -158,7 +158,7 @@ def encode(texts, tokenizer, kind, first):
     return join_documents(encoded, np.int32)
 
 def columns_of(shard):
-    return dataset.read_footer(shard).metadata.schema.to_arrow_schema().names
+    return dataset.checked_footer(shard).metadata.schema.to_arrow_schema().names
 
 def read_columns(shard, row_group, names):
     """Other columns than the documents; their pages are compared with their checksums."""
@@ -167,7 +167,8 @@ def read_columns(shard, row_group, names):
             parquet = pq.ParquetFile(file, page_checksum_verification=True)
             return parquet.read_row_group(row_group, names, use_threads=False).columns
 
-    return dataset.attempt(read, shard.folder, shard.name, f"row group {row_group}")
+    place = f"{shard.path}, row group {row_group}"
+    return dataset.attempt(read, place, dataset.verify_advice(shard.folder))
 
 # --------------------------------------------------------------------------------------------------
 # Verify, stats, head
@@ -180,7 +181,7 @@ def verify(folder):
         if problem:
             n_bad += 1
             print(f"PROBLEM  {problem.partition('; check it with')[0]}", flush=True)
-        elif not dataset.read_footer(shard).checksums:
+        elif not dataset.checked_footer(shard).checksums:
             print(f"{shard.path}: others wrote it; only checksums of its pages, if it has any")
     n_documents = sum(sum(shard.group_sizes) for shard in shards)
     print(f"{folder}: {counted(len(shards), 'shard')}, {counted(n_documents, 'document')}, "
@@ -247,7 +248,7 @@ def count_tokens(places, n_bytes, tokenizer):
     """In words. Of text, an estimate from 16 row groups spread over the shards."""
     shard, _ = places[0]
     if shard.kind == "tokens":
-        return f"{n_bytes // shard.dtype.itemsize:,}"
+        return f"{n_bytes // np.dtype(shard.dtype).itemsize:,}"
     if not tokenizer:
         return "? (add --tokenizer DIR)"
     n_tokens = n_learned = n_sampled = 0

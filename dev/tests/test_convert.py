@@ -464,7 +464,7 @@ def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
     added = [{"role": "user", "content": "Add\n\n1, 2"}, {"role": "assistant", "content": "3"}]
     odd = [added, [ANSWER, USER, ANSWER], [USER, HIDDEN, ANSWER]]
     assert found == sorted(map(str, [[USER, ANSWER]] * 14 + odd))
-    assert dataset.read_index(str(tmp_path / "out"))["kind"] == "messages"
+    assert {shard.kind for shard in all_of(tmp_path / "out")} == {"messages"}
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_text_beside_a_conversation_is_for_the_user_to_choose(tmp_path, suffix):

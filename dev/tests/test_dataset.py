@@ -136,7 +136,7 @@ def test_builtin_corpus_is_made_once_and_is_always_the_same(tmp_path, monkeypatc
         dataset.build_builtin_corpus(str(tmp_path / "fixed"))
     digests = [shard.digest for shard in dataset.all_shards(f"{tmp_path}/fixed")]
     assert digests == ["dc81deb61f793154", "c847ba384baad63e", "93f72063965cbb0d",
-                       "7a772ddda5a548fb", "7d30ce9c1bc2ed9d"], "change builtin-v1"
+                       "7a772ddda5a548fb", "7d30ce9c1bc2ed9d"], "change builtin-v2"
     write(tmp_path / "base_data", "a", "b")
     assert dataset.find_data() == dataset.default_data_dir() == f"{tmp_path}/base_data"
     assert dataset.find_data("s3://bucket/x") == "s3://bucket/x"
@@ -155,7 +155,7 @@ def test_a_shard_gives_back_what_was_written(tmp_path):
     write(folder, "c", groups=[[]])
     (shard,) = list_shards(folder, "train")
     assert [shard.read(i).to_pylist() for i in range(3)] == [["a", None, ""], [], ["ccc"]]
-    assert (shard.kind, shard.group_sizes, shard.text_bytes) == ("text", [3, 0, 1], 4)
+    assert (shard.kind, shard.group_sizes, shard.text_bytes) == ("text", (3, 0, 1), 4)
     batches = list(dataset.parquets_iter_batched("train", data_dir=folder))
     assert batches == [["a", ""], [], ["ccc"]]
     table = pa.table({"text": ["x"], "score": [0.5]})
@@ -175,13 +175,17 @@ def test_shards_of_other_tools_read_the_same(tmp_path, kind):
     for name in "ab":
         pq.write_table(other, tmp_path / f"{name}.parquet", row_group_size=3)
     (shard,) = list_shards(str(tmp_path), "train")
-    assert (read(shard), shard.group_sizes, shard.digest) == (texts, [3, 2], None)
+    assert (read(shard), shard.group_sizes, shard.digest) == (texts, (3, 2), None)
     data, offsets, _ = dataset.column_views(shard.read(1).slice(1))
     assert data[offsets[0]:offsets[1]] == b"b" * 9000
     assert dataset.column_views(shard.read(0))[2].tolist() == [True, False, True]
-    shard.group_sizes = [4, 2]
-    with pytest.raises(UserError, match="it has 3 documents, 4 in the index"):
-        shard.read(0)
+    other = shard._replace(group_sizes=(4, 2))
+    with pytest.raises(UserError, match="was replaced by another shard of the same size"):
+        other.read(0)
+    footer = dataset.checked_footer(shard)
+    with (mock.patch("dataset.checked_footer", return_value=footer),
+          pytest.raises(UserError, match="row group 0: it has 3 documents, 4 in the index")):
+        other.read(0)
 
 def test_a_location_has_a_key_that_survives_a_move(tmp_path):
     """... and differs between the subfolders of a folder."""
@@ -209,7 +213,7 @@ def test_a_damaged_shard_never_gives_other_text(tmp_path, index):
     """Bytes are flipped, cut or zeroed anywhere: an error that names the shard, or equal text."""
     texts = [f"{i} für 日本\0\n" * (i * i % 40) for i in range(64)]
     folder = write(tmp_path, "a", groups=[texts[i:i + 8] for i in range(0, 64, 8)])
-    known = dataset.make_index(folder, dataset.list_files(folder))
+    known = dataset.all_shards(folder)
     path = tmp_path / "a.parquet"
     complete, pick, outcomes = path.read_bytes(), random.Random(index), set()
     for _ in range(200):
@@ -219,10 +223,9 @@ def test_a_damaged_shard_never_gives_other_text(tmp_path, index):
         data[start:stop] = pick.choice([b"", pick.randbytes(1), bytes(len(data[start:stop]))])
         path.write_bytes(data)
         try:
-            dataset.make_index.cache_clear()
-            files = dataset.list_files(folder)
-            seen = known if index == "known" else dataset.make_index(folder, files)
-            (shard,) = dataset.shards_of(folder, seen)
+            dataset.read_footers.cache_clear()
+            dataset.checked_footer.cache_clear()
+            (shard,) = known if index == "known" else dataset.all_shards(folder)
             assert read(shard) == texts, "OTHER TEXT"
             outcomes.add("equal")
         except UserError as error:
@@ -313,7 +316,8 @@ def link(folder, target, name):
 
 def change_index(folder, data):
     """data: bytes, or what is other in it."""
-    index = dataset.write_index(write(folder, "a", "b", "c"))
+    dataset.write_index(write(folder, "a", "b", "c"))
+    index = json.loads((folder / "index.json").read_bytes())
     data = data if isinstance(data, bytes) else json.dumps(index | data).encode()
     (folder / "index.json").write_bytes(data)
 
@@ -356,7 +360,7 @@ NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: 
     (NOT_USED, change_index, b"[" * 200_000),
     (NOT_USED, change_index, b"\xff"),
     (NOT_USED, change_index, {"format": 1}),
-    (NOT_USED, change_index, {"dtype": "nothing"}),
+    (NOT_USED, change_index, {"shards": ["a.parquet"]}),
     (NOT_USED, change_index, {"shards": {"a.parquet": {"bytes": 1}}}),
     (NO_MATCH % r"\d+ bytes in the folder, None", change_shard, grow_folder),
     (NO_MATCH % r"None bytes in the folder, \d+", change_shard, os.unlink),
@@ -376,12 +380,12 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys):
     assert capsys.readouterr().out == describe(folder) + "; index.json written\n"
     with mock.patch("dataset.parse_footer", side_effect=AssertionError):
         after = dataset.all_shards(folder)
-    assert list(map(vars, after)) == list(map(vars, before))
+    assert after == before
     index = json.loads((tmp_path / "index.json").read_bytes())
-    assert index.pop("shards")["a.parquet"] == {
-        "bytes": os.path.getsize(tmp_path / "a.parquet"), "text_bytes": 99 * 8, "rows": [3, 5],
-        "digest": "b29037bed2a8726b"}
-    assert index == {"format": 2, "kind": "text", "dtype": None, "tokenizer": None}
+    assert index == {"format": 3, "shards": {"a.parquet": {
+        "kind": "text", "dtype": None, "fingerprint": None,
+        "file_size": os.path.getsize(tmp_path / "a.parquet"), "text_bytes": 99 * 8,
+        "group_sizes": [3, 5], "digest": "b29037bed2a8726b"}}}
 
 def test_a_folder_is_not_read_before_its_writer_has_finished(tmp_path):
     """A download or tokenize marks it first, and writes its index last."""
@@ -394,7 +398,7 @@ def test_a_folder_is_not_read_before_its_writer_has_finished(tmp_path):
     dataset.write_index(folder)
     (shard,) = list_shards(folder, "train")
     seen = shard.kind, shard.dtype, shard.fingerprint, shard.text_bytes, shard.digest
-    assert seen == ("tokens", "<u2", "bytes", 99, None)
+    assert seen == ("tokens", "uint16", "bytes", 99, None)
     assert np.frombuffer(shard.read(0)[0].as_py(), shard.dtype).tolist() == [0, 1, 2]
 
 def test_tokens_of_another_tokenizer_do_not_pass_for_those_in_the_index(tmp_path):
@@ -567,6 +571,8 @@ def test_s3_is_listed_or_has_an_index(server, tmp_path, monkeypatch):
     dataset.main(["index", server.s3])
     assert json.loads((tmp_path / "index.json").read_bytes()) == json.loads(index)
     assert list_shards(server.s3, "val")[0].path == server.s3.replace("?", "/c.parquet?")
+    with pytest.raises(SystemExit, match=r"index.json is here already; type the command in another"):
+        dataset.main(["index", server.s3])    # it may be of a folder of shards
 
 def test_other_file_systems_of_fsspec_have_a_prefix(tmp_path):
     memory = pytest.importorskip("fsspec").filesystem("memory")
@@ -583,9 +589,16 @@ def test_program_does_not_retry_at_its_end():
             while not dataset.is_ending():
                 pass
             raise OSError
-        concurrent.futures.ThreadPoolExecutor(1).submit(dataset.attempt, fail, "s3://b", "x", "x")
+        def attempt():
+            try:
+                dataset.attempt(fail, "s3://b", "wait")
+            except dataset.UserError as error:
+                print(error, flush=True)
+        concurrent.futures.ThreadPoolExecutor(1).submit(attempt)
     """
-    subprocess.run([sys.executable, "-c", code], cwd=HERE, timeout=100, check=True)
+    program = [sys.executable, "-c", code]
+    ended = subprocess.run(program, cwd=HERE, timeout=100, check=True, stdout=-1, text=True)
+    assert ended.stdout == "s3://b: OSError; wait\n"
 
 # --------------------------------------------------------------------------------------------------
 # The download and the command line
@@ -676,6 +689,7 @@ def test_stopped_download_leaves_at_once(hub):
     ("-n 1 --out s3://b/x", None),
     ("", None), ("-n0", None), ("-n -5", None), ("-n1 -w0", None), ("index", None),
     ("index a b", None), ("foo", None), ("foo a", None), ("-n 1 --workers 8", None),
+    ("index a -n 1", None),
     ("-n many\x1b", None), ("index /no\x1bdir", None)])
 def test_a_command_downloads_or_is_an_error_of_one_line(flags, call, capsys):
     with mock.patch("dataset.download") as download:

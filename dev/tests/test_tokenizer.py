@@ -144,7 +144,8 @@ def test_gigatoken_gives_tiktokens_ids(name):
     words = [*module.HARD, "<|bos|>", separator, separator[:5], separator[5:]]
     texts = ["".join(draw.choices(words, k=draw.randint(0, 40))) for _ in range(3000)]
     codes = [*range(0x600), *range(0x600, 0xD800, 20), *range(0xE000, 0x20000, 16), 0x10FFFF]
-    newer = module.NEWER_CHARACTERS[1:-1].replace("-", "")
+    newer = module.NEWER_CHARACTERS[1:-1].replace("-", "")    # both ends of each range
+    assert {text.encode()[0] for text in [*newer, separator]} == {*module.FIRST_BYTES}
     texts += [f"a{c}a 1{c}1 {c}{c}'s{c}. {c}\n{c}A" for c in [*map(chr, codes), *newer]]
     want = [[70_000, *ids] for ids in tok.enc.encode_ordinary_batch(texts)]
     for i in range(0, len(texts), 100):
@@ -193,8 +194,8 @@ def test_each_thread_has_its_own_engine_with_a_bounded_memory(monkeypatch):
         for text, ids in zip(SOURCES[:30], want, strict=True):
             together.wait(60)
             assert split(*tok.encode_documents([text])) == [ids]
-            engines.append(tok.of_thread.engine)
-            assert engines[-1].n_bytes_remembered <= (1 << 17) + len(text.encode())
+            engines.append(tok.engine.gigatoken)
+            assert tok.engine.n_bytes_remembered <= (1 << 17) + len(text.encode())
         return {*engines}
 
     with ThreadPoolExecutor(3) as pool:
@@ -376,7 +377,8 @@ def test_every_interface_gives_the_same_documents():
     (stub(lambda text: [256, *text[:8191]]), "8192 tokens: turn padding and truncation off"),
     (stub(lambda text: [256, *text.ljust(512)]), "have 513, 1121 and 112001 tokens"),
     (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 4, 7])), "bounds from 0 to 6"),
-    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 6])), "cannot be used: IndexError")])
+    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 6])), "4 bounds, from 0 on"),
+    (stub(encode_documents=lambda texts: ([256, 1] * 3, [1, 3, 5, 7])), "4 bounds, from 0 on")])
 def test_a_tokenizer_that_cannot_be_used_is_refused(tok, reason):
     with pytest.raises(UserError, match=reason):
         AnyTokenizer(tok)
