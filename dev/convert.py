@@ -166,7 +166,7 @@ def scatter_files(files, flags, building, longest_val):
         if len(document.text) > longest_val:
             key //= 2    # val has the largest keys
         rows.append((key, document.text, *document.kept))
-        n_bytes += len(document.text)
+        n_bytes += len(document.text) + len(str(document.kept))
         if n_bytes >= RUN_BYTES:
             write_run(building, rows, flags.keep)
             rows = []
@@ -241,16 +241,13 @@ def gather_shard(shard, building, kind):
     """Write the documents of all row groups."""
     number, bounds = shard
     runs = open_runs(building)
-    tables = (gather_rows(runs, *pair, kind) for pair in itertools.pairwise(bounds))
+    cuts = [run[KEY].to_numpy().searchsorted(bounds) for run in runs]
+    tables = (gather_rows(runs, cuts, i, kind) for i in range(len(bounds) - 1))
     dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables, kind)
 
-def gather_rows(runs, first, end, kind):
-    """All documents with keys from first to before end, in the order of their keys."""
-    parts = []
-    for run in runs:
-        keys = run[KEY].to_numpy()
-        start, stop = keys.searchsorted([first, end])
-        parts.append(run[start:stop])
+def gather_rows(runs, cuts, i, kind):
+    """Row group i: in each run, the documents from cut i on; in the order of their keys."""
+    parts = [run[cut[i]:cut[i + 1]] for run, cut in zip(runs, cuts, strict=True)]
     table = pa.concat_tables(parts, promote_options="permissive").sort_by(KEY)
     for column in table.schema:
         if pa.types.is_null(column.type):
@@ -291,6 +288,8 @@ def read_csv(path, flags):
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         check_names(rows.fieldnames or [])
         for row in rows:
+            if None in row.values():
+                row[None] = "too few fields"
             yield f"line {rows.line_num}", row
 
 def check_names(names):
@@ -332,14 +331,14 @@ def read_arrow(path, flags):
     return rows_of(reader.read_all().to_batches(ROW_GROUP_DOCUMENTS), flags)
 
 def rows_of(batches, flags):
-    """Columns that cannot hold documents are not read: they may have values that Python lacks."""
+    """Columns that cannot hold documents are None: they may have values that Python lacks."""
     text_key, chats = keys_to_read(flags)
-    wanted = columns_of([text_key, *itertools.chain(*chats), *flags.keep])
+    wanted = columns_of([text_key, "system", *itertools.chain(*chats), *flags.keep])
     numbers = itertools.count()
     for batch in batches:
         names = batch.schema.names
         check_names(names)
-        unread = dict.fromkeys(names, "(not read)")
+        unread = dict.fromkeys(names)
         read = batch.select([name for name in names if name in wanted])
         for row in read.to_pylist():
             yield f"row {next(numbers)}", unread | row
@@ -421,10 +420,10 @@ def as_dict(record, flags):
         record = {flags.messages_key or "messages": record}
     if not isinstance(record, dict):
         raise UserError(f"saw {record!r:.200}, expected such as {{'text': 'Hello'}}")
-    if None in record:    # as csv.DictReader has it
+    if None in record:    # of CSV: too few fields, or too many
         raise UserError(
-            f"{len(record[None])} fields more than the first line names: quote texts, or name what "
-            "divides columns: --delimiter ';'")
+            "not as many fields as the first line names: quote texts, or name what divides "
+            "columns: --delimiter ';'")
     return record
 
 # The columns of a conversation
@@ -450,7 +449,7 @@ def keys_to_read(flags):
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ('text',)), ('messages', ('prompt', 'response'))"""
     text_key, chats = keys_to_read(flags)
-    has_text = lookup(record, text_key) is not None
+    has_text = text_key and lookup(record, text_key) is not None
     chat = None
     for columns in chats:
         values = [lookup(record, key) for key in columns]

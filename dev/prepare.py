@@ -103,7 +103,10 @@ def tokenize_shard(shard, out, tokenizer, where, keep):
         kept = read_columns(shard, row_group, keep)
         return pa.table([ids, *kept], ["tokens", *keep])
 
-    command = shlex.join(["tokenize", shard.folder, "--tokenizer", where, "--out", out])
+    words = ["tokenize", shard.folder, "--tokenizer", where, "--out", out]
+    if keep:
+        words += ["--keep", *keep]
+    command = shlex.join(words)
     dataset.mark_unfinished(out, f"python -m dev.prepare {command}")
     tables = in_order(encode_group, range(len(shard.group_sizes)))
     metadata = {**made_from, "nanoloader.tokenizer_dir": os.path.abspath(where)}
@@ -165,7 +168,8 @@ def read_columns(shard, row_group, names):
     def read():
         with dataset.open_file(shard.folder, shard.name, shard.file_size) as file:
             parquet = pq.ParquetFile(file, page_checksum_verification=True)
-            return parquet.read_row_group(row_group, names, use_threads=False).columns
+            table = parquet.read_row_group(row_group, names, use_threads=False)
+            return table.select(names).columns    # or an error: this shard lacks one
 
     place = f"{shard.path}, row group {row_group}"
     return dataset.attempt(read, place, dataset.verify_advice(shard.folder))

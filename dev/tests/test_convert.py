@@ -263,7 +263,9 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8: iconv -f LATIN1", 0),
     ("a.csv", b"text,text\nx,y\n", "unreadable: two columns have one name: text, text", 0),
     ("a.csv", b"n,text\n1,x\n2,Well, I said\n",
-     "line 3: 1 fields more than the first line names: .* --delimiter ';'", 1),
+     "line 3: not as many fields as the first line names: .* --delimiter ';'", 1),
+    ("a.csv", b"text,n\nx,1\na\nb,1\n", "line 3: not as many fields as the first line", 2),
+    ("a.csv", b",prompt\n0,Hi\n", rf"line 2: {MISSING}\['', 'prompt'\]; name the key", 0),
     ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}\['n', 'txt'\]; name the key by --text_key", 0),
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}\['txt'\]; name", 0),
     ("a.csv", b"n^text\n1^x\n", rf"line 2: {MISSING}\['n\^text'\]; ", 0),
@@ -499,6 +501,11 @@ def test_a_system_beside_a_conversation_comes_first(tmp_path, capsys):
     found = sorted(json.loads(line)[0]["content"] for line in converted(tmp_path))
     assert found == ["Be kind", "Be kind", "Hi"]
     assert "(read: conversations): 1, such as" in capsys.readouterr().out
+    table = pa.table([["Be kind", ""], [[USER, ANSWER]] * 2, [1, 2]], ["system", "messages", "id"])
+    write(tmp_path / "in", {"a.jsonl": b"", "a.parquet": as_parquet(table)})
+    found = sorted(json.loads(line)[0]["content"] for line in converted(tmp_path))
+    assert found == ["Be kind", "Hi"]
+    os.unlink(tmp_path / "in/a.parquet")
     # Not if it has one itself, or if it is no text: then it is reported
     messages = [{"role": "system", "content": "Be brief"}, USER, ANSWER]
     rows = [{"system": "Be kind", "messages": messages}, {"system": {"a": 1}, "messages": messages}]

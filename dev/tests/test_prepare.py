@@ -156,6 +156,11 @@ def test_kept_columns_stay_beside_the_tokens(tmp_path, byte_tokenizer, capsys):
     assert table.column_names == ["tokens", "score"] and table["score"].to_pylist() == [1.5, None]
     assert "or with other --keep" in command(*words, "lang")
     assert prepare.verify(f"{tmp_path}/out")
+    dataset.write_shard(f"{tmp_path}/text/y.parquet", [rows.select(["text"])])
+    line = command("tokenize", tmp_path / "text", "--out", tmp_path / "new", "--keep", "score")
+    assert re.search("error: .*/text/y.parquet, row group 0: .*score", line)
+    with pytest.raises(dataset.UserError, match=r"not complete; type: .* --keep score$"):
+        dataset.list_shards(str(tmp_path / "new"), "val")
 
 # --------------------------------------------------------------------------------------------------
 # verify, stats, head
