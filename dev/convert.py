@@ -38,7 +38,6 @@ import signal
 import threading
 from codecs import BOM_UTF8
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
-from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -159,14 +158,14 @@ def scatter_files(files, flags, building, longest_val):
     report = Report()
     rows = []
     n_bytes = 0
-    for position, document in good_documents(files, flags, report):
+    for position, text, kept in good_documents(files, flags, report):
         name = b"0 %d %d" % position
         digest = hashlib.blake2b(name, digest_size=8).digest()
         key = int.from_bytes(digest, "big")
-        if len(document.text) > longest_val:
+        if len(text) > longest_val:
             key //= 2    # val has the largest keys
-        rows.append((key, document.text, *document.kept))
-        n_bytes += len(document.text) + len(str(document.kept))
+        rows.append((key, text, *kept))
+        n_bytes += len(text) + len(str(kept))
         if n_bytes >= RUN_BYTES:
             write_run(building, rows, flags.keep)
             rows = []
@@ -177,29 +176,33 @@ def scatter_files(files, flags, building, longest_val):
 
 def good_documents(files, flags, report):
     """
-    Yield ((number of its file, its number there), Document) of those that are neither bad nor
-    empty, which are counted. Unless skip_bad, the first bad one is a UserError.
+    Yield ((number of its file, its number there), text as UTF-8, kept values) of those that are
+    neither bad nor empty, which are counted. Unless skip_bad, the first bad one is a UserError.
     """
+    def skip(what, place, error):
+        problem = f"{place}: {explain(error)}"
+        if not flags.skip_bad:
+            raise UserError(f"{problem} (to skip {what}: --skip_bad)") from error
+        report.add(f"skipped {what}", problem)
+
     for number, path in files:
-        for index, (where, document) in enumerate(documents_of(path, flags)):
-            place = f"{path}, {where}"
-            if isinstance(document, Exception):
-                problem = f"{place}: {explain(document)}"
-                is_rest = where.startswith(UNREADABLE)
-                if not flags.skip_bad:
-                    what = "the rest of such files" if is_rest else "bad documents"
-                    raise UserError(f"{problem} (to skip {what}: --skip_bad)") from document
-                what = "skipped the rest of files" if is_rest else "skipped bad documents"
-                report.add(what, problem)
-            elif not document.text:
-                report.add("skipped null or empty documents", place)
-            else:
-                report.add(document.kind, place)
-                report.counts["bytes"] += len(document.text)
-                for what, names in document.notes.items():
-                    if names:
-                        report.add(what, f"{place}: {', '.join(names)}")
-                yield (number, index), document
+        rest = f"{path}, unreadable"
+        read = reader_of(path, flags.as_text)
+        try:
+            for index, (where, record) in enumerate(read(path, flags)):
+                place = f"{path}, {where}"
+                rest = f"{path}, unreadable after {where}"
+                try:
+                    text, kept = make_document(record, flags, place, report)
+                except Exception as error:    # what is bad may raise any
+                    skip("bad documents", place, error)
+                    continue
+                if text:
+                    yield (number, index), text, kept
+        except UserError:    # of skip
+            raise
+        except Exception as error:
+            skip("the rest of bad files", rest, error)
 
 def write_run(building, rows, keep):
     """rows: (key, text, kept values ...) of each document."""
@@ -355,62 +358,43 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".lz4")
 # --------------------------------------------------------------------------------------------------
 # Documents of records
 
-class Document(NamedTuple):
-    kind: str        # 'text' or 'messages'
-    text: bytes      # UTF-8
-    kept: list       # values of the columns to keep
-    notes: dict      # {"dropped columns": names of those that are not in the shards}
-
-UNREADABLE = "unreadable"
-
-def documents_of(path, flags):
-    """(where, Document) of each record; of a bad one, or of an unreadable rest, (where, error)."""
-    place = UNREADABLE
-    reader = reader_of(path, flags.as_text)
-    try:
-        for where, record in reader(path, flags):
-            place = f"{UNREADABLE} after {where}"
-            try:
-                document = make_document(record, flags)
-            except Exception as error:    # what is bad may raise any
-                document = error
-            yield where, document
-    except Exception as error:
-        yield place, error
-
-def make_document(record, flags):
+def make_document(record, flags, place, report):
+    """(text as UTF-8, kept values). In the report: its kind and size, and what is dropped of it."""
     record = as_dict(record, flags)
-    other_keys, refused = [], []
     kind, columns = find_document(record, flags)
     values = [lookup(record, key) for key in columns]
-    used = [*columns, *flags.keep]
+    dropped = record.keys() - columns_of([*columns, *flags.keep])
+    notes = {f"dropped columns (read: {', '.join(columns)})": dropped}
     if kind == "messages":
-        messages, other_keys = clean_messages(join_messages(values), flags.ignore_keys)
-        system = record.get("system")    # ShareGPT and Alpaca have it beside the conversation
-        if system and isinstance(system, str) and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        if system in ("", messages[0]["content"]):
-            used.append("system")
-        refused = refused_by_nanochat(messages)
-        if refused and flags.skip_bad:
-            raise UserError(refused[0])
+        messages, dropped_keys = clean_messages(join_messages(values), flags.ignore_keys)
+        notes["dropped keys of messages"] = dropped_keys
+        if has_system(messages, record.get("system")):
+            dropped.discard("system")
+        notes[REFUSED] = refused_by_nanochat(messages, flags.skip_bad)
         text = json.dumps(messages, ensure_ascii=False)
     else:
-        text = "" if values[0] is None else values[0]
-        if isinstance(text, bytes):    # plain text; old versions of Hive write it for strings, too
-            text = text.decode()
-        if not isinstance(text, str):
-            raise UserError(
-                f"{columns[0]!r} holds {type(text).__name__}, not a string; for conversations, "
-                f"add --messages_key {columns[0]}")
-    other_columns = record.keys() - columns_of(used)
-    notes = {
-        f"dropped columns (read: {', '.join(columns)})": sorted(other_columns),
-        "dropped keys of messages": sorted(other_keys),
-        "conversations that nanochat's template refuses, so train.py ends there unless its "
-        "tokenizer is another's (to leave them out: --skip_bad)": refused}
-    kept = [lookup(record, name) for name in flags.keep]
-    return Document(kind, text.encode(), kept, notes)
+        text = plain_text(values[0], columns[0])
+    text = text.encode()
+    if text:
+        report.add(kind, place)
+        report.counts["bytes"] += len(text)
+        for what, names in notes.items():
+            if names:
+                report.add(what, f"{place}: {', '.join(sorted(names))}")
+    else:
+        report.add("skipped null or empty documents", place)
+    return text, [lookup(record, name) for name in flags.keep]
+
+def plain_text(value, column):
+    if value is None:
+        return ""
+    if isinstance(value, bytes):    # plain text; old versions of Hive write it for strings, too
+        return value.decode()
+    if not isinstance(value, str):
+        raise UserError(
+            f"{column!r} holds {type(value).__name__}, not a string; for conversations, add "
+            f"--messages_key {column}")
+    return value
 
 def as_dict(record, flags):
     """Of a dict, a list of messages, or one of them as JSON."""
@@ -482,15 +466,14 @@ def columns_of(keys):
 
 def explain(error):
     """What an error says, in one line, and what to do."""
-    advice = ""
-    if isinstance(error, UnicodeDecodeError):
-        advice = "; expected UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW (or -f UTF-16)"
-    if isinstance(error, csv.Error):
-        advice = '; expected quotes around a text, and "" for a quote in it'
-    if isinstance(error, json.JSONDecodeError):
-        advice = ("; expected one JSON document in a line, or an array of them; if it was cut off, "
-                  "copy it again, else: jq -c . OLD > NEW.jsonl")
-    return printable(error) + advice
+    return printable(error) + ADVICE.get(type(error), "")
+
+ADVICE = {
+    UnicodeDecodeError: "; expected UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW (or -f UTF-16)",
+    csv.Error: '; expected quotes around a text, and "" for a quote in it',
+    json.JSONDecodeError:
+        "; expected one JSON document in a line, or an array of them; if it was cut off, copy it "
+        "again, else: jq -c . OLD > NEW.jsonl"}
 
 # --------------------------------------------------------------------------------------------------
 # Conversations
@@ -541,11 +524,26 @@ def clean_messages(messages, ignore_keys):
             f"{messages!r:.200}")
     return cleaned, other_keys
 
-def refused_by_nanochat(messages):
-    """What its template, that of the tokenizers that we train, has against these: [words] or []."""
+def has_system(messages, system):
+    """
+    Whether they begin with the system's text, which ShareGPT and Alpaca have beside them, and which
+    is put there unless they have one of their own.
+    """
+    if system and isinstance(system, str) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return system in ("", messages[0]["content"])
+
+REFUSED = (
+    "conversations that nanochat's template refuses, so train.py ends there unless its tokenizer "
+    "is another's (to leave them out: --skip_bad)")
+
+def refused_by_nanochat(messages, skip_bad):
+    """What the template of the tokenizers that we train has against these: [words] or []."""
     try:
         read_messages(messages, NANOCHAT)
     except UserError as error:
+        if skip_bad:
+            raise
         return [str(error)]
     return []
 

@@ -312,12 +312,12 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     line = command(tmp_path / "in", "--out", tmp_path / "out")
     assert re.search(rf"^error: .*/{name}, {words}", line)
     is_rest = words.startswith("unreadable")
-    what = "the rest of such files" if is_rest else "bad documents"
+    what = "the rest of bad files" if is_rest else "bad documents"
     assert line.endswith(f" (to skip {what}: --skip_bad)")
     assert os.listdir(tmp_path) == ["in"], "an error leaves nothing"
     assert len(converted(tmp_path, "--skip_bad")) >= 2 + n_before
     printed = capsys.readouterr().out
-    what = "the rest of files" if is_rest else "bad documents"
+    what = "the rest of bad files" if is_rest else "bad documents"
     assert re.search(rf"skipped {what}: 1, such as .*/{name}, {words}", printed)
 
 @pytest.mark.parametrize("files, words, expected", [
