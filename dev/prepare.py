@@ -42,6 +42,7 @@ from dataset import (
 from dev.convert import at_least_1, counted, errors_of_disk
 from tokenizer import (
     AnyTokenizer,
+    check_maker,
     encode_conversations,
     find_tokenizer,
     get_tokenizer,
@@ -139,10 +140,9 @@ def encode_array(texts, tokenizer, kind, first):
     """An array of documents -> binary, the ids of each, little-endian; a null stays null."""
     ids, bounds = encode(texts, tokenizer, kind, first)
     ids = ids.astype(ids.dtype.newbyteorder("<"))
-    parts = itertools.starmap(slice, itertools.pairwise(bounds))
-    documents = [ids[part].tobytes() for part in parts]
-    is_null = np.asarray(texts.is_null())
-    return pa.array(documents, pa.binary(), mask=is_null)
+    places = itertools.pairwise(bounds)
+    documents = [ids[begin:end].tobytes() or None for begin, end in places]    # None: of a null
+    return pa.array(documents, pa.binary())
 
 def encode(texts, tokenizer, kind, first):
     """
@@ -231,10 +231,7 @@ def load_tokenizer(tokenizer_dir, folder):
     if not tokenizer_dir:
         return None
     tokenizer = AnyTokenizer(get_tokenizer(tokenizer_dir))
-    shard = all_shards(folder)[0]
-    if shard.fingerprint not in (None, tokenizer.fingerprint()):
-        maker = maker_of(shard)
-        raise UserError(f"{folder} needs the tokenizer that made it, {maker}, not {tokenizer_dir}")
+    check_maker(all_shards(folder)[0], tokenizer)
     return tokenizer
 
 def row_groups_of(shards):

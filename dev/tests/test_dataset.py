@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import numpy as np
 import pyarrow as pa
@@ -443,7 +443,7 @@ class Server(http.server.ThreadingHTTPServer):
 class Answer(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         url = urlsplit(self.path)
-        name = url.path.rpartition("/")[2]
+        name = unquote(url.path.rpartition("/")[2])
         data, faults = self.server.files.get(name), self.server.faults.get(name)
         asked = self.headers.get("Range") if self.server.ranges else None
         fault = None
@@ -509,6 +509,12 @@ def test_a_remote_folder_costs_one_request_for_each_thing(server):
     index, *others = server.gets
     assert index == ("index.json", None)
     assert len({asked for _, asked in others} - {None}) == len(others) == 1 + 3
+
+def test_names_on_the_web_may_have_any_characters(server):
+    name = "b#1?%41.parquet"
+    server.files[name] = server.files.pop("b.parquet")
+    server.files["index.json"] = server.files["index.json"].replace(b"b.parquet", name.encode())
+    assert read_all(server.web) == server.texts
 
 @pytest.mark.parametrize("end", ["web", "s3"])
 def test_reads_that_fail_are_tried_again(server, end, capsys):

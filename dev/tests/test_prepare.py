@@ -255,7 +255,7 @@ def test_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path, trained, na
     assert command("tokenize", tmp_path / "more", "--out", tmp_path / "more_tokens") is None
     (wrong,) = set(glob.glob(f"{tmp_path}/base/tokenizer-*-300")) - {trained}
     line = command(name, tmp_path / "tokens", "--tokenizer", wrong)
-    assert f"/tokens needs the tokenizer that made it, {trained}, not {wrong}" in line
+    assert line.endswith(f"/tokens needs the tokenizer that made it, {trained}")
 
 @pytest.mark.parametrize("words, line", [
     ("foo", "invalid choice: 'foo'"), ("head -n x", "argument -n: x: expected a whole number"),
