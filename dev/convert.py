@@ -291,8 +291,10 @@ def read_csv(path, flags):
         rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
         check_names(rows.fieldnames or [])
         for row in rows:
-            if None in row.values():
-                row[None] = "too few fields"
+            if None in row:
+                row[None] = "more"
+            elif None in row.values():
+                row[None] = "fewer"
             yield f"line {rows.line_num}", row
 
 def check_names(names):
@@ -336,14 +338,16 @@ def read_arrow(path, flags):
 def rows_of(batches, flags):
     """Columns that cannot hold documents are None: they may have values that Python lacks."""
     text_key, chats = keys_to_read(flags)
-    wanted = columns_of([text_key, "system", *itertools.chain(*chats), *flags.keep])
+    wanted = columns_of([text_key, *itertools.chain(*chats), *flags.keep])
     numbers = itertools.count()
     for batch in batches:
         names = batch.schema.names
         check_names(names)
         unread = dict.fromkeys(names)
-        read = batch.select([name for name in names if name in wanted])
-        for row in read.to_pylist():
+        read = [name for name in names if name in wanted]
+        if "system" in names and "string" in str(batch.schema.field("system").type):
+            read.append("system")    # see has_system
+        for row in batch.select(read).to_pylist():
             yield f"row {next(numbers)}", unread | row
 
 # How a file is read, by the end of its name. Compressed text: .jsonl.gz, .txt.zst and so on
@@ -404,9 +408,9 @@ def as_dict(record, flags):
         record = {flags.messages_key or "messages": record}
     if not isinstance(record, dict):
         raise UserError(f"saw {record!r:.200}, expected such as {{'text': 'Hello'}}")
-    if None in record:    # of CSV: too few fields, or too many
+    if None in record:    # see read_csv
         raise UserError(
-            "not as many fields as the first line names: quote texts, or name what divides "
+            f"{record[None]} fields than the first line names: quote texts, or name what divides "
             "columns: --delimiter ';'")
     return record
 
@@ -531,7 +535,7 @@ def has_system(messages, system):
     """
     if system and isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
-    return system in ("", messages[0]["content"])
+    return system in (None, "", messages[0]["content"])
 
 REFUSED = (
     "conversations that nanochat's template refuses, so train.py ends there unless its tokenizer "

@@ -263,8 +263,8 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8: iconv -f LATIN1", 0),
     ("a.csv", b"text,text\nx,y\n", "unreadable: two columns have one name: text, text", 0),
     ("a.csv", b"n,text\n1,x\n2,Well, I said\n",
-     "line 3: not as many fields as the first line names: .* --delimiter ';'", 1),
-    ("a.csv", b"text,n\nx,1\na\nb,1\n", "line 3: not as many fields as the first line", 2),
+     "line 3: more fields than the first line names: .* --delimiter ';'", 1),
+    ("a.csv", b"text,n\nx,1\na\nb,1\n", "line 3: fewer fields than the first line", 1),
     ("a.csv", b",prompt\n0,Hi\n", rf"line 2: {MISSING}\['', 'prompt'\]; name the key", 0),
     ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}\['n', 'txt'\]; name the key by --text_key", 0),
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}\['txt'\]; name", 0),
@@ -505,6 +505,9 @@ def test_a_system_beside_a_conversation_comes_first(tmp_path, capsys):
     write(tmp_path / "in", {"a.jsonl": b"", "a.parquet": as_parquet(table)})
     found = sorted(json.loads(line)[0]["content"] for line in converted(tmp_path))
     assert found == ["Be kind", "Hi"]
+    times = pa.array([1, 2], pa.timestamp("ns"))    # which Python has not
+    write(tmp_path / "in", {"a.parquet": as_parquet(pa.table({"text": ["a", "b"], "system": times}))})
+    assert sorted(converted(tmp_path)) == ["a", "b"]
     os.unlink(tmp_path / "in/a.parquet")
     # Not if it has one itself, or if it is no text: then it is reported
     messages = [{"role": "system", "content": "Be brief"}, USER, ANSWER]

@@ -150,7 +150,7 @@ def test_kept_columns_stay_beside_the_tokens(tmp_path, byte_tokenizer, capsys):
         dataset.write_shard(f"{tmp_path}/text/{name}.parquet", [rows])
     words = "tokenize", tmp_path / "text", "--out", tmp_path / "out", "--keep"
     assert re.search("--keep scor: .*/text has only lang, score, text$", command(*words, "scor"))
-    assert command(*words, "score") is None
+    assert command(*words, "score", "score") is None
     assert "dropped columns (to keep some: --keep): lang\n" in capsys.readouterr().out
     table = pq.read_table(f"{tmp_path}/out/x.parquet")
     assert table.column_names == ["tokens", "score"] and table["score"].to_pylist() == [1.5, None]
