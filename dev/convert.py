@@ -266,13 +266,15 @@ def open_stream(path):
     stream = pa.input_stream(path)
     return io.BufferedReader(stream, 1 << 16)    # a truncated file loses less than this
 
-# An array, but not of messages: those are one record
-ARRAY_OF_RECORDS = re.compile(rb'\s*\[(?!\s*{\s*"(role|content|from|value|name|weight)")')
+ARRAY = re.compile(rb"\s*\[")
+ARRAY_OF_MESSAGES = re.compile(rb'\s*\[\s*{\s*"(role|content|from|value)"')    # one record
 
 def read_json(path, flags):
     """One array of records, or one record in each line, which may be an array of messages."""
     with open_stream(path) as stream:
-        if ARRAY_OF_RECORDS.match(stream.peek(100).removeprefix(BOM_UTF8)):
+        begin = stream.peek(100).removeprefix(BOM_UTF8)
+        is_record = ARRAY_OF_MESSAGES.match(begin) and not flags.text_key
+        if ARRAY.match(begin) and not is_record:
             for number, record in enumerate(json.load(stream)):
                 yield f"document {number}", record
             return

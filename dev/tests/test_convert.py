@@ -175,6 +175,13 @@ def many_inputs(folder):
         **{f"deep/{i}.txt": text for i, text in enumerate(parts[6])},
         "g.parquet": as_parquet(pa.table({"raw_content": parts[7]}))})
 
+@pytest.mark.parametrize("first_key, flags", [
+    ("name", []), ("content", ["--text_key", "text"]), ("text", ["--text_key", "text"])])
+def test_an_array_of_records_is_no_conversation(tmp_path, first_key, flags):
+    records = [{first_key: text, "text": text} for text in ("one", "two")]
+    write(tmp_path / "in", {"a.json": as_json(records)})
+    assert sorted(converted(tmp_path, *flags)) == ["one", "two"]
+
 @pytest.mark.parametrize("run_bytes, tasks, workers", [(1 << 30, 1, 1), (9, 256, 1), (999, 3, 2)])
 def test_order_never_changes(tmp_path, monkeypatch, run_bytes, tasks, workers):
     """One run or many, one process or two: the order that the second edition wrote."""
