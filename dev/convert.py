@@ -348,7 +348,7 @@ def rows_of(batches, flags):
         unread = dict.fromkeys(names)
         read = [name for name in names if name in wanted]
         if "system" in names and "string" in str(batch.schema.field("system").type):
-            read.append("system")    # see has_system
+            read.append("system")    # see add_system
         for row in batch.select(read).to_pylist():
             yield f"row {next(numbers)}", unread | row
 
@@ -374,7 +374,7 @@ def make_document(record, flags, place, report):
     if kind == "messages":
         messages, dropped_keys = clean_messages(join_messages(values), flags.ignore_keys)
         notes["dropped keys of messages"] = dropped_keys
-        if has_system(messages, record.get("system")):
+        if add_system(messages, record.get("system")):
             dropped.discard("system")
         notes[REFUSED] = refused_by_nanochat(messages, flags.skip_bad)
         text = json.dumps(messages, ensure_ascii=False)
@@ -530,10 +530,10 @@ def clean_messages(messages, ignore_keys):
             f"{messages!r:.200}")
     return cleaned, other_keys
 
-def has_system(messages, system):
+def add_system(messages, system):
     """
-    Whether they begin with the system's text, which ShareGPT and Alpaca have beside them, and which
-    is put there unless they have one of their own.
+    Put a system's text first, which ShareGPT and Alpaca have beside the messages, unless these have
+    one of their own. -> whether nothing of it is dropped
     """
     if system and isinstance(system, str) and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})

@@ -376,6 +376,9 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys):
     """With it, no shard is opened before it is read. Its digest is in users' states."""
     folder = write(tmp_path, "a", groups=[["a" * 99] * 3, ["b" * 99] * 5])
     before = dataset.all_shards(folder)
+    with pytest.raises(SystemExit):
+        dataset.main(["index", folder, "-n", "1"])
+    assert "expected `index DIR` alone" in capsys.readouterr().err
     dataset.main(["index", folder])
     assert capsys.readouterr().out == describe(folder) + "; index.json written\n"
     with mock.patch("dataset.parse_footer", side_effect=AssertionError):
@@ -680,6 +683,20 @@ def test_no_index_is_written_for_a_folder_that_cannot_be_used(tmp_path):
         dataset.main(["index", folder])
     assert not os.path.exists(f"{folder}/index.json")
 
+def test_an_empty_file_of_the_hubs_client_is_fetched_again(tmp_path, monkeypatch):
+    """After a power loss, say."""
+    path, contents = tmp_path / "a", [b"", b"whole"]
+
+    def download(*_, **__):
+        path.write_bytes(contents.pop(0))
+        return str(path)
+
+    monkeypatch.setattr(dataset, "RETRY_SECONDS", 0)
+    monkeypatch.setattr(dataset, "sha256_on_hub", lambda _: hashlib.sha256(b"whole").hexdigest())
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    dataset.fetch(str(tmp_path), "a")
+    assert path.read_bytes() == b"whole" and not contents
+
 def test_stopped_download_leaves_at_once(hub):
     hub.faults = {"shard_00000.parquet": ["stall"]}
     process = hub.start("-n", "1")
@@ -695,7 +712,6 @@ def test_stopped_download_leaves_at_once(hub):
     ("-n 1 --out s3://b/x", None),
     ("", None), ("-n0", None), ("-n -5", None), ("-n1 -w0", None), ("index", None),
     ("index a b", None), ("foo", None), ("foo a", None), ("-n 1 --workers 8", None),
-    ("index a -n 1", None),
     ("-n many\x1b", None), ("index /no\x1bdir", None)])
 def test_a_command_downloads_or_is_an_error_of_one_line(flags, call, capsys):
     with mock.patch("dataset.download") as download:

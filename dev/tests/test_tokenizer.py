@@ -298,6 +298,10 @@ def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, base, capsys):
     for name in ("GPT4_PATTERN", "TRAIN_CHARACTERS", "SPECIAL_TOKENS"):
         with mock.patch.object(module, name, 99):    # somebody hacks it
             assert module.trained_dir([one], 300) != folder
+    a, b, c = [SimpleNamespace(name=name, text_bytes=1, digest=None) for name in "abc"]
+    with mock.patch.object(module, "list_shards", lambda shards, _: shards):
+        folders = {module.trained_dir(sources, 300) for sources in ([[a, b], [c]], [[a], [b, c]])}
+    assert len(folders) == 2, "equally much text is of each source"
     texts = module.some_text([one, other], len(SOURCES[0]) + 1)    # half of it of each
     assert [*texts][:2] == [SOURCES[0], SOURCES[9]]
     os.unlink(f"{folder}.lock")
