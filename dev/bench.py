@@ -146,7 +146,7 @@ def write_ids(tokens, path):
     with open(path, "wb") as file:
         for shard in list_shards(tokens, "train"):
             for row_group in range(len(shard.group_sizes)):
-                data, offsets, _ = column_views(shard.read(row_group))
+                data, offsets = column_views(shard.read(row_group))
                 file.write(data[offsets[0]:offsets[-1]])
 
 def measure(job):

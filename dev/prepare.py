@@ -65,6 +65,7 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     shards = all_shards(data_dir)
     if shards[0].kind == "tokens":
         raise UserError(f"{data_dir} holds token ids already; name a folder of text shards")
+    dataset.split_shards(shards)    # or an error: write_index would raise it at the end
     keep = [*dict.fromkeys(keep)]
     names = {shard.name for shard in shards}
     others = [name for name, *_ in dataset.list_files(out) if name not in names]
