@@ -13,13 +13,14 @@ if __name__ == "__main__" and not __package__:
     raise SystemExit("usage: python -m dev.import_tokenizer FILE, typed where dataset.py is")
 
 import json
+import random
 import unicodedata
 from pathlib import Path
 
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from dataset import Parser, UserError, errors_in_one_line
-from tokenizer import RustBPETokenizer, build_encoding, check_is_new, hard_texts
+from tokenizer import RustBPETokenizer, build_encoding, check_is_new, texts_of_tokens
 
 BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<|bos|>", "<s>")
 
@@ -68,6 +69,23 @@ def compare(ours, theirs, is_nfc, path):
             raise UserError(
                 f"{path}: tiktoken would encode {text[:80]!r} to other ids; nothing was written")
     return len(texts)
+
+def hard_texts(enc):
+    """Hard characters and runs of them, in any order; every token."""
+    draw = random.Random(0)
+
+    def piece():
+        return draw.choice(HARD) * draw.choice([1, 1, 1, 9])
+
+    texts = ["".join(piece() for _ in range(20)) for _ in range(1000)]
+    return texts + texts_of_tokens(enc)
+
+HARD = [
+    *"aZs'\u017f \t\n\r.,/-_!\0\x1c\x85\xa0\u2003\u2028\u3000\ufeff1\xe9\u0430\u05d0",
+    *"\u0e31\u1eeb\u01c5\u02b0\u6f22\u3042\u30fc\uac00\ufe0f\ufffd\xb2\xbd\u0664\u0967\u3007",
+    *"\uff11\u2167\u0378",
+    "\U00020000", "\U0001f600", "\U0001d7d8", "\U0001f468\u200d\U0001f469", "e\u0301",
+    "\u0915\u094d", "'s", "'RE", "ll", "  ", "\r\n", "12", "345"]
 
 def convert(described, bos, path):
     """A RustBPETokenizer with the same ids; what has no counterpart in tiktoken is refused."""

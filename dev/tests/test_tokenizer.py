@@ -29,6 +29,7 @@ from tiktoken_ext import openai_public
 import dataset
 import tokenizer as module
 from dataset import UserError
+from dev.import_tokenizer import HARD, hard_texts
 from tokenizer import AnyTokenizer, Engine, RustBPETokenizer, build_encoding, get_tokenizer
 
 
@@ -102,7 +103,7 @@ def test_training_gives_rustbpes_merges_and_survives_hostile_documents():
 
 def test_ids_are_tiktokens_for_lists_and_arrays():
     tok, draw = small(), random.Random(2)
-    words = [*module.HARD, "\ud800", "<|bos|>"]
+    words = [*HARD, "\ud800", "<|bos|>"]
     texts = ["".join(draw.choices(words, k=k % 30)) for k in range(300)]
     want = [tok.enc.encode_ordinary(text) for text in texts]
     assert tok.encode(texts, num_threads=3) == want == [tok(text) for text in texts]
@@ -130,7 +131,7 @@ def test_every_text_can_be_encoded(pattern):
     failing = SimpleNamespace(
         encode_to_numpy=lambda text, **_: int("a ValueError"), _pat_str=pattern,
         _encode_single_piece=enc._encode_single_piece)
-    for text in module.hard_texts(small().enc) + SOURCES[:5]:
+    for text in hard_texts(small().enc) + SOURCES[:5]:
         assert module.encode_text(failing, text).tolist() == enc.encode_ordinary(text)
 
 # --------------------------------------------------------------------------------------------------
@@ -140,12 +141,12 @@ def test_every_text_can_be_encoded(pattern):
 @pytest.mark.parametrize("name", PATTERNS)
 def test_gigatoken_gives_tiktokens_ids(name):
     tok, draw = pairs(PATTERNS[name]), random.Random(1)
-    separator = module.SEPARATOR
-    words = [*module.HARD, "<|bos|>", separator, separator[:5], separator[5:]]
-    texts = ["".join(draw.choices(words, k=draw.randint(0, 40))) for _ in range(3000)]
+    words = [*HARD, "<|bos|>"]
+    texts = hard_texts(small().enc)
+    texts += ["".join(draw.choices(words, k=draw.randint(0, 40))) for _ in range(3000)]
     codes = [*range(0x600), *range(0x600, 0xD800, 20), *range(0xE000, 0x20000, 16), 0x10FFFF]
     newer = module.NEWER_CHARACTERS[1:-1].replace("-", "")    # both ends of each range
-    assert {text.encode()[0] for text in [*newer, separator]} == {*module.FIRST_BYTES}
+    assert {text.encode()[0] for text in newer} == {*module.FIRST_BYTES}
     texts += [f"a{c}a 1{c}1 {c}{c}'s{c}. {c}\n{c}A" for c in [*map(chr, codes), *newer]]
     want = [[70_000, *ids] for ids in tok.enc.encode_ordinary_batch(texts)]
     for i in range(0, len(texts), 100):
@@ -153,16 +154,16 @@ def test_gigatoken_gives_tiktokens_ids(name):
     assert tok.why_tiktoken is None, "not tested"
     assert module.scheme_of(tok.enc) == name
     text = "".join(texts[-9:])
-    raw, _ = Engine(tok.enc, 70_000, uses_gigatoken=True)._call_gigatoken([text.encode()])
-    want = tok.enc.encode_ordinary(text)
-    assert raw[1:].tolist() != want, "they agree: drop NEWER_CHARACTERS"
+    raw, _ = Engine(tok.enc, uses_gigatoken=True)._call_gigatoken([text.encode()])
+    assert raw.tolist() != tok.enc.encode_ordinary(text), "they agree: drop NEWER_CHARACTERS"
 
 ADVICE = "to encode several times as fast: pip install tiktoken==0.14.0 gigatoken==0.10.0"
 RIGHT = Engine._call_gigatoken
 
-def with_wrong_ids(*args):
-    ids, bounds = RIGHT(*args)
-    return np.where(ids == 70_000, ids, ids ^ 1), bounds
+def with_wrong_ids(engine, documents):
+    """Where twenty tokens meet; each alone is right."""
+    ids, bounds = RIGHT(engine, documents)
+    return np.where(np.diff(bounds).repeat(np.diff(bounds)) > 9, ids ^ 1, ids), bounds
 
 @needs_gigatoken
 @pytest.mark.parametrize("name, value, reason", [
@@ -179,7 +180,6 @@ def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
         ranks[b" qxzj"] = len(ranks)
     tok = fresh(ranks=ranks)
     assert tok.why_tiktoken.startswith(reason)
-    assert " qxzj" in module.hard_texts(fresh(ranks={**ranks, b" qxzj": 5000}).enc)
     ids, _ = tok.encode_documents(["x qxzj"])
     assert ids.tolist() == [70_000, *tok.enc.encode_ordinary("x qxzj")]
 
@@ -195,7 +195,7 @@ def test_each_thread_has_its_own_engine_with_a_bounded_memory(monkeypatch):
             together.wait(60)
             assert split(*tok.encode_documents([text])) == [ids]
             engines.append(tok.engine.gigatoken)
-            assert tok.engine.n_bytes_remembered <= (1 << 17) + len(text.encode())
+            assert tok.engine.n_bytes_left > -len(text.encode())
         return {*engines}
 
     with ThreadPoolExecutor(3) as pool:
@@ -225,7 +225,7 @@ def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path, monkeypatch
     tok, write, paths = small(), module.write_atomic, []
     tok.save(tmp_path / "t")
     tok.save(tmp_path / "t")
-    with pytest.raises(UserError, match=r"/t has a tokenizer, which checkpoints .* may need; choose"):
+    with pytest.raises(UserError, match="or has a tokenizer, which checkpoints and token shards"):
         fresh().save(tmp_path / "t")
     assert get_tokenizer(tmp_path / "t").fingerprint() == tok.fingerprint()
 
@@ -241,7 +241,7 @@ def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path, monkeypatch
     with pytest.raises(UserError, match=r"has no nanoloader\.json"):
         get_tokenizer(tmp_path / "new")
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="is a file; expected a folder"):
+    with pytest.raises(UserError, match="is a file, or has a tokenizer"):
         tok.save(tmp_path / "file")
     tok.save(tmp_path / "new")
     assert get_tokenizer(tmp_path / "new").fingerprint() == tok.fingerprint()
@@ -381,8 +381,8 @@ def test_every_interface_gives_the_same_documents():
     (stub(lambda text: [256, *text[:8191]]), "8192 tokens: turn padding and truncation off"),
     (stub(lambda text: [256, *text.ljust(512)]), "have 513, 1121 and 112001 tokens"),
     (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 4, 7])), "bounds from 0 to 6"),
-    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 6])), "4 bounds, from 0 on"),
-    (stub(encode_documents=lambda texts: ([256, 1] * 3, [1, 3, 5, 7])), "4 bounds, from 0 on")])
+    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 6])), "expected 4 bounds; saw"),
+    (stub(encode_documents=lambda texts: ([256, 1] * 3, [1, 3, 5, 7])), "bounds from 0 to 6")])
 def test_a_tokenizer_that_cannot_be_used_is_refused(tok, reason):
     with pytest.raises(UserError, match=reason):
         AnyTokenizer(tok)
