@@ -93,7 +93,7 @@ def convert(flags):
         n_bytes = report.counts["bytes"]
         shards = plan_shards(building, n_bytes)
         gather = functools.partial(gather_shard, building=building, kind=kind)
-        written = run(gather, shards)
+        written = run(gather, range(len(shards)), shards)
         for _ in tqdm(written, "write", len(shards), unit=" shards", delay=1):
             pass
         dataset.write_index(f"{building}/shards")
@@ -179,30 +179,21 @@ def good_documents(files, flags, report):
     Yield ((number of its file, its number there), text as UTF-8, kept values) of those that are
     neither bad nor empty, which are counted. Unless skip_bad, the first bad one is a UserError.
     """
-    def skip(what, place, error):
-        problem = f"{place}: {explain(error)}"
-        if not flags.skip_bad:
-            raise UserError(f"{problem} (to skip {what}: --skip_bad)") from error
-        report.add(f"skipped {what}", problem)
-
     for number, path in files:
-        rest = f"{path}, unreadable"
-        read = reader_of(path, flags.as_text)
-        try:
-            for index, (where, record) in enumerate(read(path, flags)):
-                place = f"{path}, {where}"
-                rest = f"{path}, unreadable after {where}"
-                try:
-                    text, kept = make_document(record, flags, place, report)
-                except Exception as error:    # what is bad may raise any
-                    skip("bad documents", place, error)
-                    continue
-                if text:
-                    yield (number, index), text, kept
-        except UserError:    # of skip
-            raise
-        except Exception as error:
-            skip("the rest of bad files", rest, error)
+        for index, (where, record) in enumerate(records_of(path, flags)):
+            place = f"{path}, {where}"
+            try:
+                text, kept = make_document(record, flags, place, report)
+            except Exception as error:    # what is bad may raise any
+                is_rest = where.startswith(UNREADABLE)
+                what = "the rest of bad files" if is_rest else "bad documents"
+                problem = f"{place}: {explain(error)}"
+                if not flags.skip_bad:
+                    raise UserError(f"{problem} (to skip {what}: --skip_bad)") from error
+                report.add(f"skipped {what}", problem)
+                continue
+            if text:
+                yield (number, index), text, kept
 
 def write_run(building, rows, keep):
     """rows: (key, text, kept values ...) of each document."""
@@ -221,8 +212,8 @@ def open_runs(building):
 
 def plan_shards(building, n_bytes):
     """
-    [(number of a shard, keys), ...]; a row group has the documents from one key to before the next.
-    The last shard is val: 1 % of the documents, or VAL_DOCUMENTS, or a tenth, if that is fewer. The
+    The bounds of each shard: a row group has the documents from one key to before the next. The
+    last shard is val: 1 % of the documents, or VAL_DOCUMENTS, or a tenth, if that is fewer. The
     others have equally many.
     """
     keys = np.concatenate([run[KEY] for run in open_runs(building)])
@@ -236,30 +227,41 @@ def plan_shards(building, n_bytes):
     shards = []
     for start, stop in itertools.pairwise(borders):
         rows = min(ROW_GROUP_DOCUMENTS, max(1, (stop - start) // 16))
-        bounds = [*keys[start:stop:rows], keys[stop]]
-        shards.append((len(shards), bounds))
+        shards.append([*keys[start:stop:rows], keys[stop]])
     return shards
 
-def gather_shard(shard, building, kind):
-    """Write the documents of all row groups."""
-    number, bounds = shard
+def gather_shard(number, bounds, building, kind):
+    """Write the documents of all row groups, each in the order of their keys."""
     runs = open_runs(building)
     cuts = [run[KEY].to_numpy().searchsorted(bounds) for run in runs]
-    tables = (gather_rows(runs, cuts, i, kind) for i in range(len(bounds) - 1))
+
+    def gather_rows(i):
+        parts = [run[cut[i]:cut[i + 1]] for run, cut in zip(runs, cuts, strict=True)]
+        table = pa.concat_tables(parts, promote_options="permissive").sort_by(KEY)
+        for column in table.schema:
+            if pa.types.is_null(column.type):
+                raise UserError(f"--keep {column.name}: no document has a value there")
+        return table.drop_columns(KEY).rename_columns({DOCUMENT: kind})
+
+    tables = map(gather_rows, range(len(bounds) - 1))
     dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables, kind)
 
-def gather_rows(runs, cuts, i, kind):
-    """Row group i: in each run, the documents from cut i on; in the order of their keys."""
-    parts = [run[cut[i]:cut[i + 1]] for run, cut in zip(runs, cuts, strict=True)]
-    table = pa.concat_tables(parts, promote_options="permissive").sort_by(KEY)
-    for column in table.schema:
-        if pa.types.is_null(column.type):
-            raise UserError(f"--keep {column.name}: no document has a value there")
-    return table.drop_columns(KEY).rename_columns({DOCUMENT: kind})
-
 # --------------------------------------------------------------------------------------------------
-# Records of a file: readers yield (where, record) of each line, row or text. A record is a dict, or
-# JSON as bytes.
+# Records of a file: readers yield (where, record) of each line, row or text. A record is a dict,
+# JSON as bytes, or an error.
+
+UNREADABLE = "unreadable"
+
+def records_of(path, flags):
+    """Those of its reader. What ends a file early is its last record."""
+    read = reader_of(path, flags.as_text)
+    rest = UNREADABLE
+    try:
+        for where, record in read(path, flags):
+            yield where, record
+            rest = f"{UNREADABLE} after {where}"
+    except Exception as error:    # a damaged file may raise any
+        yield rest, error
 
 def open_stream(path):
     """Decompressed, by the file's name."""
@@ -275,7 +277,7 @@ def read_json(path, flags):
         begin = stream.peek(100).removeprefix(BOM_UTF8)
         is_record = ARRAY_OF_MESSAGES.match(begin) and not flags.text_key
         if ARRAY.match(begin) and not is_record:
-            for number, record in enumerate(json.load(stream)):
+            for number, record in enumerate(load_json(stream.read())):
                 yield f"document {number}", record
             return
         for number, line in enumerate(stream, 1):
@@ -290,18 +292,36 @@ def read_csv(path, flags):
         header = lines.readline()
         delimiter = flags.delimiter or max(",;|\t", key=header.count)
         lines = itertools.chain([header], lines)
-        rows = csv.DictReader(lines, delimiter=delimiter, strict=True)
-        check_names(rows.fieldnames or [])
-        for row in rows:
-            if None in row:
-                row[None] = "more"
-            elif None in row.values():
-                row[None] = "fewer"
-            yield f"line {rows.line_num}", row
+        rows = csv.reader(lines, delimiter=delimiter, strict=True)
+        names = next(rows, [])
+        check_names(names)
+        for fields in rows:
+            if not fields:    # an empty line
+                continue
+            if len(fields) == len(names):
+                record = dict(zip(names, fields, strict=True))
+            else:
+                record = UserError(
+                    f"{counted(len(fields), 'field')}, but {len(names)} in the first line; quote "
+                    "texts, or name what divides columns: --delimiter ';'")
+            yield f"line {rows.line_num}", record
+
+def load_json(text):
+    return json.loads(text, object_pairs_hook=dict_of_pairs)
+
+def dict_of_pairs(pairs):
+    """Python itself takes the last of two equal keys."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        check_names([key for key, _ in pairs])
+    return record
 
 def check_names(names):
+    """Of columns, or of the keys of an object in JSON."""
     if len({*names}) < len(names):
-        raise ValueError(f"two columns have one name: {', '.join(names):.200}")
+        name = max(names, key=names.count)
+        raise ValueError(
+            f"{name!r} is there twice; expected different names, saw {names!r:.200}; rename one")
 
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it
 CUT = r"""
@@ -339,8 +359,9 @@ def read_arrow(path, flags):
 
 def rows_of(batches, flags):
     """Columns that cannot hold documents are None: they may have values that Python lacks."""
-    text_key, chats = keys_to_read(flags)
-    wanted = columns_of([text_key, *itertools.chain(*chats), *flags.keep])
+    forms = forms_to_read(flags)
+    keys = itertools.chain(*(columns for _, columns in forms))
+    wanted = columns_of([*keys, *flags.keep])
     numbers = itertools.count()
     for batch in batches:
         names = batch.schema.names
@@ -348,7 +369,7 @@ def rows_of(batches, flags):
         unread = dict.fromkeys(names)
         read = [name for name in names if name in wanted]
         if "system" in names and "string" in str(batch.schema.field("system").type):
-            read.append("system")    # see add_system
+            read.append("system")    # see with_system
         for row in batch.select(read).to_pylist():
             yield f"row {next(numbers)}", unread | row
 
@@ -374,7 +395,8 @@ def make_document(record, flags, place, report):
     if kind == "messages":
         messages, dropped_keys = clean_messages(join_messages(values), flags.ignore_keys)
         notes["dropped keys of messages"] = dropped_keys
-        if add_system(messages, record.get("system")):
+        messages = with_system(messages, record.get("system"))
+        if record.get("system") in (None, "", messages[0]["content"]):
             dropped.discard("system")
         notes[REFUSED] = refused_by_nanochat(messages, flags.skip_bad)
         text = json.dumps(messages, ensure_ascii=False)
@@ -403,17 +425,15 @@ def plain_text(value, column):
     return value
 
 def as_dict(record, flags):
-    """Of a dict, a list of messages, or one of them as JSON."""
+    """Of a record, which may also be a list of messages."""
+    if isinstance(record, Exception):
+        raise record
     if isinstance(record, bytes):
-        record = json.loads(record)
+        record = load_json(record)
     if isinstance(record, list):
         record = {flags.messages_key or "messages": record}
     if not isinstance(record, dict):
         raise UserError(f"saw {record!r:.200}, expected such as {{'text': 'Hello'}}")
-    if None in record:    # see read_csv
-        raise UserError(
-            f"{record[None]} fields than the first line names: quote texts, or name what divides "
-            "columns: --delimiter ';'")
     return record
 
 # The columns of a conversation
@@ -422,41 +442,36 @@ CHATS = (
     ("prompt", "completion"), ("prompt", "response"), ("question", "answer"),
     ("instruction", "input", "output"), ("instruction", "output"),
     ("instruction", "context", "response"), ("instruction", "response"))
+FORMS = [("text", ("text",)), *(("messages", columns) for columns in CHATS)]
 
-def keys_to_read(flags):
-    """
-    (the key of a text, the columns of conversations). --messages_key instruction: also with the
-    columns beside it that CHATS names.
-    """
-    key = flags.messages_key
+def forms_to_read(flags):
+    """[(kind, columns)] of documents. --messages_key may name the first of several columns."""
     if flags.text_key:
-        return flags.text_key, []
+        return [("text", (flags.text_key,))]
+    key = flags.messages_key
     if key:
-        with_others = [columns for columns in CHATS if columns[0] == key]
-        return "", [*with_others, (key,)]
-    return "text", CHATS
+        chats = [columns for columns in CHATS if columns[0] == key]
+        return [("messages", columns) for columns in [*chats, (key,)]]
+    return FORMS
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ('text',)), ('messages', ('prompt', 'response'))"""
-    text_key, chats = keys_to_read(flags)
-    has_text = text_key and lookup(record, text_key) is not None
-    chat = None
-    for columns in chats:
-        values = [lookup(record, key) for key in columns]
-        if None not in values:
-            chat = columns
-            break
-    if has_text and chat:
-        raise UserError(f"it has 'text' and {chat[0]!r}; choose: --text_key text, or for "
-                        f"conversations --messages_key {chat[0]}")
-    if chat:
-        return "messages", chat
-    key = text_key or flags.messages_key
-    if not has_text and key not in record:    # else null
-        raise UserError(
-            f"nothing under {key!r}; saw {[*record]!r:.300}; name the key by --text_key (b in a: "
-            "a.b), or for conversations by --messages_key")
-    return "text", (key,)
+    found = {}
+    for kind, columns in forms_to_read(flags):
+        if kind not in found and None not in [lookup(record, key) for key in columns]:
+            found[kind] = columns
+    if len(found) == 2:
+        key = found["messages"][0]
+        raise UserError(f"it has 'text' and {key!r}; choose: --text_key text, or for "
+                        f"conversations --messages_key {key}")
+    if found:
+        return found.popitem()
+    key = flags.text_key or flags.messages_key or "text"
+    if key in record:    # null
+        return "text", (key,)
+    raise UserError(
+        f"nothing under {key!r}; saw {[*record]!r:.300}; name the key by --text_key (b in a: a.b), "
+        "or for conversations by --messages_key")
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
@@ -507,7 +522,7 @@ def as_messages(role, content):
 def clean_messages(messages, ignore_keys):
     """(messages as shards hold them, the names of their other keys)"""
     if isinstance(messages, str | bytes):
-        messages = json.loads(messages)
+        messages = load_json(messages)
     cleaned = []
     other_keys = set()
     for i, message in enumerate(messages):
@@ -530,14 +545,14 @@ def clean_messages(messages, ignore_keys):
             f"{messages!r:.200}")
     return cleaned, other_keys
 
-def add_system(messages, system):
+def with_system(messages, system):
     """
-    Put a system's text first, which ShareGPT and Alpaca have beside the messages, unless these have
-    one of their own. -> whether nothing of it is dropped
+    With a system's text first, which ShareGPT and Alpaca have beside the messages, unless these
+    have one of their own.
     """
     if system and isinstance(system, str) and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": system})
-    return system in (None, "", messages[0]["content"])
+        return [{"role": "system", "content": system}, *messages]
+    return messages
 
 REFUSED = (
     "conversations that nanochat's template refuses, so train.py ends there unless its tokenizer "

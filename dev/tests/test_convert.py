@@ -276,10 +276,14 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.csv", b'text\n"one more"\n"never ends\n',
      "unreadable after line 2: unexpected end.*; expected quotes", 1),
     ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8: iconv -f LATIN1", 0),
-    ("a.csv", b"text,text\nx,y\n", "unreadable: two columns have one name: text, text", 0),
+    ("a.csv", b"text,text\nx,y\n", "unreadable: 'text' is there twice; .*'text', 'text'", 0),
+    ("a.parquet", as_parquet(pa.table([["a"], ["b"]], ["n", "n"])), "unreadable: 'n' is ther", 0),
+    ("a.json", b'[{"text": "a"}, {"text": "b", "text": "c"}]', "unreadable: 'text' is there tw", 0),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: 'text' is there twi", 1),
+    ("a.jsonl", b'{"text": "a", "m": {"n": 1, "n": 2}}\n', "line 1: 'n' is there twice; ", 0),
     ("a.csv", b"n,text\n1,x\n2,Well, I said\n",
-     "line 3: more fields than the first line names: .* --delimiter ';'", 1),
-    ("a.csv", b"text,n\nx,1\na\nb,1\n", "line 3: fewer fields than the first line", 1),
+     "line 3: 3 fields, but 2 in the first line; quote .* --delimiter ';'", 1),
+    ("a.csv", b"text,n\nx,1\na\nb,1\n", "line 3: 1 field, but 2 in the first line", 1),
     ("a.csv", b",prompt\n0,Hi\n", rf"line 2: {MISSING}\['', 'prompt'\]; name the key", 0),
     ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}\['n', 'txt'\]; name the key by --text_key", 0),
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}\['txt'\]; name", 0),
@@ -299,6 +303,7 @@ BAD_CHATS = [
     ([], r"nothing to learn: expected a message of an assistant, .*; saw \[\]"),
     ([USER, {**ANSWER, "content": ""}], "nothing to learn: .* not empty, of weight 1"),
     ([USER], "nothing to learn"), ([USER, HIDDEN, USER, HIDDEN], "nothing to learn: .*; saw .*Hi"),
+    ('[{"role": "user", "role": "user"}]', "'role' is there twice; "),
     ("Hi", "Expecting value"), (3, "'int' object is not iterable"),
     (["Hi"], "message 0: .*; saw 'Hi', expected such as {'role': 'user', 'content': 'Hi'}"),
     ([USER, {"role": "assistant"}], "message 1: it has no 'content'; saw {'role': 'assistant'}"),
@@ -326,13 +331,11 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     write(tmp_path / "in", {name: data, "b.jsonl": as_json(*good)})
     line = command(tmp_path / "in", "--out", tmp_path / "out")
     assert re.search(rf"^error: .*/{name}, {words}", line)
-    is_rest = words.startswith("unreadable")
-    what = "the rest of bad files" if is_rest else "bad documents"
+    what = "the rest of bad files" if words.startswith("unreadable") else "bad documents"
     assert line.endswith(f" (to skip {what}: --skip_bad)")
     assert os.listdir(tmp_path) == ["in"], "an error leaves nothing"
     assert len(converted(tmp_path, "--skip_bad")) >= 2 + n_before
     printed = capsys.readouterr().out
-    what = "the rest of bad files" if is_rest else "bad documents"
     assert re.search(rf"skipped {what}: 1, such as .*/{name}, {words}", printed)
 
 @pytest.mark.parametrize("files, words, expected", [
@@ -467,7 +470,7 @@ def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
         "a.jsonl": as_json({"messages": [USER, ANSWER]}, {"conversations": sharegpt}, pair),
         "b.jsonl": as_json([USER, {**ANSWER, "role": "Assistant"}], [USER, ANSWER],
                            [ANSWER, USER, ANSWER]),    # nanochat's lines
-        "c.csv": "prompt;response\nHi;Hello\n",
+        "c.csv": "prompt;response\n\nHi;Hello\n",
         "d.parquet": as_parquet(pa.table({"messages": [[USER, ANSWER], [USER, HIDDEN, ANSWER]]})),
         "o.parquet": as_parquet(pa.table({"messages": [json.dumps([USER, ANSWER])]})),    # ours
         "e.json": json.dumps([{"instruction": "Hi", "input": "", "output": "Hello"},
@@ -508,28 +511,31 @@ def test_roles_parts_and_weights_survive(tmp_path):
     found = [json.loads(line) for line in converted(tmp_path, "--messages_key", "text")]
     assert chat in found and [USER, ANSWER] in found
 
-def test_a_system_beside_a_conversation_comes_first(tmp_path, capsys):
-    rows = [{"system": "Be kind", "id": 1, "conversations": [USER, ANSWER]},
-            {"system": "", "instruction": "Hi", "input": "", "output": "Hello"},
-            {"system": "Be kind", "messages": json.dumps([USER, ANSWER])}]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    found = sorted(json.loads(line)[0]["content"] for line in converted(tmp_path))
-    assert found == ["Be kind", "Be kind", "Hi"]
-    assert "(read: conversations): 1, such as" in capsys.readouterr().out
-    table = pa.table([["Be kind", ""], [[USER, ANSWER]] * 2, [1, 2]], ["system", "messages", "id"])
-    write(tmp_path / "in", {"a.jsonl": b"", "a.parquet": as_parquet(table)})
-    found = sorted(json.loads(line)[0]["content"] for line in converted(tmp_path))
-    assert found == ["Be kind", "Hi"]
-    times = pa.array([1, 2], pa.timestamp("ns"))    # which Python has not
-    write(tmp_path / "in", {"a.parquet": as_parquet(pa.table({"text": ["a", "b"], "system": times}))})
-    assert sorted(converted(tmp_path)) == ["a", "b"]
-    os.unlink(tmp_path / "in/a.parquet")
+TALK = [USER, ANSWER]
+KIND, BRIEF = ({"role": "system", "content": f"Be {how}"} for how in ("kind", "brief"))
+
+@pytest.mark.parametrize("suffix, row, expected, dropped", [
+    ("jsonl", {"system": "Be kind", "conversations": TALK}, [KIND, *TALK], ""),
+    ("parquet", {"system": "Be kind", "messages": TALK}, [KIND, *TALK], ""),
+    ("jsonl", {"system": "Be kind", "messages": json.dumps(TALK)}, [KIND, *TALK], ""),
+    ("jsonl", {"system": "", "instruction": "Hi", "output": "Hello"}, TALK, ""),
+    ("parquet", {"system": "", "messages": TALK}, TALK, ""),
     # Not if it has one itself, or if it is no text: then it is reported
-    messages = [{"role": "system", "content": "Be brief"}, USER, ANSWER]
-    rows = [{"system": "Be kind", "messages": messages}, {"system": {"a": 1}, "messages": messages}]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    assert [json.loads(line) for line in converted(tmp_path)] == [messages, messages]
-    assert re.search(r"dropped columns \(read: messages\): 2, .*: system\n", capsys.readouterr().out)
+    ("jsonl", {"system": "Be kind", "messages": [BRIEF, *TALK]}, [BRIEF, *TALK], "system"),
+    ("jsonl", {"system": {"a": 1}, "messages": TALK}, TALK, "system")])
+def test_a_system_beside_a_conversation_comes_first(
+        tmp_path, capsys, suffix, row, expected, dropped):
+    data = as_json(row, row) if suffix == "jsonl" else as_parquet(pa.Table.from_pylist([row, row]))
+    write(tmp_path / "in", {f"a.{suffix}": data})
+    assert [json.loads(line) for line in converted(tmp_path)] == [expected] * 2
+    printed = capsys.readouterr().out
+    found = re.findall(r"dropped columns \(read: .*\): 2, such as .*: (.*)", printed)
+    assert found == ([dropped] if dropped else [])
+
+def test_a_system_that_python_cannot_have_is_not_read(tmp_path):
+    table = pa.table({"text": ["a", "b"], "system": pa.array([1, 2], pa.timestamp("ns"))})
+    write(tmp_path / "in", {"a.parquet": as_parquet(table)})
+    assert sorted(converted(tmp_path)) == ["a", "b"]
 
 def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, capsys):
     system = {"role": "system", "content": "Be kind"}
