@@ -68,32 +68,21 @@ def test_counts_are_those_of_delivered_rows(base, packing):
     assert counts["dropped"] == n_tokens - len(tokens)
 
 def test_packings_prints_a_line_for_each(base, capsys):
-    words = f"--data {base}/data --tokenizer {base}/tokenizer --T 64".split()
-    bench.main(["packings", *words])
+    bench.main(f"packings --data {base}/data --tokenizer {base}/tokenizer --T 64".split())
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == [*PACKINGS]
 
+def first_columns(lines, n):
+    return [" ".join(line.split()[:n]) for line in [*lines][2:]]
+
 def test_speed_prints_a_line_for_each_input(base, fresh):
-    folder, data = f"{base}/tokenizer", f"{base}/data"
-    lines = bench.measure_speed(folder, data, 2, 32, ["tiktoken"], ["flat", "exactfit"], 0.01)
-    lines = [line.split() for line in lines][2:]
-    assert [line[:3] for line in lines] == [
-        ["text", "flat", "tiktoken"], ["text", "exactfit", "tiktoken"],
-        ["tokens", "flat", "-"], ["tokens", "exactfit", "-"]]
-    assert all(float(line[4]) > 0 for line in lines)
+    lines = bench.measure_speed(
+        f"{base}/tokenizer", f"{base}/data", 2, 32, ["tiktoken"], ["flat"], 0.01)
+    assert first_columns(lines, 3) == ["text flat tiktoken", "tokens flat -"]
 
 def test_mixing_prints_a_line_for_each_cell(base, fresh):
     lines = bench.measure_mixing(
         f"{base}/tokenizer", f"{base}/data", "tiktoken", 2, 32, lanes=[0, 2],
-        chunks=[0.01, 0.02], sources=[1, 2], groups=[0.05], megabytes=0.2)
-    lines = [line.split() for line in lines][2:]
-    assert [line[0] for line in lines] == ["1"] * 4 + ["2"] * 4
-    assert [line[3] for line in lines] == ["64", "64", "2", "2"] * 2
-    assert [line[4] for line in lines] == ["0.01", "0.02"] * 4
-    assert all(float(line[6].rstrip("%")) > 0 for line in lines)
-
-def test_a_fresh_process_has_its_own_memory():
-    assert 10 < bench.run_fresh(peak_of, None) < 1000
-
-def peak_of(_):
-    return bench.peak_memory()
+        chunks=[0.01], sources=[1, 2], groups=[0.05], megabytes=0.2)
+    assert first_columns(lines, 4) == [
+        "1 0.05 MB 64", "1 0.05 MB 2", "2 0.05 MB 64", "2 0.05 MB 2"]

@@ -1,12 +1,11 @@
 """
-Chats: the text of each template and what has a loss, then drawn ones beside other rules.
+Chats: the text of each template and what has a loss, then what is refused.
 
     python -m pytest dev/tests/test_templates.py
 """
 
 import itertools
 import json
-import random
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,12 +68,18 @@ PARTS = [
      "<|bos|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
      "<|start_header_id|>assistant<|end_header_id|>\n\nf(1)<|eot_id|>"
      "<|start_header_id|>tool<|end_header_id|>\n\n2<|eot_id|>"
-     "<|start_header_id|>assistant<|end_header_id|>\n\n<|eot_id|>", "<|eot_id|>")])
+     "<|start_header_id|>assistant<|end_header_id|>\n\n<|eot_id|>", "<|eot_id|>"),
+    # A token that begins in the header has no loss: here, three ends of lines are one token
+    ("llama3", chat(("assistant", "\nit's 日本\n\n")),
+     "<|bos|><|start_header_id|>assistant<|end_header_id|>\n\n\nit's 日本\n\n<|eot_id|>",
+     "it's 日本\n\n<|eot_id|>")])
 def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     """What has no loss at all is no training data. A null has no tokens."""
     tok = tokenizer_for(template)
     ids, mask = tok.render_conversation({"messages": messages})
-    assert (tok.decode(ids), tok.decode([*itertools.compress(ids, mask)])) == (text, with_loss)
+    assert ids == tok.enc.encode(text, allowed_special="all")
+    assert tok.decode([*itertools.compress(ids, mask)]) == with_loss
+    assert tok.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])
     lines = [None, json.dumps(messages), None]
     if with_loss:
         found, bounds = encode_conversations(tok, lines)
@@ -89,10 +94,9 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
      "message 0: .* role 'assistant' or 'system' or 'user'; saw .*Yo"),
     ("nanochat", chat(("system", "Hi"), ("assistant", "Yo")),
      "message 1: expected one of a user, after the system's"),
-    ("chatml", [{"role": "assistant", "content": None, "tool_calls": [1]}], "tool_calls would be"),
     ("nanochat", chat(("system", "a"), ("system", "b"), HI),
      "message 1: expected .* role 'assistant' or 'user'; saw .*'b'"),
-    ("nanochat", chat(("system", "a"), tool_calls=[1]) + chat(HI), "message 0: its tool_calls would"),
+    ("nanochat", chat(("system", "a"), tool_calls=[1]) + chat(HI), "message 0: its tool_calls"),
     ("nanochat", chat(("system", 5), HI), "message 0: .* saw .*5"),
     ("nanochat", [], "nothing to learn"),
     ("nanochat", chat(("user", PARTS[1:2])), "message 0: expected parts of type text; saw"),
@@ -100,10 +104,9 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
      "message 1: expected parts of type text or python or python_output; saw .*image"),
     ("nanochat", chat(HI, ("assistant", None)), "message 1: .* saw .*None"),
     ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: expected text;"),
-    ("nanochat", chat(HI, ("assistant", [{"type": "python", "text": 1}])), "1: expected text; saw"),
     ("nanochat", ["Hi"], "message 0: .* saw 'Hi'"),
     ("nanochat", [{"a": 1}], "message 0: it has no 'role'"),
-    ("chatml", chat(("assistant", ""), tool_calls=[{"f": 1}]), "its tool_calls would be lost"),
+    ("chatml", chat(("assistant", None), tool_calls=[1]), "its tool_calls would be lost"),
     ("chatml", chat(("assistant", "Hi"), reasoning_content="Hm"), "its reasoning_content would"),
     ("chatml", chat(("assistant", "Hi"), weight=0.5), "expected a weight of 0 or 1; saw .*0.5"),
     ("chatml", chat(("assistent", "Hi")), "role 'assistant' or .*; saw .*assistent"),
@@ -113,13 +116,16 @@ def test_a_bad_message_is_shown(template, messages, words):
     with pytest.raises(UserError, match=words):
         encode_conversations(tokenizer_for(template), [json.dumps(messages)])
 
-@pytest.mark.parametrize("text", ["hello", "<|bos|>", "<|assistant_end|>"])
-def test_names_of_special_tokens_in_a_message_are_plain_text(text):
+def test_names_of_special_tokens_in_a_message_are_plain_text():
     tok = tokenizer_for("nanochat")
-    parts = [{"type": "text", "text": text}, {"type": "python", "text": text}]
-    messages = chat(("system", text), ("user", text), ("assistant", parts))
-    ids, _ = tok.render_conversation({"messages": messages})
-    assert np.count_nonzero(tok.token_bytes[ids] == 0) == 7
+
+    def n_special(text):
+        parts = [{"type": "text", "text": text}, {"type": "python", "text": text}]
+        messages = chat(("system", text), ("user", text), ("assistant", parts))
+        ids, _ = tok.render_conversation({"messages": messages})
+        return np.count_nonzero(tok.token_bytes[ids] == 0)
+
+    assert n_special("hello") == n_special("<|bos|>") == n_special("<|assistant_end|>") == 7
 
 @pytest.mark.parametrize("template", ["nanochat", "chatml", "llama3"])
 def test_prompt_ends_where_the_answer_begins(template):
@@ -133,72 +139,6 @@ def test_prompt_ends_where_the_answer_begins(template):
     with pytest.raises(UserError, match="expected an assistant's message at the end"):
         tok.render_for_completion({"messages": messages[:3]})
 
-# --------------------------------------------------------------------------------------------------
-# Drawn conversations
-
-WORDS = ["hello", " World", "\n", "\n\n", "  ", "日本", "é", "12345", "'s", "", "def f(x):"]
-
-def draw_text(draw):
-    return "".join(draw.choices(WORDS, k=draw.randrange(9)))
-
-def draw_chat(draw, template):
-    roles = draw.choices(["user", "assistant", "tool", "system"], k=draw.randint(1, 5))
-    if template == "nanochat":
-        roles = ["system", "user", "assistant", "user", "assistant"]
-        roles = roles[draw.randrange(2):draw.randint(2, 5)]
-    messages = []
-    for role in roles:
-        content = draw_text(draw)
-        if template == "nanochat" and role == "assistant" and draw.random() < 0.5:
-            types = draw.choice([[], ["text", "python", "python_output", "text"], ["python"]])
-            content = [{"type": type, "text": draw_text(draw)} for type in types]
-        messages += chat((role, content), weight=draw.randrange(2))
-    return messages
-
-def spell(messages, opening, closing, after):
-    """-> (the whole text, whether each of its bytes has a loss)"""
-    text, losses = BOS, len(BOS) * [0]
-    if opening == "<|{}_start|>" and messages[0]["role"] == "system":
-        system, user, *others = messages
-        messages = [{**user, "content": system["content"] + "\n\n" + user["content"]}, *others]
-    for message in messages:
-        role, content = message["role"], message["content"]
-        learned = message["weight"] if role == "assistant" else 0
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        pieces = [(opening.format(role), 0)]
-        for part in parts:
-            form = {"text": "{}", "python": "<|python_start|>{}<|python_end|>",
-                    "python_output": "<|output_start|>{}<|output_end|>"}[part["type"]]
-            has_loss = 0 if part["type"] == "python_output" else learned
-            pieces.append((form.format(part["text"]), has_loss))
-        for piece, has_loss in [*pieces, (closing.format(role), learned), (after, 0)]:
-            text += piece
-            losses += len(piece.encode()) * [has_loss]
-    return text, losses
-
-@pytest.mark.parametrize("template, opening, closing, after", [
-    ("nanochat", "<|{}_start|>", "<|{}_end|>", ""),
-    ("chatml", "<|im_start|>{}\n", "<|im_end|>", "\n"),
-    ("chatml", "<|im_start|>→ {} →", "<|im_end|>", "\n"),
-    ("llama3", "<|start_header_id|>{}<|end_header_id|>\n\n", "<|eot_id|>", "")])
-def test_drawn_conversations_have_the_ids_of_the_whole_text(
-        template, opening, closing, after, monkeypatch):
-    """A token that begins in the header, as "\\n\\n" does in "assistant\\n\\nYo", has no loss."""
-    tok, draw = tokenizer_for(template), random.Random(2)
-    if "→" in opening:
-        own = module.CHATML._replace(header="→ {} →")
-        monkeypatch.setattr(module, "TEMPLATES", [own])
-    for _ in range(200):
-        messages = draw_chat(draw, template)
-        text, losses = spell(messages, opening, closing, after)
-        ids, mask = tok.render_conversation({"messages": messages})
-        assert ids == tok.enc.encode(text, allowed_special="all")
-        lengths = [len(tok.enc.decode_single_token_bytes(id)) for id in ids]
-        begins = [0, *itertools.accumulate(lengths)][:-1]
-        assert mask == [losses[begin] for begin in begins]
-        assert tok.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])
-    assert len(tok.encode("\n\n\n")) == 1, "no token begins in a header and ends in the content"
-
 def test_any_tokenizer_may_render_by_itself():
     """With nanochat's arguments, whose default cuts at 2,048 tokens."""
     def render_conversation(conversation, max_tokens=2048):
@@ -211,7 +151,7 @@ def test_any_tokenizer_may_render_by_itself():
     with pytest.raises(AttributeError, match=r"'object' .* no attribute 'render_conversation'"):
         encode_conversations(object(), ["[]"])
 
-@pytest.mark.parametrize("line", ["null", "5", "{", "", '{"messages": []}'])
+@pytest.mark.parametrize("line", ["null", "{", '{"messages": []}'])
 def test_a_line_that_is_no_list_is_shown(line):
     with pytest.raises(UserError, match=r"expected a list of messages as JSON; saw"):
         encode_conversations(tokenizer_for("nanochat"), [line])
