@@ -386,7 +386,7 @@ def test_out_that_cannot_be_made_is_refused(tmp_path, monkeypatch, out):
 
 def test_out_may_be_empty_or_a_link_but_no_uri(tmp_path, capsys):
     assert command("a", "--out", "s3://b/x") == 2
-    assert "cannot write to s3://b/x; name a local folder" in capsys.readouterr().err
+    assert "cannot write to 's3://b/x'; name a local folder" in capsys.readouterr().err
     write(tmp_path, {"a.jsonl": texts_as_json("ab")})
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")

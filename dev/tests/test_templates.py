@@ -69,9 +69,8 @@ PARTS = [
      "<|start_header_id|>assistant<|end_header_id|>\n\nf(1)<|eot_id|>"
      "<|start_header_id|>tool<|end_header_id|>\n\n2<|eot_id|>"
      "<|start_header_id|>assistant<|end_header_id|>\n\n<|eot_id|>", "<|eot_id|>"),
-    # A token that begins in the header has no loss: here, three ends of lines are one token
-    ("llama3", chat(("assistant", "\nit's 日本\n\n")),
-     "<|bos|><|start_header_id|>assistant<|end_header_id|>\n\n\nit's 日本\n\n<|eot_id|>",
+    ("llama3", chat(("assistant", "it's 日本\n\n")),
+     "<|bos|><|start_header_id|>assistant<|end_header_id|>\n\nit's 日本\n\n<|eot_id|>",
      "it's 日本\n\n<|eot_id|>")])
 def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     """What has no loss at all is no training data. A null has no tokens."""
@@ -115,6 +114,13 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
 def test_a_bad_message_is_shown(template, messages, words):
     with pytest.raises(UserError, match=words):
         encode_conversations(tokenizer_for(template), [json.dumps(messages)])
+
+def test_a_template_and_a_text_share_no_token():
+    """Three ends of lines would be one token. All of a text has a loss."""
+    tok = tokenizer_for("llama3")
+    assert len(tok.encode("\n\n\n")) == 1
+    ids, mask = tok.render_conversation({"messages": chat(("assistant", "\nYo"))})
+    assert tok.decode([*itertools.compress(ids, mask)]) == "\nYo<|eot_id|>"
 
 def test_names_of_special_tokens_in_a_message_are_plain_text():
     tok = tokenizer_for("nanochat")
