@@ -357,8 +357,10 @@ def read_arrow(path, flags):
     reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
     return rows_of(reader.read_all().to_batches(ROW_GROUP_DOCUMENTS), flags)
 
+NOT_READ = ()    # neither null nor a text
+
 def rows_of(batches, flags):
-    """Columns that cannot hold documents are None: they may have values that Python lacks."""
+    """Columns that cannot hold documents are NOT_READ: they may have values that Python lacks."""
     forms = forms_to_read(flags)
     keys = itertools.chain(*(columns for _, columns in forms))
     wanted = columns_of([*keys, *flags.keep])
@@ -366,7 +368,7 @@ def rows_of(batches, flags):
     for batch in batches:
         names = batch.schema.names
         check_names(names)
-        unread = dict.fromkeys(names)
+        unread = dict.fromkeys(names, NOT_READ)
         read = [name for name in names if name in wanted]
         if "system" in names and "string" in str(batch.schema.field("system").type):
             read.append("system")    # see with_system

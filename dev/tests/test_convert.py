@@ -522,7 +522,8 @@ KIND, BRIEF = ({"role": "system", "content": f"Be {how}"} for how in ("kind", "b
     ("parquet", {"system": "", "messages": TALK}, TALK, ""),
     # Not if it has one itself, or if it is no text: then it is reported
     ("jsonl", {"system": "Be kind", "messages": [BRIEF, *TALK]}, [BRIEF, *TALK], "system"),
-    ("jsonl", {"system": {"a": 1}, "messages": TALK}, TALK, "system")])
+    ("jsonl", {"system": {"a": 1}, "messages": TALK}, TALK, "system"),
+    ("parquet", {"system": {"a": 1}, "messages": TALK}, TALK, "system")])
 def test_a_system_beside_a_conversation_comes_first(
         tmp_path, capsys, suffix, row, expected, dropped):
     data = as_json(row, row) if suffix == "jsonl" else as_parquet(pa.Table.from_pylist([row, row]))
