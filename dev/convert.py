@@ -310,18 +310,18 @@ def load_json(text):
     return json.loads(text, object_pairs_hook=dict_of_pairs)
 
 def dict_of_pairs(pairs):
-    """Python itself takes the last of two equal keys."""
+    """Of equal keys, Python itself takes the last; here, their value is an error, see lookup."""
     record = dict(pairs)
     if len(record) < len(pairs):
-        check_names([key for key, _ in pairs])
+        keys = [key for key, _ in pairs]
+        for key in record:
+            if keys.count(key) > 1:
+                record[key] = UserError(f"{key!r} is there twice, in {keys!r:.200}; remove one")
     return record
 
 def check_names(names):
-    """Of columns, or of the keys of an object in JSON."""
     if len({*names}) < len(names):
-        name = max(names, key=names.count)
-        raise ValueError(
-            f"{name!r} is there twice; expected different names, saw {names!r:.200}; rename one")
+        raise UserError(f"two columns have one name: {', '.join(names):.200}; rename one")
 
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it
 CUT = r"""
@@ -428,10 +428,10 @@ def plain_text(value, column):
 
 def as_dict(record, flags):
     """Of a record, which may also be a list of messages."""
-    if isinstance(record, Exception):
-        raise record
     if isinstance(record, bytes):
         record = load_json(record)
+    if isinstance(record, Exception):
+        raise record
     if isinstance(record, list):
         record = {flags.messages_key or "messages": record}
     if not isinstance(record, dict):
@@ -478,6 +478,8 @@ def find_document(record, flags):
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
     if key in record:
+        if isinstance(record[key], Exception):    # see dict_of_pairs
+            raise record[key]
         return record[key]
     head, dot, rest = key.partition(".")
     inner = record.get(head) if dot else None
@@ -572,7 +574,8 @@ def refused_by_nanochat(messages, skip_bad):
 
 def clean_message(message, ignore_keys):
     """(its role, content and weight; the names of its other keys)"""
-    message = {key: value for key, value in message.items() if value is not None}    # parquet's
+    values = {key: lookup(message, key) for key in message}
+    message = {key: value for key, value in values.items() if value is not None}    # parquet's
     if "from" in message and "value" in message:
         message["role"] = message.pop("from")
         message["content"] = message.pop("value")

@@ -250,10 +250,33 @@ def test_a_replaced_shard_is_an_error(tmp_path):
     path.write_bytes(Path(other.path).read_bytes())
     with pytest.raises(UserError, match=r"row group 0: .* not those that were written .*verify"):
         shard.read(0)    # its footer is known
-    dataset.checked_footer.cache_clear()    # as in another process
     advice = r"as they should be: python dataset.py index \S+$"
     with pytest.raises(UserError, match=f"a.parquet was replaced by another .*{advice}"):
         list_shards(str(tmp_path), "train")[0].read(0)
+
+def test_a_replaced_shard_of_another_program_is_read_anew(tmp_path):
+    """... although its size, and all that we know of it, is the same: here, columns trade places."""
+    for name in "ab":
+        pq.write_table(pa.table({"text": ["aaaa"], "othr": ["bbbb"]}), tmp_path / f"{name}.parquet")
+    assert read(list_shards(str(tmp_path), "train")[0]) == ["aaaa"]
+    for name in "ab":
+        pq.write_table(pa.table({"othr": ["bbbb"], "text": ["aaaa"]}), tmp_path / f"{name}.parquet")
+    assert read(list_shards(str(tmp_path), "train")[0]) == ["aaaa"]
+
+@pytest.mark.parametrize("index", ["[1]", "5", '{"format": 2}', '{"forma', ""])
+def test_a_damaged_index_is_an_error_and_can_be_replaced(tmp_path, index):
+    folder = write(tmp_path, "a", "b")
+    (tmp_path / "index.json").write_text(index)
+    with pytest.raises(UserError, match=r"index.json: .*: python dataset.py index"):
+        list_shards(folder, "train")
+    dataset.main(["index", folder])
+    assert len(list_shards(folder, "train")) == 1
+
+def test_a_folder_may_look_like_a_uri(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "wiki:en", "a", "b")
+    dataset.main(["index", "wiki:en"])
+    assert read(list_shards("wiki:en", "train")[0])
 
 @pytest.mark.parametrize("checksums, damage", [(True, b"sacred"), (False, b"s\xffcret")])
 def test_damage_in_shards_of_other_tools_is_an_error(tmp_path, checksums, damage):
@@ -332,7 +355,7 @@ def grow_folder(path):
 NO_SHARDS = r"/data does not exist, or has no shards; .*dataset.py -n 8, or .*FILES --out NEW_"
 ONE_COLUMN = r"/x\.parquet: expected one string column `text` or `messages`; it has: %s. .*--out NEW_F"
 OLD_VERSIONS = "older versions of its data; name the folder of one version"
-NOT_USED = r"/index.json: .*; if it is damaged or old, remove it, .*: python dataset.py index"
+NOT_USED = r"/index.json: .*; if all files .*: python dataset.py index"
 NO_MATCH = (r"index.json does not match: b.parquet.*: %s bytes in the index .*: "
             "python dataset.py index")
 

@@ -122,6 +122,12 @@ def test_a_template_and_a_text_share_no_token():
     ids, mask = tok.render_conversation({"messages": chat(("assistant", "\nYo"))})
     assert tok.decode([*itertools.compress(ids, mask)]) == "\nYo<|eot_id|>"
 
+def test_a_million_spaces_in_a_chat():
+    """tiktoken's own encode fails there."""
+    tok, text = tokenizer_for("nanochat"), 1_000_000 * " " + "a"
+    ids, mask = tok.render_conversation({"messages": chat(("assistant", text))})
+    assert tok.decode([*itertools.compress(ids, mask)]) == text + "<|assistant_end|>"
+
 def test_names_of_special_tokens_in_a_message_are_plain_text():
     tok = tokenizer_for("nanochat")
 
