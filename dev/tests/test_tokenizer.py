@@ -351,8 +351,13 @@ def by_documents(texts):
     lists = [[256, *text.encode()] for text in texts]
     return [*itertools.chain(*lists)], np.cumsum([0, *map(len, lists)])
 
-def test_every_interface_gives_the_same_documents():
-    documents = AnyTokenizer(stub(dtype="uint16", encode_documents=by_documents))
+def by_documents_as_uint32(texts):
+    ids, bounds = by_documents(texts)
+    return ids, bounds.astype(np.uint32)
+
+@pytest.mark.parametrize("encode", [by_documents, by_documents_as_uint32])
+def test_every_interface_gives_the_same_documents(encode):
+    documents = AnyTokenizer(stub(dtype="uint16", encode_documents=encode))
     lists = AnyTokenizer(stub(lambda text: [256, *text]))
     for encoder in (documents, lists):
         ids, bounds = encoder.encode(pa.array(["", "ab", None, "", "\xe9", None]).slice(1))

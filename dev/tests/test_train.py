@@ -339,7 +339,7 @@ LONG = 40 * "one two "
      "loaded run/step_0000008.pt\ncaf\u00e9\n    x ?[2J?"),
     (f"--chat '{LONG}' --out run", "tokens; the model sees only the last 32\n"),
     ("--step 5", "error: unrecognized arguments: --step 5"),
-    ("--out=", "error: argument --out: expected a folder or URI of shards; saw an empty"),
+    ("--out=", "error: argument --out: cannot write to ''; name a local folder"),
     ("--sample x --eval y", "error: argument --eval: not allowed with argument --sample"),
     ("--batch_size 0", "error: --batch_size 0: expected a number above 0"),
     ("--lr nan", "error: --lr nan: expected a number above 0"),
