@@ -482,7 +482,7 @@ def lookup(record, key):
             raise record[key]
         return record[key]
     head, dot, rest = key.partition(".")
-    inner = record.get(head) if dot else None
+    inner = lookup(record, head) if dot else None
     return lookup(inner, rest) if isinstance(inner, dict) else None
 
 def columns_of(keys):

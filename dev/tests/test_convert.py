@@ -327,6 +327,11 @@ def test_equal_keys_that_nobody_reads_are_no_error(tmp_path):
     write(tmp_path / "in", {"a.jsonl": 2 * record})
     assert command(tmp_path / "in", "--out", tmp_path / "out") is None
 
+def test_equal_keys_on_the_way_to_the_text_are_an_error(tmp_path):
+    write(tmp_path / "in", {"a.jsonl": b'{"a": {"b": "x"}, "a": {"b": "y"}}\n'})
+    line = command(tmp_path / "in", "--out", tmp_path / "out", "--text_key", "a.b")
+    assert "line 1: 'a' is there twice, in " in line
+
 @pytest.mark.parametrize("name, data, words, n_before", BAD, ids=range(len(BAD)))
 def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words, n_before):
     good = [USER, ANSWER], [ANSWER, USER, ANSWER]

@@ -159,6 +159,10 @@ def test_gigatoken_gives_tiktokens_ids(name):
 ADVICE = "to encode several times as fast: pip install tiktoken==0.14.0 gigatoken==0.10.0"
 RIGHT = Engine._call_gigatoken
 
+def with_wrong_bounds(self, documents):
+    ids, bounds = RIGHT(self, documents)
+    return ids, np.sort(np.append(bounds[:-2], [1, bounds[-1]]))
+
 def with_wrong_ids(engine, documents):
     """Where twenty tokens meet; each alone is right."""
     ids, bounds = RIGHT(engine, documents)
@@ -170,6 +174,7 @@ def with_wrong_ids(engine, documents):
     ("tokenizer.metadata.version", lambda name: distribution(f"no-{name}"), ADVICE),
     ("tiktoken.__version__", "0.15.1", ADVICE),    # other versions know other characters
     ("tokenizer.Engine._call_gigatoken", with_wrong_ids, "gigatoken has other ids"),
+    ("tokenizer.Engine._call_gigatoken", with_wrong_bounds, "gigatoken has other ids"),
     (None, None, "gigatoken fails with this vocabulary: assertion")])    # a token no merge makes
 def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
     ranks = dict(small().enc._mergeable_ranks)
