@@ -158,7 +158,7 @@ MUTANTS = [
      "if (np.diff(offsets) % dtype.itemsize).any():",
      "if False:"),
     ("the end of the program is not seen",
-     "if dataset.is_ending():",
+     "if threading._SHUTTING_DOWN:",
      "if False:"),
 
     # Chunks

@@ -613,26 +613,6 @@ def test_other_file_systems_of_fsspec_have_a_prefix(tmp_path):
     memory.put(f"{folder}/", "/nanoloader-test/", recursive=True)
     assert read_all("fsspec+memory://nanoloader-test") == read_all(folder)
 
-def test_program_does_not_retry_at_its_end():
-    """A thread of an executor is joined at exit, and would try for hours."""
-    code = """if True:
-        import concurrent.futures, dataset
-        dataset.RETRY_SECONDS = 7200
-        def fail():
-            while not dataset.is_ending():
-                pass
-            raise OSError
-        def attempt():
-            try:
-                dataset.attempt(fail, "s3://b", "wait")
-            except dataset.UserError as error:
-                print(error, flush=True)
-        concurrent.futures.ThreadPoolExecutor(1).submit(attempt)
-    """
-    program = [sys.executable, "-c", code]
-    ended = subprocess.run(program, cwd=HERE, timeout=100, check=True, stdout=-1, text=True)
-    assert ended.stdout == "s3://b: OSError; wait\n"
-
 # --------------------------------------------------------------------------------------------------
 # The download and the command line
 
