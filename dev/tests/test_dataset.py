@@ -696,9 +696,10 @@ def test_an_empty_file_of_the_hubs_client_is_fetched_again(tmp_path, monkeypatch
         return str(path)
 
     monkeypatch.setattr(dataset, "RETRY_SECONDS", 0)
-    monkeypatch.setattr(dataset, "sha256_on_hub", lambda _: hashlib.sha256(b"whole").hexdigest())
+    metadata = SimpleNamespace(etag=hashlib.sha256(b"whole").hexdigest())
+    monkeypatch.setattr("huggingface_hub.get_hf_file_metadata", lambda _: metadata)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
-    dataset.fetch(str(tmp_path), "a")
+    dataset.ask_hub(dataset.fetch, "a", str(tmp_path))
     assert path.read_bytes() == b"whole" and not contents
 
 def test_stopped_download_leaves_at_once(hub):
