@@ -34,7 +34,6 @@ from hypothesis import strategies as st
 import dataset
 from dev import convert
 from test_dataloader import HERE
-from tokenizer import RustBPETokenizer
 
 # --------------------------------------------------------------------------------------------------
 # Files, commands and what they made
@@ -163,18 +162,8 @@ def make_texts(n, seed=0):
     return [f"{seed}.{i} " + " ".join(pick.choices(words, k=n)) for i, n in enumerate(lengths)]
 
 def many_inputs(folder):
-    """Texts in files whose order the next test has known since the second edition."""
     texts = make_texts(300)
-    parts = [texts[i::8] for i in range(8)]
-    lines = [texts_as_json(part, "raw_content") for part in parts]
-    return write(folder, {
-        "a.jsonl": lines[0], "b.json.gz": gzip.compress(lines[1]),
-        "c.json.zst": pa.Codec("zstd").compress(lines[2], asbytes=True),
-        "deep/d.jsonl.gz": gzip.compress(lines[3][:999]) + gzip.compress(lines[3][999:]),
-        "e.json": json.dumps([{"raw_content": text} for text in parts[4]], indent=1),
-        "f.json": BOM_UTF8 + lines[5].rstrip(b"\n").replace(b"\n", b"\r\n\n"),
-        **{f"deep/{i}.txt": text for i, text in enumerate(parts[6])},
-        "g.parquet": as_parquet(pa.table({"raw_content": parts[7]}))})
+    return write(folder, {f"{i}.jsonl": texts_as_json(texts[i::8]) for i in range(8)})
 
 def test_kept_values_count_for_the_size_of_a_run(tmp_path, monkeypatch):
     write(tmp_path / "in", {"a.jsonl": as_json(*[{"text": "a", "html": "b" * 500}] * 40)})
@@ -192,28 +181,27 @@ def test_an_array_of_records_is_no_conversation(tmp_path, first_key, flags):
 
 @pytest.mark.parametrize("run_bytes, tasks, workers", [(1 << 30, 1, 1), (9, 256, 1), (999, 3, 2)])
 def test_order_never_changes(tmp_path, monkeypatch, run_bytes, tasks, workers):
-    """One run or many, one process or two: the order that the second edition wrote."""
+    """One run or many, one process or two."""
     many_inputs(tmp_path / "in")
     monkeypatch.setattr(convert, "RUN_BYTES", run_bytes)
     monkeypatch.setattr(convert, "TASKS", tasks)
     monkeypatch.setattr(convert, "cores", lambda: 2)
-    documents = converted(tmp_path, "--text_key", "raw_content", "-w", workers)
-    assert hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16] == "96fcba473e40e8e2"
+    documents = converted(tmp_path, "-w", workers)
+    assert hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16] == "26b75bb6de6ca60d"
 
 def test_shards_are_equal_and_val_is_a_hundredth(tmp_path, monkeypatch):
     """... of the documents, or 64 of them. A document of a twentieth of all text is not in val."""
     monkeypatch.setattr(convert, "SHARD_BYTES", 20_000)
     texts = [f"{i}" * (i % 50) or "." for i in range(2000)] + ["long" * 5000] * 10
     n_bytes = sum(map(len, texts))
-    for k in range(9):
+    for k in range(5):
         write(tmp_path / "in", {"a.jsonl": texts_as_json(texts[k:] + texts[:k])})
         assert sorted(converted(tmp_path)) == sorted(texts)
         *train, val = all_of(tmp_path / "out")
         assert sum(val.group_sizes) == 64 and val.text_bytes < 20_000
     sizes = [sum(shard.group_sizes) for shard in train]
     assert len(train) == round(n_bytes / 20_000) - 1 > 4 and max(sizes) - min(sizes) <= 1
-    for shard in train:
-        assert len(shard.group_sizes) >= 16
+    assert min(len(shard.group_sizes) for shard in train) >= 16
 
 @pytest.mark.parametrize("book, size, parts", [
     (b"ab\n\ncdef\n\nefgh", 10, ["ab\n\ncdef\n\n", "efgh"]), (b"a b c", 4, ["a b ", "c"]),
@@ -228,7 +216,7 @@ def test_a_book_is_cut_at_blank_lines(tmp_path, book, size, parts):
 # Which columns
 
 def test_kept_columns_stay_beside_their_documents(tmp_path, capsys):
-    """A key with dots is a key in a key. Numbers stay numbers, but in CSV."""
+    """A key with dots is a key in a key. Other columns are counted."""
     rows = [{"data": {"text": str(i), "n": i}, "lang": "de"} for i in range(800)]
     rows += [{"data.text": "x", "data": {"n": None}}, {"data": {"text": "y"}}]
     table = pa.table({"data": [{"text": "z", "n": 9, "m": 0}], "url": ["there"]})
@@ -238,25 +226,19 @@ def test_kept_columns_stay_beside_their_documents(tmp_path, capsys):
     assert found == {**{str(i): i for i in range(800)}, "x": None, "y": None, "z": 9}
     printed = capsys.readouterr().out
     assert re.search(r"dropped columns \(read: data.text\): 801, .*, line 1: lang\n", printed)
-    shutil.rmtree(tmp_path / "in")
-    write(tmp_path / "in", {"b.parquet": as_parquet(table), "c.jsonl": as_json({"x": 1})})
-    table = pa.table({"text": ["b"], "b": [1], "a": [2]})
-    write(tmp_path / "in", {"d.parquet": as_parquet(table), "e.txt": "c"})
-    converted(tmp_path, "--skip_bad")
-    printed = capsys.readouterr().out
-    assert re.search(r"dropped columns \(read: text\): 1, .*/d.parquet, row 0: a, b\n", printed)
-    assert "skipped bad documents: 2, such as " in printed
-    shutil.rmtree(tmp_path / "in")
-    for delimiter, typed in [("^", "^"), ("\t", "\\t")]:
-        csv = "text^n\n" + "word^007\n" * 9
-        write(tmp_path / "in", {"a.jsonl": "", "c.csv": csv.replace("^", delimiter)})
-        converted(tmp_path, "--keep", "n", "--delimiter", typed)
-        assert rows_of(tmp_path / "out") == [{"text": "word", "n": "007"}] * 9
+
+@pytest.mark.parametrize("delimiter, typed", [("^", "^"), ("\t", "\\t")])
+def test_columns_of_csv_are_strings(tmp_path, delimiter, typed):
+    text = "text^n\n" + "word^007\n" * 9
+    write(tmp_path / "in", {"a.jsonl": "", "c.csv": text.replace("^", delimiter)})
+    converted(tmp_path, "--keep", "n", "--delimiter", typed)
+    assert rows_of(tmp_path / "out") == [{"text": "word", "n": "007"}] * 9
 
 # --------------------------------------------------------------------------------------------------
 # What is bad is an error with its file and line, and with --skip_bad counted and shown
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
+TALK = [USER, ANSWER]
 HIDDEN = {**ANSWER, "weight": 0}
 IMAGE = {"role": "assistant", "content": [{"type": "image"}]}
 CODE = {"role": "user", "content": [{"type": "python", "text": ""}]}
@@ -265,11 +247,9 @@ MISSING = "nothing under 'text'; saw "
 BAD = [    # a file, what is said of it, how many documents come before
     ("a.json.gz", gzip.compress(texts_as_json(make_texts(900)))[:-2000],
      "unreadable after line [0-9]+: ", 300),
-    ("a.json.zst", b"no zstd", "unreadable: ", 0), ("a.json.gz", b"no gzip", "unreadable: ", 0),
-    ("a.parquet", b"PAR1 no parquet", "unreadable: ", 0),
+    ("a.json.zst", b"no zstd", "unreadable: ", 0),
     ("a.parquet", as_parquet(pa.table({"text": ["wxyz"]})).replace(b"xyz", b"xxx"),
      "unreadable: .*CRC", 0),
-    ("a.arrow", b"ARROW1 no", "unreadable: ", 0),
     ("a.arrow", as_arrow(as_table("abcd"), pa.ipc.new_stream)[:-8], "unreadable: its end is mi", 0),
     ("a.json", b'[{"text": "a"},\n {"text": "b"', "unreadable: .* line 2", 0),
     ("a.json", b"[" * 200_000, "unreadable: maximum recursion depth", 0),
@@ -278,47 +258,37 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8: iconv -f LATIN1", 0),
     ("a.csv", b"text,text\nx,y\n", "unreadable: two columns have one name: text, text", 0),
     ("a.parquet", as_parquet(pa.table([["a"], ["b"]], ["n", "n"])), "unreadable: two col.*: n", 0),
-    ("a.json", b'[{"text": "a"}, {"text": "b", "text": "c"}]', "document 1: 'text' is there t", 1),
     ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: 'text' is there twi", 1),
     ("a.csv", b"n,text\n1,x\n2,Well, I said\n",
      "line 3: 3 fields, but 2 in the first line; quote .* --delimiter ';'", 1),
     ("a.csv", b"text,n\nx,1\na\nb,1\n", "line 3: 1 field, but 2 in the first line", 1),
-    ("a.csv", b",prompt\n0,Hi\n", rf"line 2: {MISSING}\['', 'prompt'\]; name the key", 0),
     ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}\['n', 'txt'\]; name the key by --text_key", 0),
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}\['txt'\]; name", 0),
-    ("a.csv", b"n^text\n1^x\n", rf"line 2: {MISSING}\['n\^text'\]; ", 0),
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one", 1),
-    ("a.jsonl", b"{\n", "line 1: Expecting .*; expected one JSON .*: jq -c . OLD", 0),
     ("a.jsonl", b'\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\]; .*a.b", 0),
     ("a.jsonl", b'{"text": ["x"]}\n', "line 1: 'text' holds list, .* add --messages_key text", 0),
-    ("a.jsonl", b'{"text": "\xff"}\n', "line 1: .* can't decode byte 0xff", 0),
     ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: .* surrogates not allowed", 0),
-    ("a.jsonl", b'{"text": 0}\n', "line 1: 'text' holds int", 0),
     ("a.jsonl", b"3\n", "line 1: saw 3, expected such as {'text': ", 0),
-    ("a.jsonl", b'"text"\n', "line 1: saw 'text', expected such as ", 0),
     ("a.json", b'[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
     ("a.md", "cafe".encode("utf-16"), "byte 0: .*; expected UTF-8: iconv .*UTF-16", 0)]
 BAD_CHATS = [
     ([], r"nothing to learn: expected a message of an assistant, .*; saw \[\]"),
     ([USER, {**ANSWER, "content": ""}], "nothing to learn: .* not empty, of weight 1"),
-    ([USER], "nothing to learn"), ([USER, HIDDEN, USER, HIDDEN], "nothing to learn: .*; saw .*Hi"),
+    ([USER, HIDDEN, USER, HIDDEN], "nothing to learn: .*; saw .*Hi"),
     ('[{"role": "user", "role": "user"}]', "message 0: 'role' is there twice, in .*; remove one"),
-    ("Hi", "Expecting value"), (3, "'int' object is not iterable"),
+    (3, "'int' object is not iterable"),
     (["Hi"], "message 0: .*; saw 'Hi', expected such as {'role': 'user', 'content': 'Hi'}"),
     ([USER, {"role": "assistant"}], "message 1: it has no 'content'; saw {'role': 'assistant'}"),
     ([{"content": "Hi"}, ANSWER], "message 0: it has no 'role'; saw"),
     ([USER, {**ANSWER, "weight": 0.5}], "message 1: expected a weight of 0 or 1"),
     ([{**USER, "role": "humn"}, ANSWER], "message 0: expected a message of role .*humn"),
     ([USER, IMAGE], "message 1: expected parts of type text or .*; saw .*image"),
-    ([USER, {**IMAGE, "content": [{"type": "image", "text": ""}]}],
-     "message 1: expected parts of type text or python or python_output; saw .*image"),
     ([CODE, ANSWER], "message 0: expected parts of type text; saw"),
     ([USER, {**ANSWER, "content": [{"type": "text", "text": None}]}], "message 1: expected text;"),
     ([USER, {**ANSWER, "content": "", "tool_calls": [1]}, USER, ANSWER],
-     "message 1: its tool_calls would be lost; saw")]
-for key in ("tool_calls", "reasoning_content", "refusal", "audio"):
-    BAD_CHATS += [([USER, ANSWER, USER, {**ANSWER, key: "I think"}],
-                   f"message 3: its {key} would be lost; saw .*; to drop .*: --ignore_keys")]
+     "message 1: its tool_calls would be lost; saw"),
+    ([USER, ANSWER, USER, {**ANSWER, "reasoning_content": "I think"}],
+     "message 3: its reasoning_content would be lost; saw .*; to drop .*: --ignore_keys")]
 BAD += [("a.jsonl", as_json([USER, ANSWER], {"messages": messages}), f"line 2: {words}", 1)
         for messages, words in BAD_CHATS]
 
@@ -326,11 +296,6 @@ def test_equal_keys_that_nobody_reads_are_no_error(tmp_path):
     record = b'{"text": "a", "m": {"n": 1, "n": 2}, "x": 1, "x": 1}\n'
     write(tmp_path / "in", {"a.jsonl": 2 * record})
     assert command(tmp_path / "in", "--out", tmp_path / "out") is None
-
-def test_equal_keys_on_the_way_to_the_text_are_an_error(tmp_path):
-    write(tmp_path / "in", {"a.jsonl": b'{"a": {"b": "x"}, "a": {"b": "y"}}\n'})
-    line = command(tmp_path / "in", "--out", tmp_path / "out", "--text_key", "a.b")
-    assert "line 1: 'a' is there twice, in " in line
 
 @pytest.mark.parametrize("name, data, words, n_before", BAD, ids=range(len(BAD)))
 def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words, n_before):
@@ -348,13 +313,11 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     assert re.search(rf"skipped {what}: 1, such as .*/{name}, {words}", printed)
 
 @pytest.mark.parametrize("files, words, expected", [
-    ({"a.jsonl": "\n"}, "", r"0 documents, but train and val need at least one each$"),
     ({"a.jsonl": texts_as_json(["", None])}, "", "0 docum.*; skipped null or empty .*: 2, .* 1$"),
-    ({"a.jsonl": '{"text": "a"}'}, "", r"1 document, but .* one each$"),
+    ({"a.jsonl": '{"text": "a"}'}, "", r"1 document, but train and val need at least one each$"),
     ({"a.txt": "a" * 99}, "", "1 document, but .*; to cut .* blank lines: --cut_bytes 2000"),
     ({"a.jsonl": "x"}, "--cut_bytes 9", "--cut_bytes cuts plain text, and here is none; name it"),
     ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*LATIN1"),
-    ({"a.txt": ""}, "", "0 documents, .*; skipped null or empty .*a.txt, byte 0"),
     ({"a.py": "x"}, "", "no files to read; ignored files, of other kinds: 1, .*; unpack archives"),
     ({"a.csv": "text\nx"}, "--delimiter tab", "unreadable: .*delimiter.* must be a 1-char"),
     ({"a\x1b.jsonl": "x"}, "", r"in/a\\x1b.jsonl, line 1: Expecting value"),
@@ -362,16 +325,13 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     ({"a.parquet": "x", "_delta_log/0.json": "{}"}, "", "holds older versions of its data"),
     ({"a.jsonl": as_json({"text": "a"}, [USER, ANSWER])}, "",
      "line 1 is a text, but .*/a.jsonl, line 2 a conversation; convert conversations apart"),
-    ({"a.jsonl": as_json({"text": "a"}, [USER, ANSWER])}, "--text_key text", "line 2: nothing und"),
+    ({"a.jsonl": b'{"a": {"b": "x"}, "a": {"b": "y"}}'}, "--text_key a.b", "line 1: 'a' is th"),
     ({"a.jsonl": as_json({"text": "a", "n": 1}, {"text": "b", "n": "a"})}, "--keep n",
      "error: --keep: .*; expected values of one type"),
     ({"a.jsonl": as_json({"text": "a", "n": 2**70})}, "--keep n", "--keep: .* one type"),
-    ({"a.jsonl": as_json({"text": "a", "n": 1}), "b.jsonl": as_json({"text": "b", "n": "a"})},
-     "--keep n", "--keep: .* n .* one type"),
     ({"a.jsonl": as_json({"text": "a"}, {"text": "b"})}, "--keep n", "n: no document has a value"),
     ({"a.jsonl": "x"}, "--keep tokens", "--keep: tokens: a column of that name has the d"),
     ({}, "nowhere/*.txt", r"nowhere/\*.txt does not exist or has no files to read; expected"),
-    ({}, "nowhere", "nowhere does not exist or has no files to read; expected"),
     ({}, "", r"required: IN; see python -m dev.convert --help"),
     ({}, "-w 0", None), ({}, "--cut_bytes x", None)])
 def test_other_mistakes_are_one_line(tmp_path, monkeypatch, capsys, files, words, expected):
@@ -383,7 +343,7 @@ def test_other_mistakes_are_one_line(tmp_path, monkeypatch, capsys, files, words
         expected = expected or "expected a whole number, at least 1; "
     assert re.search(expected, line) and line.strip().count("\n") == 0
 
-@pytest.mark.parametrize("out", [".", "full", "file", "/proc", "a.jsonl/x"])
+@pytest.mark.parametrize("out", [".", "full", "/proc", "a.jsonl/x"])
 def test_out_that_cannot_be_made_is_refused(tmp_path, monkeypatch, out):
     """/proc is a mount point."""
     write(tmp_path, {"a.jsonl": texts_as_json("ab"), "file": "", "full/x": ""})
@@ -402,45 +362,35 @@ def test_out_may_be_empty_or_a_link_but_no_uri(tmp_path, capsys):
     assert command(tmp_path / "a.jsonl", "--out", tmp_path / "link") is None
     assert sorted(read_all(tmp_path / "real")) == ["a", "b"] and (tmp_path / "link").is_symlink()
 
-@pytest.mark.parametrize("words, where", [
-    ("dev.convert {}/a.txt --cut_bytes 999", ".out.convert"),
-    ("dev.prepare tokenize {}/shards --tokenizer {}/tokenizer", "out")])
-def test_full_disk_is_named(tmp_path, words, where):
+def test_full_disk_is_named(tmp_path):
     """`ulimit -f` stands in for the full disk: no file may have more than 8 blocks."""
     write(tmp_path, {"a.txt": "word " * 9999})
-    assert command(tmp_path / "a.txt", "--cut_bytes", 999, "--out", tmp_path / "shards") is None
-    RustBPETokenizer.train_from_iterator(["word"], 265).save(f"{tmp_path}/tokenizer")
-    words = f"{sys.executable} -m {words} --out {{}}/out".replace("{}", str(tmp_path))
-    ended = subprocess.run(["bash", "-c", f"ulimit -f 8; {words}"], cwd=HERE, text=True,
-                           capture_output=True, timeout=300)
-    expected = rf"error: .*, in {tmp_path}/{where}; to write elsewhere, name another folder with "
+    words = f"-m dev.convert {tmp_path}/a.txt --cut_bytes 999 --out {tmp_path}/out"
+    ended = subprocess.run(["bash", "-c", f"ulimit -f 8; {sys.executable} {words}"], cwd=HERE,
+                           text=True, capture_output=True, timeout=300)
+    expected = rf"error: .*, in {tmp_path}/.out.convert; to write elsewhere, name another folder "
     assert re.search(expected, ended.stderr)
-    left = [os.path.basename(path) for path in glob.glob(f"{tmp_path}/out/*")]
-    assert left == (["index.json"] if where == "out" else []), "which says that it is not complete"
-    assert not glob.glob(f"{tmp_path}/.*")
+    assert os.listdir(tmp_path) == ["a.txt"]
 
 # --------------------------------------------------------------------------------------------------
 # Which files
 
 def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     """Hidden, about the data, of another kind or split; links are followed once."""
-    line = texts_as_json("ab")
+    folder, line = tmp_path / "in", texts_as_json("ab")
     names = ("train-0.jsonl", "test-0.jsonl", "a.rar", ".git/c.jsonl", "index.json", "README.md")
-    write(tmp_path / "in", {**dict.fromkeys(names, line), "deep/train.txt": "c"})
-    os.symlink("..", tmp_path / "in" / ".git" / "circle")
-    os.symlink("train-0.jsonl", tmp_path / "in" / "train-1.jsonl")
+    write(folder, {**dict.fromkeys(names, line), "deep/train.txt": "c"})
+    os.symlink("..", folder / ".git/circle")
+    os.symlink("train-0.jsonl", folder / "train-1.jsonl")
     assert sorted(converted(tmp_path)) == ["a", "b", "c"]
     printed = capsys.readouterr().out
-    for reason, n in (("about the data", 2), ("of other kinds", 1),
-                      ("of a val or test split beside train", 1)):
-        assert f"ignored files, {reason}: {n}, such as {tmp_path}/in/" in printed
-    shutil.rmtree(tmp_path / "out")
-    named = [tmp_path / "in" / name for name in ("test-0.jsonl", ".git/c.jsonl")]
-    assert command(*named, "--out", tmp_path / "out") is None
-    assert sorted(read_all(tmp_path / "out")) == ["a", "a", "b", "b"]
+    assert f"ignored files, about the data: 2, such as {folder}/" in printed
+    assert f"of other kinds: 1, such as {folder}/a.rar\n" in printed
+    assert f"of a val or test split beside train: 1, such as {folder}/test-0.jsonl\n" in printed
+    named = folder / "test-0.jsonl", folder / ".git/c.jsonl"
+    assert command(*named, "--out", tmp_path / "named") is None
+    assert sorted(read_all(tmp_path / "named")) == ["a", "a", "b", "b"]
     assert "ignored" not in capsys.readouterr().out
-    os.symlink("nowhere", tmp_path / "in/broken.jsonl")
-    assert "No such file or directory: " in command(tmp_path / "in", "--out", tmp_path / "x")
 
 def test_shards_of_ours_below_an_input_are_not_read_again(tmp_path, capsys):
     """--out inside the input, twice, with or without an index. A file that is named is read."""
@@ -449,13 +399,10 @@ def test_shards_of_ours_below_an_input_are_not_read_again(tmp_path, capsys):
         assert command(path, "--out", tmp_path / out) is None
         assert sorted(read_all(tmp_path / out)) == ["a", "b", "c"], out
         os.unlink(tmp_path / out / "index.json")
-    ignored = "ignored files, shards that we wrote, val among them (to read one, name the file)"
-    assert f"{ignored}: 6, " in capsys.readouterr().out
-    for path in (tmp_path / "one", f"{tmp_path}/one/*", f"{tmp_path}/**/*.parquet"):
-        line = command(path, "--out", tmp_path / "four")
-        assert re.search(rf"no files to read; {re.escape(ignored)}: \d+, such as ", line)
-    files = glob.glob(f"{tmp_path}/one/*.parquet")
-    assert command(*files, "--out", tmp_path / "four") is None
+    assert "ignored files, shards that we wrote, val among them (to" in capsys.readouterr().out
+    line = command(f"{tmp_path}/one/*", "--out", tmp_path / "four")
+    assert "no files to read; ignored files, shards that we wrote" in line
+    assert command(*glob.glob(f"{tmp_path}/one/*.parquet"), "--out", tmp_path / "four") is None
     assert sorted(read_all(tmp_path / "four")) == ["a", "b", "c"]
 
 def test_as_text_reads_only_what_it_names(tmp_path):
@@ -476,37 +423,33 @@ def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
     sharegpt = [{"from": "Human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     pair = {"prompt": "Hi", "completion": "Hello"}
     write(tmp_path / "in", {
-        "a.jsonl": as_json({"messages": [USER, ANSWER]}, {"conversations": sharegpt}, pair),
-        "b.jsonl": as_json([USER, {**ANSWER, "role": "Assistant"}], [USER, ANSWER],
-                           [ANSWER, USER, ANSWER]),    # nanochat's lines
+        "a.jsonl": as_json({"messages": TALK}, {"conversations": sharegpt}, pair),
+        # nanochat's lines
+        "b.jsonl": as_json([USER, {**ANSWER, "role": "Assistant"}], TALK, [ANSWER, *TALK]),
         "c.csv": "prompt;response\n\nHi;Hello\n",
-        "d.parquet": as_parquet(pa.table({"messages": [[USER, ANSWER], [USER, HIDDEN, ANSWER]]})),
-        "o.parquet": as_parquet(pa.table({"messages": [json.dumps([USER, ANSWER])]})),    # ours
+        "d.parquet": as_parquet(pa.table({"messages": [TALK, [USER, HIDDEN, ANSWER]]})),
+        "o.parquet": as_parquet(pa.table({"messages": [json.dumps(TALK)]})),    # ours
         "e.json": json.dumps([{"instruction": "Hi", "input": "", "output": "Hello"},
                               {"instruction": "Add", "input": "1, 2", "output": "3"},
                               {"instruction": "Hi", "context": "", "response": "Hello"},
                               {"question": "Hi", "answer": "Hello"}]),
         "f.jsonl": as_json({"prompt": [USER], "completion": [ANSWER]},
                            {"prompt": [USER], "completion": "Hello"},
-                           {"messages": json.dumps([USER, ANSWER]), "text": None})})
-    found = sorted(map(str, map(json.loads, converted(tmp_path))))
+                           {"messages": json.dumps(TALK), "text": None})})
+    found = [json.loads(text) for text in converted(tmp_path)]
     added = [{"role": "user", "content": "Add\n\n1, 2"}, {"role": "assistant", "content": "3"}]
-    odd = [added, [ANSWER, USER, ANSWER], [USER, HIDDEN, ANSWER]]
-    assert found == sorted(map(str, [[USER, ANSWER]] * 14 + odd))
+    odd = [added, [ANSWER, *TALK], [USER, HIDDEN, ANSWER]]
+    assert sorted(map(str, found)) == sorted(map(str, [TALK] * 14 + odd))
     assert {shard.kind for shard in all_of(tmp_path / "out")} == {"messages"}
 
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_text_beside_a_conversation_is_for_the_user_to_choose(tmp_path, suffix):
+def test_text_beside_a_conversation_is_for_the_user_to_choose(tmp_path):
     record = {"instruction": "Hi", "input": "", "output": "Hello", "text": "Hi. Hello"}
-    data = as_json(record, record)
-    if suffix == "parquet":
-        data = as_parquet(pa.Table.from_pylist([record, record]))
-    write(tmp_path / "in", {f"a.{suffix}": data})
+    table = pa.Table.from_pylist([record])
+    write(tmp_path / "in", {"a.jsonl": as_json(record), "b.parquet": as_parquet(table)})
     line = command(tmp_path / "in", "--out", tmp_path / "out")
     assert "it has 'text' and 'instruction'; choose: --text_key text, or " in line
     found = converted(tmp_path, "--messages_key", "instruction")
     assert [json.loads(text) for text in found] == 2 * [[USER, ANSWER]]
-    shutil.rmtree(tmp_path / "out")
     assert converted(tmp_path, "--text_key", "text") == 2 * ["Hi. Hello"]
 
 def test_roles_parts_and_weights_survive(tmp_path):
@@ -520,18 +463,14 @@ def test_roles_parts_and_weights_survive(tmp_path):
     found = [json.loads(line) for line in converted(tmp_path, "--messages_key", "text")]
     assert chat in found and [USER, ANSWER] in found
 
-TALK = [USER, ANSWER]
 KIND, BRIEF = ({"role": "system", "content": f"Be {how}"} for how in ("kind", "brief"))
 
 @pytest.mark.parametrize("suffix, row, expected, dropped", [
     ("jsonl", {"system": "Be kind", "conversations": TALK}, [KIND, *TALK], ""),
     ("parquet", {"system": "Be kind", "messages": TALK}, [KIND, *TALK], ""),
-    ("jsonl", {"system": "Be kind", "messages": json.dumps(TALK)}, [KIND, *TALK], ""),
     ("jsonl", {"system": "", "instruction": "Hi", "output": "Hello"}, TALK, ""),
-    ("parquet", {"system": "", "messages": TALK}, TALK, ""),
     # Not if it has one itself, or if it is no text: then it is reported
     ("jsonl", {"system": "Be kind", "messages": [BRIEF, *TALK]}, [BRIEF, *TALK], "system"),
-    ("jsonl", {"system": {"a": 1}, "messages": TALK}, TALK, "system"),
     ("parquet", {"system": {"a": 1}, "messages": TALK}, TALK, "system")])
 def test_a_system_beside_a_conversation_comes_first(
         tmp_path, capsys, suffix, row, expected, dropped):
@@ -548,17 +487,14 @@ def test_a_system_that_python_cannot_have_is_not_read(tmp_path):
     assert sorted(converted(tmp_path)) == ["a", "b"]
 
 def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, capsys):
-    system = {"role": "system", "content": "Be kind"}
-    good = [[USER, ANSWER], [system, USER, ANSWER, USER, ANSWER]]
+    good = [[USER, ANSWER], [KIND, USER, ANSWER, USER, ANSWER]]
     tool = {"role": "tool", "content": "4"}
-    bad = [[USER, system, ANSWER], [system, ANSWER], [USER, ANSWER, tool, ANSWER]]
+    bad = [[USER, KIND, ANSWER], [KIND, ANSWER], [USER, ANSWER, tool, ANSWER]]
     write(tmp_path / "in", {"a.jsonl": as_json(*good, *bad)})
-    assert command(tmp_path / "in", "--out", tmp_path / "x") is None
-    printed = capsys.readouterr().out
-    assert "conversations that nanochat's template refuses" in printed
+    assert len(converted(tmp_path)) == 5
+    assert "conversations that nanochat's template refuses" in capsys.readouterr().out
     assert len(converted(tmp_path, "--skip_bad")) == 2
-    assert "skipped bad documents: 3" in capsys.readouterr().out
-    assert re.search(": 3, such as .*line 3: message 1: expected a message of role 'ass", printed)
+    assert "skipped bad documents: 3, such as " in capsys.readouterr().out
 
 def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     """Those with content only if they are named, and an empty answer is not learned instead."""
@@ -570,24 +506,17 @@ def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     assert len(converted(tmp_path, *words)) == 2
     printed = capsys.readouterr().out
     assert re.search("dropped keys of messages: 2, .*/a.jsonl, line 1: from, name, ref", printed)
-    for content in ("", None):
-        write(tmp_path / "in", {"b.jsonl": as_json([USER, {**named, "content": content}])})
-        line = command(tmp_path / "in", "--out", tmp_path / "x", *words)
-        assert "b.jsonl, line 1: message 1: its thinking would be lost; saw " in line
-        assert "--ignore_keys" not in line
+    write(tmp_path / "in", {"b.jsonl": as_json([USER, {**named, "content": ""}])})
+    line = command(tmp_path / "in", "--out", tmp_path / "x", *words)
+    assert "b.jsonl, line 1: message 1: its thinking would be lost; saw " in line
+    assert "--ignore_keys" not in line
 
 # --------------------------------------------------------------------------------------------------
 # Processes
 
 def test_processes_are_as_many_as_cores_or_work(tmp_path, monkeypatch):
     """A process has 100 MB or more to do, if nobody says how many."""
-    asked = []
-    original = convert.mapper
-
-    def mapper(n, dask, building):
-        asked.append(n)
-        return original(1, dask, building)
-
+    mapper = mock.Mock(side_effect=lambda n, dask, building: contextlib.nullcontext(map))
     monkeypatch.setattr(convert, "mapper", mapper)
     monkeypatch.setattr(convert, "cores", lambda: 4)
     write(tmp_path / "in", {"a.jsonl": texts_as_json(["x" * 900] * 100)})
@@ -595,7 +524,7 @@ def test_processes_are_as_many_as_cores_or_work(tmp_path, monkeypatch):
     for parts, words in ((1, []), (3, []), (9, []), (1, ["-w", 2]), (1, ["-w", 1000])):
         monkeypatch.setattr(convert, "BYTES_PER_PROCESS", size // parts)
         converted(tmp_path, *words)
-    assert asked == [1, 3, 4, 2, 4]
+    assert [call.args[0] for call in mapper.call_args_list] == [1, 3, 4, 2, 4]
 
 def test_second_convert_into_one_folder_is_refused(tmp_path):
     """What a killed one has left is to be removed."""
@@ -613,46 +542,44 @@ def group_of(pid):
         state, _, group = file.read().rpartition(")")[2].split()[:3]
         return int(group) if state != "Z" else None
 
-@pytest.mark.parametrize("how, when", [
-    (signal.SIGKILL, "reading"), (signal.SIGINT, "reading"), (signal.SIGINT, "starting")])
-def test_workers_end_with_convert(tmp_path, how, when):
+STUCK = """
+import signal, time
+from dev import convert
+convert.cores = lambda: 2
+convert.plan_shards = lambda *_: time.sleep(99)
+signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell may ignore it
+convert.main()
+"""
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_workers_end_with_convert(tmp_path, number):
     """Killed, or stopped by Ctrl-C, Ctrl-C, Ctrl-C: no worker or shard stays."""
-    for i in range(4):
-        write(tmp_path / "in", {f"{i}.jsonl": texts_as_json(["some text " * 50] * 20_000)})
+    lines = texts_as_json(["some text " * 50] * 20_000)
+    write(tmp_path / "in", {f"{i}.jsonl": lines for i in range(4)})
     words = [f"{tmp_path}/in", "--out", f"{tmp_path}/out", "-w", "2"]
-    stuck = ("import signal, time; from dev import convert\n"
-             "convert.cores = lambda: 2\n"
-             "convert.plan_shards = lambda *_: time.sleep(99)\n"
-             "signal.signal(signal.SIGINT, signal.default_int_handler)\n"    # a shell may ignore it
-             "convert.main()")
-    process = subprocess.Popen([sys.executable, "-c", stuck, *words], cwd=HERE, text=True,
+    process = subprocess.Popen([sys.executable, "-c", STUCK, *words], cwd=HERE, text=True,
                                stderr=subprocess.PIPE, start_new_session=True)
-    children = []
-    while len(children) < 4 or (
-            when == "reading" and not glob.glob(f"{tmp_path}/.out.convert/runs/*")):
-        pids = filter(str.isdigit, os.listdir("/proc"))
-        children = [pid for pid in pids if group_of(pid) == process.pid]
+    while not glob.glob(f"{tmp_path}/.out.convert/runs/*"):
         assert process.poll() is None
-        time.sleep(0.01)    # 4: itself, two workers, and Python's tracker of their resources
-    printed = None
-    if how == signal.SIGKILL:
-        process.kill()
-    for wait in itertools.chain([0.05, 0.3], itertools.repeat(5)):    # ignored at the start
-        if how == signal.SIGINT and printed is None:
-            os.killpg(process.pid, how)
+        time.sleep(0.01)
+    for wait in (0.05, 0.3, 60):
+        if number == signal.SIGKILL:
+            process.kill()
+        else:
+            os.killpg(process.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            _, printed = process.communicate(timeout=wait)
+            process.wait(wait)
             break
-    while [pid for pid in children if group_of(pid) == process.pid]:
+    while any(group_of(pid) == process.pid for pid in os.listdir("/proc")):
         time.sleep(0.05)    # the suite's time limit ends this
-    if how == signal.SIGKILL:
+    printed = process.stderr.read()
+    if number == signal.SIGKILL:
         shutil.rmtree(tmp_path / ".out.convert")
     else:
         assert "Traceback" not in printed and "stopped" in printed
     assert os.listdir(tmp_path) == ["in"]
     assert command(*words) is None
     assert sum(sum(shard.group_sizes) for shard in all_of(tmp_path / "out")) == 80_000
-    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 
 def test_scripts_that_are_run_directly_say_how_to_run_them():
     files = {*glob.glob("dev/*.py", root_dir=HERE)} - {"dev/mutants.py"}    # needs no other file
@@ -664,7 +591,7 @@ def test_convert_on_a_cluster(tmp_path, monkeypatch):
     """The same shards as on one machine, although a worker is killed on the way."""
     distributed = pytest.importorskip("distributed")
     many_inputs(tmp_path / "in")
-    alone = converted(tmp_path, "--text_key", "raw_content")
+    alone = converted(tmp_path)
     add_report = convert.Report.merge
     with distributed.LocalCluster(2, threads_per_worker=1, dashboard_address=None) as cluster:
         victim = next(iter(cluster.workers.values())).pid
@@ -675,29 +602,8 @@ def test_convert_on_a_cluster(tmp_path, monkeypatch):
             add_report(report, other)
 
         monkeypatch.setattr(convert.Report, "merge", merge)
-        words = "--text_key", "raw_content", "--dask", cluster.scheduler_address
-        assert converted(tmp_path, *words) == alone
+        assert converted(tmp_path, "--dask", cluster.scheduler_address) == alone
         assert group_of(victim) is None
-
-@pytest.mark.parametrize("path", ["", HERE])
-def test_dask_without_our_code_is_one_line(tmp_path, path):
-    """A scheduler started elsewhere, without PYTHONPATH, its worker with and without it."""
-    pytest.importorskip("distributed")
-    start = ("import sys; sys.path = [path for path in sys.path if path != '']\n"
-             "from distributed import LocalCluster\n"
-             "cluster = LocalCluster(n_workers=1, protocol='tcp', dashboard_address=None, "
-             f"env={{'PYTHONPATH': '{path}'}})\n"
-             "print(cluster.scheduler_address, flush=True); sys.stdin.read()")
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    words = [sys.executable, "-c", start]
-    write(tmp_path, {"a.jsonl": texts_as_json("ab")})
-    with subprocess.Popen(words, cwd=tmp_path, env=environment, **pipes) as cluster:
-        address = cluster.stdout.readline().strip()
-        words = tmp_path / "a.jsonl", "--out", tmp_path / "out", "--dask"
-        line = command(*words, address)
-        cluster.stdin.close()
-    assert re.search("cluster at \\S+: No module named 'dev.*; start .*PYTHONPATH=\\S+$", line)
 
 def test_dask_without_a_scheduler_is_one_line(tmp_path):
     pytest.importorskip("distributed")
