@@ -165,13 +165,6 @@ def many_inputs(folder):
     texts = make_texts(300)
     return write(folder, {f"{i}.jsonl": texts_as_json(texts[i::8]) for i in range(8)})
 
-def test_kept_values_count_for_the_size_of_a_run(tmp_path, monkeypatch):
-    write(tmp_path / "in", {"a.jsonl": as_json(*[{"text": "a", "html": "b" * 500}] * 40)})
-    monkeypatch.setattr(convert, "RUN_BYTES", 1000)
-    with mock.patch("dev.convert.write_run", wraps=convert.write_run) as write_run:
-        assert converted(tmp_path, "--keep", "html") == ["a"] * 40
-    assert write_run.call_count == 20
-
 @pytest.mark.parametrize("first_key, flags", [
     ("name", []), ("content", ["--text_key", "text"]), ("text", ["--text_key", "text"])])
 def test_an_array_of_records_is_no_conversation(tmp_path, first_key, flags):
@@ -291,11 +284,6 @@ BAD_CHATS = [
      "message 3: its reasoning_content would be lost; saw .*; to drop .*: --ignore_keys")]
 BAD += [("a.jsonl", as_json([USER, ANSWER], {"messages": messages}), f"line 2: {words}", 1)
         for messages, words in BAD_CHATS]
-
-def test_equal_keys_that_nobody_reads_are_no_error(tmp_path):
-    record = b'{"text": "a", "m": {"n": 1, "n": 2}, "x": 1, "x": 1}\n'
-    write(tmp_path / "in", {"a.jsonl": 2 * record})
-    assert command(tmp_path / "in", "--out", tmp_path / "out") is None
 
 @pytest.mark.parametrize("name, data, words, n_before", BAD, ids=range(len(BAD)))
 def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words, n_before):
@@ -480,11 +468,6 @@ def test_a_system_beside_a_conversation_comes_first(
     printed = capsys.readouterr().out
     found = re.findall(r"dropped columns \(read: .*\): 2, such as .*: (.*)", printed)
     assert found == ([dropped] if dropped else [])
-
-def test_a_system_that_python_cannot_have_is_not_read(tmp_path):
-    table = pa.table({"text": ["a", "b"], "system": pa.array([1, 2], pa.timestamp("ns"))})
-    write(tmp_path / "in", {"a.parquet": as_parquet(table)})
-    assert sorted(converted(tmp_path)) == ["a", "b"]
 
 def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, capsys):
     good = [[USER, ANSWER], [KIND, USER, ANSWER, USER, ANSWER]]

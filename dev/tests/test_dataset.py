@@ -221,13 +221,6 @@ def test_a_replaced_shard_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"replaced by another .* python dataset.py index \S+$"):
         list_shards(folder, "train")[0].read(0)
 
-def test_a_replaced_shard_of_another_program_is_read_anew(tmp_path):
-    """... although its size, and all that we know of it, is the same: here, columns trade places."""
-    for columns in ({"text": ["aaaa"], "othr": ["bbbb"]}, {"othr": ["bbbb"], "text": ["aaaa"]}):
-        for name in "ab":
-            pq.write_table(pa.table(columns), tmp_path / f"{name}.parquet")
-        assert read(list_shards(str(tmp_path), "train")[0]) == ["aaaa"]
-
 @pytest.mark.parametrize("checksums, damage", [(True, b"sacred"), (False, b"s\xffcret")])
 def test_damage_in_shards_of_other_tools_is_an_error(tmp_path, checksums, damage):
     """Page checksums, if they wrote some, and UTF-8 are all that can be checked."""

@@ -242,15 +242,6 @@ def test_ranks_wait_until_the_checkpoint_is_written(monkeypatch):
     train.save("run", {}, 7, 0, torch.nn.Linear(1, 1), [], None, None)
     assert waits == [["step_0000007.pt"]]
 
-def test_hash_of_rows_depends_on_their_order_and_not_on_batches():
-    def hash_of(rows, numbers):
-        return train.sum_counts(rows, rows + 1, numbers)[1]
-
-    rows = torch.arange(12).view(3, 4)
-    whole = hash_of(rows, [0, 1, 2])
-    assert hash_of(rows[:2], [0, 1]) + hash_of(rows[2:], [2]) == whole
-    assert hash_of(rows.flip(0), [0, 1, 2]) != whole
-
 def test_data_seed_changes_the_rows_and_not_the_weights(command):
     seeds = {"one": "--seed 1", "two": "--seed 1 --data_seed 2", "three": "--seed 2 --data_seed 1"}
     for out, words in seeds.items():
