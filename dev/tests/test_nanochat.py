@@ -60,14 +60,6 @@ def seen(batch):
     rows = torch.cat([inputs[:, :1], targets], dim=1)
     return rows.tolist(), (state["epoch"], state["pq_idx"], state["rg_idx"])
 
-def test_rows_as_text(as_rank):
-    """The longest document that fits; where none does, the shortest is cut: here c after f."""
-    as_rank([[["aaaaaa", "bb", "c", "dddd"]], [["eeeeeee", "ffffffff"]]])
-    batch = next(with_state(ByteTokenizer(), 2, 9, "train", device="cpu", buffer_size=4))
-    rows, _ = seen(batch)
-    assert [bytes(id % 256 or ord("|") for id in row) for row in rows] == [
-        b"|aaaaaa|bb", b"|ffffffff|"]
-
 # --------------------------------------------------------------------------------------------------
 # The reference
 
@@ -137,9 +129,9 @@ def test_drawn_batches_are_nanochats_and_resume_is_exact(world_size, as_rank):
                 **sizes))
             found += map(seen, batches)
             state = batches[-1][2]
-            assert json.loads(json.dumps(state)) == state
             of_all = [state if i == rank else {} for i in range(world_size)]
             saved = draw.choice([state, of_all, world_size * [of_all]])
+            saved = json.loads(json.dumps(saved))
         assert found == want
         assert state["epoch"] > 2, "the test crossed no epoch"
 
@@ -148,11 +140,10 @@ def test_batches_for_a_gpu_are_new_pinned_tensors(as_rank, monkeypatch):
     pinned, copied = [], []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda rows: pinned.append(rows) or rows)
     monkeypatch.setattr(torch.Tensor, "to", lambda rows, device, non_blocking: copied.append(
-        (rows, device, non_blocking)) or rows)
-    batches = take(9, without_state(ByteTokenizer(), 2, 16, "train", device=torch.device("cuda")))
+        (rows.data_ptr(), device.type, non_blocking)) or rows)
+    batches = take(9, without_state(ByteTokenizer(), 2, 16, "train", device="cuda"))
     assert len({part.data_ptr() for batch in batches for part in batch}) == 18
-    for rows, (part, device, non_blocking) in zip(pinned, copied, strict=True):
-        assert part is rows and device.type == "cuda" and non_blocking
+    assert copied == [(rows.data_ptr(), "cuda", True) for rows in pinned]
 
 # --------------------------------------------------------------------------------------------------
 # Threads
@@ -174,15 +165,12 @@ def test_dropped_generators_leave_no_threads(as_rank):
 # --------------------------------------------------------------------------------------------------
 # What is refused
 
-class Failing(ByteTokenizer):
-    def encode_documents(self, texts):
-        if "bad" in texts:
-            raise KeyError("a bad text")
-        return super().encode_documents(texts)
-
 def test_errors_in_threads_name_the_row_group(as_rank):
     as_rank([[["good"] * 8], [["good"] * 8, ["good"] * 6 + ["bad", "good"]]])
-    generator = without_state(Failing(), 1, 14, "train", device="cpu", buffer_size=1)
+    tokenizer = ByteTokenizer()
+    usual = tokenizer.encode_documents
+    tokenizer.encode_documents = lambda texts: {}["bad"] if "bad" in texts else usual(texts)
+    generator = without_state(tokenizer, 1, 14, "train", device="cpu", buffer_size=1)
     with pytest.raises(RuntimeError, match=r"shard_00001\.parquet, row group 1: KeyError"):
         take(9, generator)
 
@@ -190,17 +178,12 @@ def test_errors_in_threads_name_the_row_group(as_rank):
     (0, 1, "bytes", "train", "world_size is 2 in it, but 1"),
     (1, 2, "bytes", "train", "rank is 0 in it, but 1"),
     (0, 2, "x", "train", "tokenizer is bytes in it, but x here"),
-    (0, 2, "bytes", "val", r"shards is \w{12} in it, but \w{12} here"),
-    (0, 1, "bytes", None, "world_size is None in it, but 1")])
+    (0, 2, "bytes", "val", r"shards is \w{12} in it, but \w{12} here")])
 def test_states_of_other_runs_are_refused(as_rank, rank, world_size, name, split, words):
-    """The last one is of nanochat's own loader."""
     as_rank(FEW, 0, 2)
     saved = next(with_state(ByteTokenizer(), 2, 16, "train", device="cpu"))[2]
-    if not split:
-        saved = {"pq_idx": 0, "rg_idx": 3, "epoch": 1}
     as_rank(FEW, rank, world_size)
-    resumed = with_state(ByteTokenizer(name), 2, 16, split or "train", device="cpu",
-                         resume_state_dict=saved)
+    resumed = with_state(ByteTokenizer(name), 2, 16, split, device="cpu", resume_state_dict=saved)
     with pytest.raises(dataset.UserError, match=f"another run's: {words}"):
         next(resumed)
 
