@@ -233,8 +233,6 @@ def test_columns_of_csv_are_strings(tmp_path, delimiter, typed):
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 TALK = [USER, ANSWER]
 HIDDEN = {**ANSWER, "weight": 0}
-IMAGE = {"role": "assistant", "content": [{"type": "image"}]}
-CODE = {"role": "user", "content": [{"type": "python", "text": ""}]}
 MISSING = "nothing under 'text'; saw "
 
 BAD = [    # a file, what is said of it, how many documents come before
@@ -264,20 +262,15 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.jsonl", b"3\n", "line 1: saw 3, expected such as {'text': ", 0),
     ("a.json", b'[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
     ("a.md", "cafe".encode("utf-16"), "byte 0: .*; expected UTF-8: iconv .*UTF-16", 0)]
-BAD_CHATS = [
+BAD_CHATS = [    # test_templates.py has more
     ([], r"nothing to learn: expected a message of an assistant, .*; saw \[\]"),
     ([USER, {**ANSWER, "content": ""}], "nothing to learn: .* not empty, of weight 1"),
     ([USER, HIDDEN, USER, HIDDEN], "nothing to learn: .*; saw .*Hi"),
     ('[{"role": "user", "role": "user"}]', "message 0: 'role' is there twice, in .*; remove one"),
     (3, "'int' object is not iterable"),
     (["Hi"], "message 0: .*; saw 'Hi', expected such as {'role': 'user', 'content': 'Hi'}"),
-    ([USER, {"role": "assistant"}], "message 1: it has no 'content'; saw {'role': 'assistant'}"),
     ([{"content": "Hi"}, ANSWER], "message 0: it has no 'role'; saw"),
-    ([USER, {**ANSWER, "weight": 0.5}], "message 1: expected a weight of 0 or 1"),
-    ([{**USER, "role": "humn"}, ANSWER], "message 0: expected a message of role .*humn"),
-    ([USER, IMAGE], "message 1: expected parts of type text or .*; saw .*image"),
-    ([CODE, ANSWER], "message 0: expected parts of type text; saw"),
-    ([USER, {**ANSWER, "content": [{"type": "text", "text": None}]}], "message 1: expected text;"),
+    ([USER, {**ANSWER, "content": [{"type": "image"}]}], "message 1: .*; saw .*image"),
     ([USER, {**ANSWER, "content": "", "tool_calls": [1]}, USER, ANSWER],
      "message 1: its tool_calls would be lost; saw"),
     ([USER, ANSWER, USER, {**ANSWER, "reasoning_content": "I think"}],
@@ -321,29 +314,26 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     ({"a.jsonl": "x"}, "--keep tokens", "--keep: tokens: a column of that name has the d"),
     ({}, "nowhere/*.txt", r"nowhere/\*.txt does not exist or has no files to read; expected"),
     ({}, "", r"required: IN; see python -m dev.convert --help"),
-    ({}, "-w 0", None), ({}, "--cut_bytes x", None)])
+    ({}, "-w 0", "expected a whole number, at least 1; "),
+    ({}, "--out s3://b/x", "cannot write to 's3://b/x'; name a local folder")])
 def test_other_mistakes_are_one_line(tmp_path, monkeypatch, capsys, files, words, expected):
     monkeypatch.chdir(tmp_path)
     given = [write(tmp_path / "in", files)] if files else []
-    line = command(*given, *words.split(), "--out", tmp_path / "out")
+    line = command(*given, "--out", tmp_path / "out", *words.split())
     if line == 2:    # argparse
         line = capsys.readouterr().err
-        expected = expected or "expected a whole number, at least 1; "
     assert re.search(expected, line) and line.strip().count("\n") == 0
 
 @pytest.mark.parametrize("out", [".", "full", "/proc", "a.jsonl/x"])
 def test_out_that_cannot_be_made_is_refused(tmp_path, monkeypatch, out):
     """/proc is a mount point."""
-    write(tmp_path, {"a.jsonl": texts_as_json("ab"), "file": "", "full/x": ""})
-    before = sorted(os.listdir(tmp_path))
+    write(tmp_path, {"a.jsonl": texts_as_json("ab"), "full/x": ""})
     monkeypatch.chdir(tmp_path)
     line = command("a.jsonl", "--out", out)
     assert re.search(f"{out.strip('.')}'; name a new folder with --out, or remove it first$", line)
-    assert sorted(os.listdir(tmp_path)) == before
+    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "full"]
 
-def test_out_may_be_empty_or_a_link_but_no_uri(tmp_path, capsys):
-    assert command("a", "--out", "s3://b/x") == 2
-    assert "cannot write to 's3://b/x'; name a local folder" in capsys.readouterr().err
+def test_out_may_be_empty_or_a_link(tmp_path):
     write(tmp_path, {"a.jsonl": texts_as_json("ab")})
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
@@ -441,15 +431,14 @@ def test_text_beside_a_conversation_is_for_the_user_to_choose(tmp_path):
     assert converted(tmp_path, "--text_key", "text") == 2 * ["Hi. Hello"]
 
 def test_roles_parts_and_weights_survive(tmp_path):
+    code = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
     chat = [{"role": "developer", "content": "Be nice"}, USER, HIDDEN,
-            {"role": "tool", "content": "3"},
-            {"role": "assistant", "content": [{"type": "python", "text": "1+1"},
-                                              {"type": "python_output", "text": "2"}], "weight": 1}]
+            {"role": "tool", "content": "3"}, {"role": "assistant", "content": code, "weight": 1}]
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     rows = {"text": chat, "chat": "x"}, {"text": [{"role": "user", "content": parts}, ANSWER]}
     write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
     found = [json.loads(line) for line in converted(tmp_path, "--messages_key", "text")]
-    assert chat in found and [USER, ANSWER] in found
+    assert sorted(found, key=len) == [TALK, chat]
 
 KIND, BRIEF = ({"role": "system", "content": f"Be {how}"} for how in ("kind", "brief"))
 
@@ -481,18 +470,14 @@ def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, cap
 
 def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
     """Those with content only if they are named, and an empty answer is not learned instead."""
-    named = {**ANSWER, "name": "Bob", "from": 1, "tool_calls": None, "refusal": "",
-             "thinking": "so"}
-    rows = {"messages": [USER, named]}, [USER, ANSWER, USER, named]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    words = "--ignore_keys", "thinking"
-    assert len(converted(tmp_path, *words)) == 2
+    named = {**ANSWER, "name": "Bob", "from": 1, "refusal": "", "thinking": "so"}
+    write(tmp_path / "in", {"a.jsonl": as_json({"messages": [USER, named]}, [USER, named])})
+    assert len(converted(tmp_path, "--ignore_keys", "thinking")) == 2
     printed = capsys.readouterr().out
     assert re.search("dropped keys of messages: 2, .*/a.jsonl, line 1: from, name, ref", printed)
     write(tmp_path / "in", {"b.jsonl": as_json([USER, {**named, "content": ""}])})
-    line = command(tmp_path / "in", "--out", tmp_path / "x", *words)
+    line = command(tmp_path / "in", "--out", tmp_path / "x", "--ignore_keys", "thinking")
     assert "b.jsonl, line 1: message 1: its thinking would be lost; saw " in line
-    assert "--ignore_keys" not in line
 
 # --------------------------------------------------------------------------------------------------
 # Processes

@@ -69,9 +69,7 @@ PARTS = [
      "<|start_header_id|>assistant<|end_header_id|>\n\nf(1)<|eot_id|>"
      "<|start_header_id|>tool<|end_header_id|>\n\n2<|eot_id|>"
      "<|start_header_id|>assistant<|end_header_id|>\n\n<|eot_id|>", "<|eot_id|>"),
-    ("llama3", chat(("assistant", "it's 日本\n\n")),
-     "<|bos|><|start_header_id|>assistant<|end_header_id|>\n\nit's 日本\n\n<|eot_id|>",
-     "it's 日本\n\n<|eot_id|>")])
+])
 def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     """What has no loss at all is no training data. A null has no tokens."""
     tok = tokenizer_for(template)
@@ -95,20 +93,14 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
      "message 1: expected one of a user, after the system's"),
     ("nanochat", chat(("system", "a"), ("system", "b"), HI),
      "message 1: expected .* role 'assistant' or 'user'; saw .*'b'"),
-    ("nanochat", chat(("system", "a"), tool_calls=[1]) + chat(HI), "message 0: its tool_calls"),
     ("nanochat", chat(("system", 5), HI), "message 0: .* saw .*5"),
     ("nanochat", [], "nothing to learn"),
     ("nanochat", chat(("user", PARTS[1:2])), "message 0: expected parts of type text; saw"),
-    ("nanochat", chat(HI, ("assistant", [{"type": "image", "text": ""}])),
-     "message 1: expected parts of type text or python or python_output; saw .*image"),
-    ("nanochat", chat(HI, ("assistant", None)), "message 1: .* saw .*None"),
     ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: expected text;"),
     ("nanochat", ["Hi"], "message 0: .* saw 'Hi'"),
     ("nanochat", [{"a": 1}], "message 0: it has no 'role'"),
     ("chatml", chat(("assistant", None), tool_calls=[1]), "its tool_calls would be lost"),
-    ("chatml", chat(("assistant", "Hi"), reasoning_content="Hm"), "its reasoning_content would"),
     ("chatml", chat(("assistant", "Hi"), weight=0.5), "expected a weight of 0 or 1; saw .*0.5"),
-    ("chatml", chat(("assistent", "Hi")), "role 'assistant' or .*; saw .*assistent"),
     ("llama3", chat(HI, ("assistant", PARTS)), "message 1: .* type text; saw"),
     ("none", chat(HI), r"cannot render chats.*it has .*<\|user_start\|>$")])
 def test_a_bad_message_is_shown(template, messages, words):
@@ -121,12 +113,6 @@ def test_a_template_and_a_text_share_no_token():
     assert len(tok.encode("\n\n\n")) == 1
     ids, mask = tok.render_conversation({"messages": chat(("assistant", "\nYo"))})
     assert tok.decode([*itertools.compress(ids, mask)]) == "\nYo<|eot_id|>"
-
-def test_a_million_spaces_in_a_chat():
-    """tiktoken's own encode fails there."""
-    tok, text = tokenizer_for("nanochat"), 1_000_000 * " " + "a"
-    ids, mask = tok.render_conversation({"messages": chat(("assistant", text))})
-    assert tok.decode([*itertools.compress(ids, mask)]) == text + "<|assistant_end|>"
 
 def test_names_of_special_tokens_in_a_message_are_plain_text():
     tok = tokenizer_for("nanochat")
@@ -160,10 +146,8 @@ def test_any_tokenizer_may_render_by_itself():
     own = SimpleNamespace(render_conversation=render_conversation)
     ids, bounds = encode_conversations(own, [json.dumps(3000 * ["Hi"]), None])
     assert (ids.tolist(), bounds.tolist()) == ([~7, *3000 * [9]], [0, 3001, 3001])
-    with pytest.raises(AttributeError, match=r"'object' .* no attribute 'render_conversation'"):
-        encode_conversations(object(), ["[]"])
 
-@pytest.mark.parametrize("line", ["null", "{", '{"messages": []}'])
+@pytest.mark.parametrize("line", ["{", '{"messages": []}'])
 def test_a_line_that_is_no_list_is_shown(line):
     with pytest.raises(UserError, match=r"expected a list of messages as JSON; saw"):
         encode_conversations(tokenizer_for("nanochat"), [line])
