@@ -441,13 +441,12 @@ def test_eval_prints_what_the_run_printed_and_honours_its_flags(command, finishe
         assert last not in evaluate(words)
 
 @pytest.mark.parametrize("targets, prompt", [([-100, -100, 5, 6], [7, 8, 9]), ([8, 9, 5, 6], [7])])
-def test_sample_of_chats_answers_the_first_question(monkeypatch, targets, prompt):
-    seen = []
-    monkeypatch.setattr(train, "generate", lambda *arguments: seen.append(arguments[3]) or [0])
+def test_sample_of_chats_answers_the_first_question(targets, prompt):
     val = train.Val(torch.tensor([[[7, 8, 9, 5]]]), torch.tensor([[targets]]), 1, 1)
-    tokenizer = SimpleNamespace(decode=str)
-    train.print_sample(None, tokenizer, {"chats": val}, SimpleNamespace(seq_len=4))
-    assert seen == [prompt]
+    with mock.patch.object(train, "generate", return_value=[0]) as generate:
+        tokenizer = SimpleNamespace(decode=str)
+        train.print_sample(None, tokenizer, {"chats": val}, SimpleNamespace(seq_len=4))
+    assert generate.call_args.args[3] == prompt
 
 # --------------------------------------------------------------------------------------------------
 # Evals
@@ -513,14 +512,12 @@ def test_models_are_told_when_they_are_evaluated_and_a_signal_breaks_it_off(comm
     """At once, without a sample. The checkpoint is written once."""
     forward, modes = train.GPT.forward, []
 
-    def note(model, inputs, targets=None):
+    def note(model, *arguments):
         modes.append((model.training, torch.is_grad_enabled()))
-        return forward(model, inputs, targets)
-
-    def stop():
-        os.kill(os.getpid(), signal.SIGHUP)
+        return forward(model, *arguments)
 
     monkeypatch.setattr(train.GPT, "forward", note)
+    stop = functools.partial(signal.raise_signal, signal.SIGHUP)
     with at_call(2, "measure", stop), at_call(3, "save", pytest.fail):
         told = command("--eval_every 1 --save_every 1", status=143)
     changes = [mode for mode, _ in itertools.groupby(modes)]
@@ -589,7 +586,7 @@ def test_flipped_bit_or_truncated_checkpoint_is_named(finished, resume):
     assert "loaded run/step_0000006.pt" in told and "done at step 8" in told
 
 def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, monkeypatch):
-    open("run/step_0000007.pt.1.tmp", "w").close()    # of a killed run
+    Path("run/step_0000007.pt.1.tmp").touch()    # of a killed run
 
     def full(content, file):
         file.write(b"some")
