@@ -1,8 +1,4 @@
-"""
-dev/bench.py counts what the loader delivers, and each of its commands prints a line each.
-
-    python -m pytest dev/tests/test_bench.py
-"""
+"""dev/bench.py counts what the loader delivers, and each of its commands prints a line each."""
 
 import collections
 import os
@@ -36,11 +32,6 @@ def fresh(monkeypatch):
     monkeypatch.setattr(bench, "run_fresh", run_here)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
     monkeypatch.setattr(bench, "cores", lambda: 1)
-
-def test_counts_of_two_documents():
-    """Of 5 and 4 tokens, in rows of 8: a row is full, the end of the other is dropped."""
-    counts = bench.count_rows("bestfit", [5, 4], 8)
-    assert counts == {"rows": 1, "padding": 0, "dropped": 1, "fit": 2, "cut": 1}
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_counts_are_those_of_delivered_rows(base, packing):

@@ -1,8 +1,4 @@
-"""
-dev/convert.py: your text or chats -> shuffled shards, nothing lost.
-
-    python -m pytest dev/tests/test_convert.py
-"""
+"""dev/convert.py: your text or chats -> shuffled shards, nothing lost."""
 
 import bz2
 import contextlib
@@ -23,7 +19,6 @@ import subprocess
 import sys
 import time
 from codecs import BOM_UTF8
-from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -481,18 +476,6 @@ def test_keys_of_messages_that_are_lost_are_reported(tmp_path, capsys):
 
 # --------------------------------------------------------------------------------------------------
 # Processes
-
-def test_processes_are_as_many_as_cores_or_work(tmp_path, monkeypatch):
-    """A process has 100 MB or more to do, if nobody says how many."""
-    mapper = mock.Mock(side_effect=lambda n, dask, building: contextlib.nullcontext(map))
-    monkeypatch.setattr(convert, "mapper", mapper)
-    monkeypatch.setattr(convert, "cores", lambda: 4)
-    write(tmp_path / "in", {"a.jsonl": texts_as_json(["x" * 900] * 100)})
-    size = os.path.getsize(tmp_path / "in/a.jsonl")
-    for parts, words in ((1, []), (3, []), (9, []), (1, ["-w", 2]), (1, ["-w", 1000])):
-        monkeypatch.setattr(convert, "BYTES_PER_PROCESS", size // parts)
-        converted(tmp_path, *words)
-    assert [call.args[0] for call in mapper.call_args_list] == [1, 3, 4, 2, 4]
 
 def test_second_convert_into_one_folder_is_refused(tmp_path):
     """What a killed one has left is to be removed."""

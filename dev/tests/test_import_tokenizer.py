@@ -1,8 +1,4 @@
-"""
-dev/import_tokenizer.py: small tokenizers of each kind, trained here, beside the library's ids.
-
-    python -m pytest dev/tests/test_import_tokenizer.py
-"""
+"""dev/import_tokenizer.py: small ones of each kind, trained here, have the library's ids."""
 
 import json
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""
-dev/nanochat.py beside nanochat's own order, refill rule and scan, written again with lists.
-
-    python -m pytest dev/tests/test_nanochat.py
-"""
+"""dev/nanochat.py beside nanochat's own order, refill rule and scan, written again with lists."""
 
 import gc
 import itertools

@@ -1,8 +1,4 @@
-"""
-dev/pictures.py: the bars of a row are its pieces. test_runs.py has the picture of documents.
-
-    python -m pytest dev/tests/test_pictures.py
-"""
+"""dev/pictures.py: the bars of a row are its pieces. test_runs.py has the picture of documents."""
 
 import importlib
 import itertools

@@ -1,8 +1,4 @@
-"""
-tokenize, verify, stats and head of dev/prepare.py.
-
-    python -m pytest dev/tests/test_prepare.py
-"""
+"""tokenize, verify, stats and head of dev/prepare.py."""
 
 import collections
 import functools

@@ -1,18 +1,11 @@
-"""
-dev/reference.py and dev/drawn.py: the printed example, and a few drawn runs. dev/mutants.py.
-
-    python -m pytest dev/tests/test_reference.py
-"""
+"""dev/reference.py and dev/drawn.py: the printed example, and a few drawn runs. dev/mutants.py."""
 
 import collections
-import subprocess
-import sys
 
 import pytest
 
 import dataloader
 from dev import drawn, mutants, reference
-from test_dataloader import HERE
 
 
 def test_example_has_every_letter_once(capsys):
@@ -42,10 +35,3 @@ def test_each_mutant_is_an_edit_of_dataloader_py():
     counts = {name: mutants.LOADER.count(before) for name, before, _ in mutants.MUTANTS}
     assert len(counts) == len(mutants.MUTANTS), "two mutants have the same name"
     assert {name: n for name, n in counts.items() if n != 1} == {}
-
-@pytest.mark.parametrize("name", ["reference", "runs", "bench", "pictures"])
-def test_a_file_that_is_run_by_its_path_says_how(name):
-    command = [sys.executable, f"{HERE}/dev/{name}.py"]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert result.stderr == f"usage: python -m dev.{name}, typed where dataloader.py is\n"

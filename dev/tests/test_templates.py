@@ -1,8 +1,4 @@
-"""
-Chats: the text of each template and what has a loss, then what is refused.
-
-    python -m pytest dev/tests/test_templates.py
-"""
+"""Chats: the text of each template and what has a loss, then what is refused."""
 
 import itertools
 import json

@@ -1,8 +1,4 @@
-"""
-The tokenizer: tiktoken's ids from both engines, its files, the default one, and anybody's own.
-
-    python -m pytest dev/tests/test_tokenizer.py
-"""
+"""tokenizer.py: tiktoken's ids from both engines, files, the default one, anybody's own."""
 
 import importlib.util
 import itertools

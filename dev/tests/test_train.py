@@ -390,17 +390,6 @@ def test_defaults_are_those_of_the_device(monkeypatch, has_bf16, words, want):
     found = [flags.device, flags.dtype, flags.depth, flags.seq_len, flags.steps]
     assert " ".join(map(str, found)) == want
 
-@pytest.mark.parametrize("n_bytes, n_tokens", [(1000, 512), (1_100_000, 1024), (10**9, 2048)])
-def test_a_tokenizer_has_about_the_root_of_the_bytes_of_text(monkeypatch, n_bytes, n_tokens):
-    def find(folder, sources, vocab_size):
-        return SimpleNamespace(get_vocab_size=lambda: vocab_size), folder
-
-    monkeypatch.setattr(train, "find_tokenizer", find)
-    monkeypatch.setattr(train, "list_shards", lambda *_: [SimpleNamespace(text_bytes=n_bytes)])
-    flags = train.parse_flags(["--device", "cpu"])
-    train.choose_tokenizer(flags, ["web"], None)
-    assert flags.vocab_size == n_tokens
-
 @pytest.mark.filterwarnings("ignore:load_state_dict. the weight of b")
 def test_resumed_run_takes_the_flags_that_may_change(base, finished, resume):
     told = resume("--out run --steps 10 --lr 1e-30 --batch_size 2 --data a b")
@@ -439,14 +428,6 @@ def test_eval_prints_what_the_run_printed_and_honours_its_flags(command, finishe
     assert last in evaluate("--micro_batch_size 5 --data a")
     for words in ("--eval_bytes 100", "--seq_len 16", "--data b"):
         assert last not in evaluate(words)
-
-@pytest.mark.parametrize("targets, prompt", [([-100, -100, 5, 6], [7, 8, 9]), ([8, 9, 5, 6], [7])])
-def test_sample_of_chats_answers_the_first_question(targets, prompt):
-    val = train.Val(torch.tensor([[[7, 8, 9, 5]]]), torch.tensor([[targets]]), 1, 1)
-    with mock.patch.object(train, "generate", return_value=[0]) as generate:
-        tokenizer = SimpleNamespace(decode=str)
-        train.print_sample(None, tokenizer, {"chats": val}, SimpleNamespace(seq_len=4))
-    assert generate.call_args.args[3] == prompt
 
 # --------------------------------------------------------------------------------------------------
 # Evals
