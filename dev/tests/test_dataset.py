@@ -78,18 +78,15 @@ def test_the_last_file_is_val_if_no_name_says_another(tmp_path):
 
 def test_a_val_shard_that_is_in_train_is_a_warning(tmp_path):
     """train.py compares those of all sources. Other programs write no digest."""
-    ours, others = tmp_path / "ours", tmp_path / "others"
-    others.mkdir()
-    write(ours, "a", "b", "c")
-    for name, texts in {"a": ["a"], "b": ["bb"]}.items():
-        pq.write_table(pa.table({"text": texts}), others / f"{name}.parquet")
-    dataset.warn_of_copies(dataset.all_shards(f"{ours}") + dataset.all_shards(f"{others}"))
-    shutil.copy(others / "a.parquet", others / "val-0.parquet")
+    folder, other = write(tmp_path / "x", "a", "b"), tmp_path / "y"
+    other.mkdir()
+    pq.write_table(pa.table({"text": ["a"]}), other / "a.parquet")
+    shutil.copy(other / "a.parquet", other / "val-0.parquet")
     with pytest.warns(UserWarning, match="a.parquet and .*val-0.parquet seem to be copies"):
-        dataset.warn_of_copies(dataset.all_shards(str(others)))
-    shutil.copy(ours / "b.parquet", others / "val-0.parquet")
-    words = f"--steps 1 --depth 1 --vocab_size 300 --seq_len 8 --device cpu --data {others} {ours}"
-    with pytest.warns(UserWarning, match="ours/b.parquet and .*/val-0.parquet seem to be copies"):
+        dataset.warn_of_copies(dataset.all_shards(str(other)))
+    shutil.copy(f"{folder}/b.parquet", other / "val-0.parquet")
+    words = f"--steps 1 --depth 1 --vocab_size 300 --seq_len 8 --device cpu --data {other} {folder}"
+    with pytest.warns(UserWarning, match="x/b.parquet and .*/y/val-0.parquet seem to be copies"):
         train.main([*words.split(), "--out", f"{tmp_path}/run"])
 
 @pytest.mark.parametrize("split, shards", [

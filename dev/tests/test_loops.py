@@ -1,11 +1,8 @@
 """
-The snippets of dev/loops.md, taken from it and run as they stand, at toy size.
-
-    python -m pytest dev/tests/test_loops.py             what is not installed is skipped
-    python -m pytest dev/tests/test_loops.py -k JAX
-
-A loop runs in one or more processes, which are killed two batches after a save. It is started
-again, also on another number of ranks. Its model must get the rows of a run that never stopped.
+The snippets of dev/loops.md, taken from it and run as they stand, at toy size. What is not
+installed is skipped. A loop runs in one or more processes, which are killed two batches after a
+save. It is started again, also on another number of ranks. Its model must get the rows of a run
+that never stopped.
 """
 
 import contextlib
@@ -457,8 +454,7 @@ def test_nanochat_resumes_with_the_batch_that_it_had_fetched(folder, world_size,
     os.rename("my_shards", "base_data")
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(folder))
     code = fill(NANOCHAT, "nanochat")
-    first = run(code, world_size)
-    second = run(code, world_size, leg=1)
+    first, second = run(code, world_size), run(code, world_size, leg=1)
     for rank in range(world_size):
         assert second[rank][:2] == first[rank][SAVE_EVERY:KILL_AT] != [], logs()
 
