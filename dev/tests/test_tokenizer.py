@@ -284,7 +284,7 @@ def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, base, capsys):
     assert found.fingerprint() == tok.fingerprint()
 
 def test_the_rule_names_what_a_tokenizer_depends_on(tmp_path):
-    one, other = [write_data(tmp_path / name, [name]) for name in ("one", "other")]
+    one, other = [write_data(tmp_path / name, 9 * [name]) for name in ("one", "other")]
     usual = module.trained_dir([one, other], 300)
     assert module.trained_dir([other, one], 300) == usual
     others = [module.trained_dir([one, other], 301), module.trained_dir([one], 300)]
@@ -292,7 +292,7 @@ def test_the_rule_names_what_a_tokenizer_depends_on(tmp_path):
         with mock.patch.object(module, name, 99):    # somebody hacks it
             others.append(module.trained_dir([one, other], 300))
     assert len({usual, *others}) == 6
-    assert [*module.some_text([one, other], 1)] == ["one", "other"], "equally much of each"
+    assert [*module.some_text([one, other], 5)] == ["one", "other"], "equally much of each"
 
 def test_the_command_trains_by_the_rule_and_overwrites_nothing(tmp_path, base, capsys):
     words = ["--data", write_data(tmp_path / "data", SOURCES[:9]), "--vocab_size", "900"]
