@@ -1,9 +1,6 @@
 """
 Other loaders' tests as ours: what they promise, and what we do. No code is theirs.
 
-    python -m pytest dev/tests/test_others.py
-
-Their files:
     LanceDB       python/python/tests/test_elastic_dataloader.py
     litData       tests/streaming/test_elastic.py
     Grain         elastic_iterator_test.py
@@ -11,35 +8,25 @@ Their files:
     datasets      tests/test_iterable_dataset.py, test_resume_dataloader_twice
     OLMo-core     src/test/data/data_loader_test.py
 
-A docstring or a comment says what they promise. Where we promise something else, it says "Ours".
-dev/log.md has a table of all their promises. What test_dataloader.py tests as ours has no second
-test here: orders of seeds and epochs, stops at any step of mixtures, filters and packings, counts,
-iterators, errors of transforms, refused states, merged states, drop_last and masks, proportions,
-sources that end, join or leave, moved and other folders, fields, nulls, what each packing does,
-filters that leave fewer documents than lanes.
+A comment says what they promise. Where we promise something else, it says "Ours". dev/log.md has a
+table of all their promises. What test_dataloader.py tests as ours has no second test here.
 """
 
 import itertools
-import json
 
 import pytest
 
 from dataloader import merge_states
 from test_dataloader import load, make, show, show_all, write
 
-# --------------------------------------------------------------------------------------------------
-# Documents that are numbers: each has 7 digits, and so fills a row of T = 7
-
 @pytest.fixture
 def data(tmp_path):
+    """Documents that are numbers: each has 7 digits, and so fills a row of T = 7."""
     return write(tmp_path / "data", [[f"{number:07}" for number in range(120)]])
 
 def start(data, **options):
     usual = {"num_lanes": 12, "shuffle_seed": 1, "epochs": 1}
     return make(data, **{**usual, **options})
-
-# --------------------------------------------------------------------------------------------------
-# Stopped and resumed
 
 def skips(ids, location, epoch):
     return None if location.row in (7, 8, 100) else ids
@@ -75,21 +62,3 @@ def test_a_run_in_legs_has_the_rows_of_one(data, options, legs):
     want = show_all(start(data, **options))
     n_masked = len(found) - len(want)
     assert [found[g] for g in range(len(found))] == want + n_masked * ["|......."]
-
-def test_states_at_zero_and_at_the_end(data):
-    """
-    torchdata: a state loads into a loader that runs, and is saved again unchanged; saved after the
-    last batch, it has no batch left; saved after StopIteration, a whole epoch. Ours: none for both.
-    litData: the next epoch is whole.
-    """
-    loader = start(data)
-    zero = loader.state_dict()
-    want = show_all(loader, 120)
-    end = loader.state_dict()
-    load(loader, zero)
-    assert loader.state_dict() == zero == json.loads(json.dumps(zero))
-    assert show_all(loader) == want
-    for state in (end, loader.state_dict()):
-        other = load(start(data), state)
-        assert show_all(other) == []
-        assert show_all(other) == want
