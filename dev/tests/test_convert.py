@@ -247,14 +247,12 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: 'text' is there twi", 1),
     ("a.csv", b"n,text\n1,x\n2,Well, I said\n",
      "line 3: 3 fields, but 2 in the first line; quote .* --delimiter ';'", 1),
-    ("a.csv", b"text,n\nx,1\na\nb,1\n", "line 3: 1 field, but 2 in the first line", 1),
     ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}\['n', 'txt'\]; name the key by --text_key", 0),
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}\['txt'\]; name", 0),
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one", 1),
     ("a.jsonl", b'\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\]; .*a.b", 0),
     ("a.jsonl", b'{"text": ["x"]}\n', "line 1: 'text' holds list, .* add --messages_key text", 0),
     ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: .* surrogates not allowed", 0),
-    ("a.jsonl", b"3\n", "line 1: saw 3, expected such as {'text': ", 0),
     ("a.json", b'[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
     ("a.md", "cafe".encode("utf-16"), "byte 0: .*; expected UTF-8: iconv .*UTF-16", 0)]
 BAD_CHATS = [    # test_templates.py has more
@@ -262,10 +260,8 @@ BAD_CHATS = [    # test_templates.py has more
     ([USER, {**ANSWER, "content": ""}], "nothing to learn: .* not empty, of weight 1"),
     ([USER, HIDDEN, USER, HIDDEN], "nothing to learn: .*; saw .*Hi"),
     ('[{"role": "user", "role": "user"}]', "message 0: 'role' is there twice, in .*; remove one"),
-    (3, "'int' object is not iterable"),
     (["Hi"], "message 0: .*; saw 'Hi', expected such as {'role': 'user', 'content': 'Hi'}"),
     ([{"content": "Hi"}, ANSWER], "message 0: it has no 'role'; saw"),
-    ([USER, {**ANSWER, "content": [{"type": "image"}]}], "message 1: .*; saw .*image"),
     ([USER, {**ANSWER, "content": "", "tool_calls": [1]}, USER, ANSWER],
      "message 1: its tool_calls would be lost; saw"),
     ([USER, ANSWER, USER, {**ANSWER, "reasoning_content": "I think"}],
@@ -274,7 +270,7 @@ BAD += [("a.jsonl", as_json([USER, ANSWER], {"messages": messages}), f"line 2: {
         for messages, words in BAD_CHATS]
 
 @pytest.mark.parametrize("name, data, words, n_before", BAD, ids=range(len(BAD)))
-def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words, n_before):
+def test_bad_document_is_named(tmp_path, capsys, name, data, words, n_before):
     good = [USER, ANSWER], [ANSWER, USER, ANSWER]
     if not data.startswith(b"[{\"role"):
         good = {"text": "one"}, {"text": "two"}
@@ -295,7 +291,6 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     ({"a.jsonl": "x"}, "--cut_bytes 9", "--cut_bytes cuts plain text, and here is none; name it"),
     ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*LATIN1"),
     ({"a.py": "x"}, "", "no files to read; ignored files, of other kinds: 1, .*; unpack archives"),
-    ({"a.csv": "text\nx"}, "--delimiter tab", "unreadable: .*delimiter.* must be a 1-char"),
     ({"a\x1b.jsonl": "x"}, "", r"in/a\\x1b.jsonl, line 1: Expecting value"),
     ({"a.jsonl": "x", "a.jsonl.gz": "x"}, "", "a.jsonl and .*a.jsonl.gz seem to be copies; remov"),
     ({"a.parquet": "x", "_delta_log/0.json": "{}"}, "", "holds older versions of its data"),
@@ -304,11 +299,8 @@ def test_bad_document_is_named(tmp_path, monkeypatch, capsys, name, data, words,
     ({"a.jsonl": b'{"a": {"b": "x"}, "a": {"b": "y"}}'}, "--text_key a.b", "line 1: 'a' is th"),
     ({"a.jsonl": as_json({"text": "a", "n": 1}, {"text": "b", "n": "a"})}, "--keep n",
      "error: --keep: .*; expected values of one type"),
-    ({"a.jsonl": as_json({"text": "a", "n": 2**70})}, "--keep n", "--keep: .* one type"),
     ({"a.jsonl": as_json({"text": "a"}, {"text": "b"})}, "--keep n", "n: no document has a value"),
-    ({"a.jsonl": "x"}, "--keep tokens", "--keep: tokens: a column of that name has the d"),
     ({}, "nowhere/*.txt", r"nowhere/\*.txt does not exist or has no files to read; expected"),
-    ({}, "", r"required: IN; see python -m dev.convert --help"),
     ({}, "-w 0", "expected a whole number, at least 1; "),
     ({}, "--out s3://b/x", "cannot write to 's3://b/x'; name a local folder")])
 def test_other_mistakes_are_one_line(tmp_path, monkeypatch, capsys, files, words, expected):

@@ -19,6 +19,7 @@ import pytest
 from dataloader import merge_states
 from test_dataloader import load, make, show, show_all, write
 
+
 @pytest.fixture
 def data(tmp_path):
     """Documents that are numbers: each has 7 digits, and so fills a row of T = 7."""
