@@ -75,8 +75,8 @@ def convert(flags):
     out = check_out(flags.out or dataset.default_data_dir())
     report = Report()
     files = find_files(flags, report)
-    has_text = any(reader_of(path, flags.as_text) is read_text for _, path in files)
-    if flags.cut_bytes and not has_text:
+    readers = [reader_of(path, flags.as_text) for _, path in files]
+    if flags.cut_bytes and read_text not in readers:
         raise UserError("--cut_bytes cuts plain text, and here is none; name it by --as_text")
     total = sum(os.path.getsize(path) for _, path in files)
     n_processes = min(flags.num_workers or max(1, total // BYTES_PER_PROCESS), cores())
@@ -88,7 +88,7 @@ def convert(flags):
             scatter_files, flags=flags, building=building, longest_val=total // 20)
         for part in tqdm(run(scatter, tasks), "read", n_tasks, unit=" tasks", delay=1):
             report.merge(part)
-        kind = check_documents(report, has_text)
+        kind = check_documents(report)
         n_documents = report.counts[kind]
         n_bytes = report.counts["bytes"]
         shards = plan_shards(building, n_bytes)
@@ -123,7 +123,7 @@ class Report:
         return [f"{what}: {self.counts[what]:,}, such as {printable(example)}"
                 for what, example in self.examples.items() if what not in ("text", "messages")]
 
-def check_documents(report, has_text):
+def check_documents(report):
     """The column of the documents in a shard: 'text' or 'messages'."""
     text = report.examples.get("text")
     messages = report.examples.get("messages")
@@ -134,10 +134,9 @@ def check_documents(report, has_text):
     kind = "messages" if messages else "text"
     n = report.counts[kind]
     if n < 2:
-        advice = ["to cut a long text at blank lines: --cut_bytes 2000"] if has_text else []
         raise UserError("; ".join([
-            f"{counted(n, 'document')}, but train and val need at least one each",
-            *advice, *report.lines()]))
+            f"{counted(n, 'document')}, but train and val need at least one each (to cut plain "
+            "text at blank lines: --cut_bytes 2000)", *report.lines()]))
     return kind
 
 @contextlib.contextmanager
@@ -180,14 +179,12 @@ def good_documents(files, flags, report):
     neither bad nor empty, which are counted. Unless skip_bad, the first bad one is a UserError.
     """
     for number, path in files:
-        for index, (where, record) in enumerate(records_of(path, flags)):
+        for index, (what, where, record) in enumerate(records_of(path, flags)):
             place = f"{path}, {where}"
             try:
                 text, kept = make_document(record, flags, place, report)
             except Exception as error:    # what is bad may raise any
-                is_rest = where.startswith(UNREADABLE)
-                what = "the rest of bad files" if is_rest else "bad documents"
-                problem = f"{place}: {explain(error)}"
+                problem = f"{place}: {printable(error)}{ADVICE.get(type(error), '')}"
                 if not flags.skip_bad:
                     raise UserError(f"{problem} (to skip {what}: --skip_bad)") from error
                 report.add(f"skipped {what}", problem)
@@ -250,18 +247,16 @@ def gather_shard(number, bounds, building, kind):
 # Records of a file: readers yield (where, record) of each line, row or text. A record is a dict,
 # JSON as bytes, or an error.
 
-UNREADABLE = "unreadable"
-
 def records_of(path, flags):
-    """Those of its reader. What ends a file early is its last record."""
+    """(what is bad if the record is, where, record) of each. An error of the file is the last."""
     read = reader_of(path, flags.as_text)
-    rest = UNREADABLE
+    rest = "unreadable"
     try:
         for where, record in read(path, flags):
-            yield where, record
-            rest = f"{UNREADABLE} after {where}"
+            yield "bad documents", where, record
+            rest = f"unreadable after {where}"
     except Exception as error:    # a damaged file may raise any
-        yield rest, error
+        yield "the rest of bad files", rest, error
 
 def open_stream(path):
     """Decompressed, by the file's name."""
@@ -294,13 +289,9 @@ def read_csv(path, flags):
         lines = itertools.chain([header], lines)
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(rows, [])
-        check_names(names)
-        for fields in rows:
-            if not fields:    # an empty line
-                continue
-            if len(fields) == len(names):
-                record = dict(zip(names, fields, strict=True))
-            else:
+        for fields in filter(None, rows):    # None: without empty lines
+            record = dict_of_pairs([*zip(names, fields, strict=False)])
+            if len(fields) != len(names):
                 record = UserError(
                     f"{counted(len(fields), 'field')}, but {len(names)} in the first line; quote "
                     "texts, or name what divides columns: --delimiter ';'")
@@ -310,18 +301,11 @@ def load_json(text):
     return json.loads(text, object_pairs_hook=dict_of_pairs)
 
 def dict_of_pairs(pairs):
-    """Of equal keys, Python itself takes the last; here, their value is an error, see lookup."""
+    """Of equal keys, Python itself takes the last. Here, such an object is an error instead."""
     record = dict(pairs)
     if len(record) < len(pairs):
-        keys = [key for key, _ in pairs]
-        for key in record:
-            if keys.count(key) > 1:
-                record[key] = UserError(f"{key!r} is there twice, in {keys!r:.200}; remove one")
+        return UserError(f"a key is there twice: {pairs!r:.300}; remove one")
     return record
-
-def check_names(names):
-    if len({*names}) < len(names):
-        raise UserError(f"two columns have one name: {', '.join(names):.200}; rename one")
 
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it
 CUT = r"""
@@ -349,29 +333,24 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"    # Arrow itself reads a stream wit
 
 def read_arrow(path, flags):
     """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
-    file = pa.memory_map(path)
-    is_stream = file.read_at(6, 0) != b"ARROW1"
-    end = file.read_at(8, max(0, file.size() - 8))
-    if is_stream and end != END_OF_STREAM:
+    data = pa.memory_map(path).read_buffer()
+    if data[:6] == b"ARROW1":
+        reader = pa.ipc.open_file(data)
+    elif data[-8:] == END_OF_STREAM:
+        reader = pa.ipc.open_stream(data)
+    else:
         raise ValueError("its end is missing; write or copy it again")
-    reader = pa.ipc.open_stream(file) if is_stream else pa.ipc.open_file(file)
     return rows_of(reader.read_all().to_batches(ROW_GROUP_DOCUMENTS), flags)
 
-NOT_READ = ()    # neither null nor a text
-
 def rows_of(batches, flags):
-    """Columns that cannot hold documents are NOT_READ: they may have values that Python lacks."""
-    forms = forms_to_read(flags)
-    keys = itertools.chain(*(columns for _, columns in forms))
-    wanted = columns_of([*keys, *flags.keep])
+    """Columns that nobody asks for are None: they may have values that Python lacks."""
+    keys = itertools.chain(*(columns for _, columns in forms_to_read(flags)))
+    wanted = columns_of([*keys, *flags.keep, "system"])
     numbers = itertools.count()
     for batch in batches:
         names = batch.schema.names
-        check_names(names)
-        unread = dict.fromkeys(names, NOT_READ)
+        unread = dict.fromkeys(names)
         read = [name for name in names if name in wanted]
-        if "system" in names and "string" in str(batch.schema.field("system").type):
-            read.append("system")    # see with_system
         for row in batch.select(read).to_pylist():
             yield f"row {next(numbers)}", unread | row
 
@@ -380,39 +359,48 @@ READERS = {
     ".jsonl": read_json, ".ndjson": read_json, ".json": read_json,
     ".csv": read_csv, ".tsv": read_csv,
     ".txt": read_text, ".md": read_text,
-    ".parquet": read_parquet, ".pq": read_parquet,
+    ".parquet": read_parquet, ".parq": read_parquet, ".pq": read_parquet,
     ".arrow": read_arrow, ".feather": read_arrow}
 COMPRESSED = (".gz", ".zst", ".bz2", ".lz4")
 
 # --------------------------------------------------------------------------------------------------
 # Documents of records
 
+REFUSED = (
+    "conversations that nanochat's template refuses, so train.py ends there unless its tokenizer "
+    "is another's (to leave them out: --skip_bad)")
+
 def make_document(record, flags, place, report):
     """(text as UTF-8, kept values). In the report: its kind and size, and what is dropped of it."""
     record = as_dict(record, flags)
     kind, columns = find_document(record, flags)
     values = [lookup(record, key) for key in columns]
-    dropped = record.keys() - columns_of([*columns, *flags.keep])
-    notes = {f"dropped columns (read: {', '.join(columns)})": dropped}
+    other_keys = set()
     if kind == "messages":
-        messages, dropped_keys = clean_messages(join_messages(values), flags.ignore_keys)
-        notes["dropped keys of messages"] = dropped_keys
-        messages = with_system(messages, record.get("system"))
-        if record.get("system") in (None, "", messages[0]["content"]):
-            dropped.discard("system")
-        notes[REFUSED] = refused_by_nanochat(messages, flags.skip_bad)
+        messages, other_keys = clean_messages(join_messages(values), flags.ignore_keys)
+        system = record.get("system", ()) or ""    # ShareGPT and Alpaca have it beside the messages
+        if isinstance(system, str) and messages[0]["role"] != "system":
+            columns = (*columns, "system")
+            messages = [*as_messages("system", system), *messages] if system else messages
+        try:
+            read_messages(messages, NANOCHAT)
+        except UserError as error:
+            if flags.skip_bad:
+                raise
+            report.add(REFUSED, f"{place}: {error}")
         text = json.dumps(messages, ensure_ascii=False)
     else:
         text = plain_text(values[0], columns[0])
     text = text.encode()
-    if text:
-        report.add(kind, place)
-        report.counts["bytes"] += len(text)
-        for what, names in notes.items():
-            if names:
-                report.add(what, f"{place}: {', '.join(sorted(names))}")
-    else:
-        report.add("skipped null or empty documents", place)
+    report.add(kind if text else "skipped null or empty documents", place)
+    report.counts["bytes"] += len(text)
+    dropped = {
+        f"dropped columns (read: {', '.join(columns)})":
+            record.keys() - columns_of([*columns, *flags.keep]),
+        "dropped keys of messages": other_keys}
+    for what, names in dropped.items():
+        if names:
+            report.add(what, f"{place}: {', '.join(sorted(names))}")
     return text, [lookup(record, name) for name in flags.keep]
 
 def plain_text(value, column):
@@ -452,8 +440,8 @@ def forms_to_read(flags):
         return [("text", (flags.text_key,))]
     key = flags.messages_key
     if key:
-        chats = [columns for columns in CHATS if columns[0] == key]
-        return [("messages", columns) for columns in [*chats, (key,)]]
+        chats = [*CHATS, (key,)]
+        return [("messages", columns) for columns in chats if columns[0] == key]
     return FORMS
 
 def find_document(record, flags):
@@ -469,7 +457,7 @@ def find_document(record, flags):
     if found:
         return found.popitem()
     key = flags.text_key or flags.messages_key or "text"
-    if key in record:    # null
+    if is_null(record, key):
         return "text", (key,)
     raise UserError(
         f"nothing under {key!r}; saw {[*record]!r:.300}; name the key by --text_key (b in a: a.b), "
@@ -478,21 +466,24 @@ def find_document(record, flags):
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
     if key in record:
-        if isinstance(record[key], Exception):    # see dict_of_pairs
-            raise record[key]
         return record[key]
-    head, dot, rest = key.partition(".")
-    inner = lookup(record, head) if dot else None
+    head, _, rest = key.partition(".")
+    inner = record.get(head)
     return lookup(inner, rest) if isinstance(inner, dict) else None
+
+def is_null(record, key):
+    """Whether the value under 'a.b' is a null, or that under 'a'."""
+    if key in record:
+        return record[key] is None
+    head, dot, rest = key.partition(".")
+    inner = record.get(head, ())
+    return dot and (inner is None or (isinstance(inner, dict) and is_null(inner, rest)))
 
 def columns_of(keys):
     """Of a key 'a.b', the column is 'a.b' or 'a'."""
     return {*keys, *(key.partition(".")[0] for key in keys)}
 
-def explain(error):
-    """What an error says, in one line, and what to do."""
-    return printable(error) + ADVICE.get(type(error), "")
-
+# What to do, beside what an error says
 ADVICE = {
     UnicodeDecodeError: "; expected UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW (or -f UTF-16)",
     csv.Error: '; expected quotes around a text, and "" for a quote in it',
@@ -515,10 +506,13 @@ def join_messages(values):
     *questions, answer = values
     if not questions:
         return answer
-    question = questions[0]
     if len(questions) == 2:
-        question = "\n\n".join(filter(None, questions))
-    return [*as_messages("user", question), *as_messages("assistant", answer)]
+        questions = ["\n\n".join(filter(None, questions))]
+    prompt = as_messages("user", *questions)
+    for message in prompt:    # as TRL has it, nothing in a prompt is learned
+        if message.get("role") == "assistant":
+            message["weight"] = 0
+    return [*prompt, *as_messages("assistant", answer)]
 
 def as_messages(role, content):
     return content if isinstance(content, list) else [{"role": role, "content": content}]
@@ -534,48 +528,24 @@ def clean_messages(messages, ignore_keys):
             kept, others = clean_message(message, ignore_keys)
         except Exception as error:
             problem = f"it has no {error}" if isinstance(error, KeyError) else error
-            advice = ""
-            if "be lost" in str(error) and message.get("content"):
-                advice = "; to drop that key: --ignore_keys KEY"
             raise UserError(
                 f"message {i}: {problem}; saw {message!r:.300}, expected such as "
-                f"{{'role': 'user', 'content': 'Hi'}}{advice}") from error
+                "{'role': 'user', 'content': 'Hi'}; to drop other keys, if there is content: "
+                "--ignore_keys KEY") from error
         cleaned.append(kept)
         other_keys |= others
-    answers = [message for message in cleaned if message["role"] == "assistant"]
-    if not any(answer["content"] and answer.get("weight", 1) for answer in answers):
+    learned = [
+        message for message in cleaned
+        if message["role"] == "assistant" and message["content"] and message.get("weight", 1)]
+    if not learned:
         raise UserError(
             "nothing to learn: expected a message of an assistant, not empty, of weight 1; saw "
             f"{messages!r:.200}")
     return cleaned, other_keys
 
-def with_system(messages, system):
-    """
-    With a system's text first, which ShareGPT and Alpaca have beside the messages, unless these
-    have one of their own.
-    """
-    if system and isinstance(system, str) and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *messages]
-    return messages
-
-REFUSED = (
-    "conversations that nanochat's template refuses, so train.py ends there unless its tokenizer "
-    "is another's (to leave them out: --skip_bad)")
-
-def refused_by_nanochat(messages, skip_bad):
-    """What the template of the tokenizers that we train has against these: [words] or []."""
-    try:
-        read_messages(messages, NANOCHAT)
-    except UserError as error:
-        if skip_bad:
-            raise
-        return [str(error)]
-    return []
-
 def clean_message(message, ignore_keys):
     """(its role, content and weight; the names of its other keys)"""
-    values = {key: lookup(message, key) for key in message}
-    message = {key: value for key, value in values.items() if value is not None}    # parquet's
+    message = {key: value for key, value in message.items() if value is not None}    # parquet's
     if "from" in message and "value" in message:
         message["role"] = message.pop("from")
         message["content"] = message.pop("value")
@@ -596,10 +566,6 @@ def clean_message(message, ignore_keys):
 # Not documents; all but the first are Hugging Face's
 ABOUT_DATA = (
     dataset.INDEX, "README.md", "dataset_info.json", "dataset_dict.json", "state.json")
-EXPECTED = (
-    f"expected names with {', '.join(READERS)} (of text also with {', '.join(COMPRESSED)}): a "
-    "file, a folder or a glob in quotes; other plain text: --as_text '*.SUFFIX'; unpack archives "
-    "first")
 
 def find_files(flags, report):
     """[(number, path), ...], each file once, in the order of folders and names."""
@@ -610,7 +576,9 @@ def find_files(flags, report):
     paths = sorted(paths.values(), key=os.path.split)
     unpacked = {}
     for path in paths:
-        other = unpacked.setdefault(without_compression(path), path)
+        stem, suffix = os.path.splitext(path)
+        name = stem if suffix in COMPRESSED else path
+        other = unpacked.setdefault(name, path)
         if other != path:
             raise UserError(
                 f"{other} and {path} seem to be copies; remove one, or name the files to read")
@@ -630,8 +598,12 @@ def choose_files(given, as_text, report):
     has_train = "train" in splits.values() and not as_text
     chosen = []
     for path, split in splits.items():
-        if not reader_of(path, as_text):
+        reader = reader_of(path, as_text)
+        is_hidden = os.path.isdir(given) and dataset.HIDDEN.search(path.removeprefix(given))
+        if not reader:
             reason = "of other kinds"
+        elif reader is read_parquet and is_hidden:    # of text, __init__.py is a file as any
+            reason = "hidden, as Spark's _temporary"
         elif os.path.basename(path) in ABOUT_DATA and not as_text:
             reason = "about the data"
         elif has_train and split in ("val", "test"):
@@ -644,7 +616,10 @@ def choose_files(given, as_text, report):
         report.add(f"ignored files, {reason}", path)
     if not chosen:
         raise UserError("; ".join([
-            f"{given} does not exist or has no files to read", *report.lines(), EXPECTED]))
+            f"{given} does not exist or has no files to read", *report.lines(),
+            f"expected names with {', '.join(READERS)} (of text also with "
+            f"{', '.join(COMPRESSED)}): a file, a folder or a glob in quotes; other plain text: "
+            "--as_text '*.SUFFIX'; unpack archives first"]))
     return chosen
 
 def is_ours(path):
@@ -658,14 +633,10 @@ def reader_of(path, as_text):
     if as_text:
         is_text = any(fnmatch.fnmatch(name, pattern) for pattern in as_text)
         return read_text if is_text else None
-    _, suffix = os.path.splitext(without_compression(name))
+    stem, suffix = os.path.splitext(name)
+    if suffix in COMPRESSED:
+        _, suffix = os.path.splitext(stem)
     return READERS.get(suffix.lower())
-
-def without_compression(path):
-    """a.jsonl.gz -> a.jsonl"""
-    for suffix in COMPRESSED:
-        path = path.removesuffix(suffix)
-    return path
 
 # --------------------------------------------------------------------------------------------------
 # The folder that becomes `out`, and processes
@@ -688,13 +659,12 @@ def building_folder(out):
     building = f"{folder}/.{name}.convert"
     with errors_of_disk(building):
         try:
-            os.makedirs(building)
+            os.makedirs(f"{building}/runs")
         except FileExistsError as error:
             raise UserError(
                 f"{building} exists: another convert writes {out}, or was killed; wait for it, or "
                 f"rm -r {shlex.quote(building)}") from error
         try:
-            os.mkdir(f"{building}/runs")
             yield building
         finally:
             with ctrl_c_ignored():
@@ -705,8 +675,6 @@ def errors_of_disk(folder):
     """An OSError may name no path; ours do."""
     try:
         yield
-    except UserError:
-        raise
     except OSError as error:
         raise UserError(
             f"{error}, in {folder}; to write elsewhere, name another folder with --out") from error
@@ -715,8 +683,8 @@ def errors_of_disk(folder):
 def mapper(n, dask, building):
     """`map` itself, or that of n processes or of a Dask cluster."""
     if dask:
-        with dask_executor(dask) as executor:
-            yield executor.map
+        with dask_client(dask) as client:
+            yield client.get_executor().map
         return
     if n == 1:
         yield map
@@ -751,22 +719,20 @@ def end_with_parent():
 
     threading.Thread(target=wait, daemon=True).start()
 
-@contextlib.contextmanager
-def dask_executor(address):
+def dask_client(address):
     """Its workers must see the same files."""
     from distributed import Client  # pip install distributed
 
-    folder = os.path.dirname(os.path.abspath(dataset.__file__))
+    folder = os.path.dirname(dataset.__file__)
     try:
-        with Client(address) as client:
-            client.run_on_scheduler(exec, "import dev.convert")
-            client.run(exec, "import dev.convert")
+        client = Client(address)
+        client.run_on_scheduler(exec, "import dev.convert")
+        client.run(exec, "import dev.convert")
     except (OSError, ValueError, ImportError) as error:
         raise UserError(
             f"no Dask cluster at {address}: {error}; start a scheduler and workers, with our "
             f"packages and code: export PYTHONPATH={folder}") from error
-    with Client(address) as client:
-        yield client.get_executor()
+    return client
 
 # --------------------------------------------------------------------------------------------------
 # The command
@@ -786,8 +752,7 @@ def main(argv=None):
         "prompt and its completion or response, or instruction, input and output)")
     add("--keep", **names, metavar="NAME", type=column_to_keep, help="columns beside the text")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
-    add("--delimiter", type=lambda text: text.replace(r"\t", "\t"),
-        help="of CSV (default: , ; | or tab, by its first line)")
+    add("--delimiter", help="of CSV (default: , ; | or tab, by its first line)")
     add("--cut_bytes", type=at_least_1,
         help="cut plain text to this size, at blank lines (default 1 GiB)")
     add("--ignore_keys", **names, metavar="NAME", help="drop these of messages: reasoning_content")

@@ -19,7 +19,6 @@ import collections
 import itertools
 import math
 import os
-import re
 import shlex
 from concurrent.futures import ThreadPoolExecutor
 
@@ -61,8 +60,6 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     Write token shards with the names, row groups and rows of the text shards. Resumes: complete
     shards of the same text and tokenizer are kept. keep: columns beside the tokens.
     """
-    if os.path.realpath(out) == os.path.realpath(data_dir):
-        raise UserError(f"cannot write to {out}; name another local folder with --out")
     shards = all_shards(data_dir)
     if shards[0].kind == "tokens":
         raise UserError(f"{data_dir} holds token ids already; name a folder of text shards")
@@ -125,8 +122,8 @@ def check_kept(out, shard, made_from, keep):
     has_same_rows = footer.shard.group_sizes == shard.group_sizes
     if not is_same or not has_same_rows or columns != ["tokens", *keep]:
         raise UserError(
-            f"{path} was made from other text, by another tokenizer, or with other --keep; name a "
-            "new folder with --out, or remove this one")
+            f"{path} is there, and was made from other text, by another tokenizer, or with other "
+            "--keep; name a new folder with --out")
 
 def in_order(function, items):
     """function(item) of each item, in order, by threads. Few results are in memory."""
@@ -140,9 +137,8 @@ def in_order(function, items):
             yield future.result()
 
 def encode_array(texts, tokenizer, kind, first):
-    """An array of documents -> binary, the ids of each, little-endian; a null stays null."""
+    """An array of documents -> binary, the ids of each; a null stays null."""
     ids, bounds = encode(texts, tokenizer, kind, first)
-    ids = ids.astype(ids.dtype.newbyteorder("<"))
     places = itertools.pairwise(bounds)
     documents = [ids[begin:end].tobytes() or None for begin, end in places]    # None: of a null
     return pa.array(documents, pa.binary())
@@ -255,28 +251,24 @@ def count_tokens(places, n_bytes, tokenizer):
         return f"{n_bytes // np.dtype(shard.dtype).itemsize:,}"
     if not tokenizer:
         return "? (add --tokenizer DIR)"
-    n_tokens = n_learned = n_sampled = 0
+    n_tokens = n_sampled = 0
     every = math.ceil(len(places) / 16)
     for shard, row_group in places[::every]:
         texts = shard.read(row_group)
         ids, _ = encode(texts, tokenizer, shard.kind, shard.location(row_group, 0))
         n_tokens += len(ids)
-        n_learned += np.count_nonzero(ids >= 0)
         n_sampled += read_lengths((shard, row_group)).sum()
-    words = f"about {n_tokens * n_bytes / max(1, n_sampled):,.0f}"
-    if shard.kind == "messages":
-        words += f", {n_learned / max(1, n_tokens):.0%} with a loss"
-    return words
+    return f"about {n_tokens * n_bytes / max(1, n_sampled):,.0f}"
 
 def head(folder, n=5, split="train", tokenizer_dir=None):
-    """Print n documents: their places, lengths and first 200 characters."""
+    """Print n documents: their places, lengths and first 200 characters, as Python writes them."""
     tokenizer = load_tokenizer(tokenizer_dir, folder)
     shards = list_shards(folder, split)
     documents = itertools.islice(documents_of(shards), n)
     for number, (shard, place, document) in enumerate(documents):
-        length, text = describe_document(document, shard, tokenizer, place)
+        length, text = describe_document(document, shard, tokenizer)
         print(f"{number:<5} {place}: {length}")
-        print(f"      {printable_lines(text[:200])}")
+        print(f"      {text[:200]!r}")
     if shards[0].kind == "tokens" and not tokenizer:
         print(f"these are token ids; to see text, add --tokenizer {maker_of(shards[0])}")
 
@@ -285,7 +277,7 @@ def documents_of(shards):
         for row, document in enumerate(shard.read(row_group).to_pylist()):
             yield shard, shard.location(row_group, row), document
 
-def describe_document(document, shard, tokenizer, place):
+def describe_document(document, shard, tokenizer):
     """(its length, its text)"""
     if document is None:
         return "null", ""
@@ -294,16 +286,7 @@ def describe_document(document, shard, tokenizer, place):
         known = np.where(ids < 0, ~ids, ids).tolist()    # ~t: without a loss
         text = tokenizer.tokenizer.decode(known[1:]) if tokenizer else str(known)
         return f"{len(ids):,} tokens", text
-    length = f"{len(document.encode()):,} bytes"
-    if tokenizer:
-        ids, _ = encode(pa.array([document]), tokenizer, shard.kind, place)
-        length += f", {len(ids):,} tokens"
-    return length, document
-
-def printable_lines(text):
-    """With its line breaks and spaces."""
-    text = re.sub("[^ \n]+", lambda word: printable(word[0]), text.expandtabs())
-    return text.replace("\n", "\n      ")
+    return f"{len(document.encode()):,} bytes", document
 
 # --------------------------------------------------------------------------------------------------
 # The command
@@ -311,25 +294,22 @@ def printable_lines(text):
 def main(argv=None):
     parser = Parser("python -m dev.prepare", description=__doc__,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
-    tokenizing = commands.add_parser("tokenize", help="write the same shards with tokens")
-    verifying = commands.add_parser("verify", help="check every shard against all its checksums")
-    counting = commands.add_parser("stats", help="count documents, bytes, tokens, lengths")
-    showing = commands.add_parser("head", help="print some documents")
-    for command in (tokenizing, verifying, counting, showing):
-        add_folder(command)
-    for command in (tokenizing, counting, showing):
-        command.add_argument("--tokenizer", help="its folder")
-
-    add = tokenizing.add_argument
-    add("--out", type=dataset.local_folder, required=True, help="folder for the token shards")
-    add("--keep", nargs="+", action="extend", default=[], metavar="NAME", help="columns to keep")
-    add = showing.add_argument
-    add("-n", type=at_least_1, default=5, help="how many (default 5)")
-    add("--split", default="train", choices=("train", "val"))
-
+    add = parser.add_argument
+    add("command", metavar="COMMAND", choices=("tokenize", "verify", "stats", "head"))
+    add("folder", nargs="?", metavar="FOLDER",
+        help="folder or URI of shards, also as --data FOLDER (default: what train.py takes)")
+    add("--data", help=argparse.SUPPRESS)
+    add("--tokenizer", help="its folder; stats counts tokens with it, head shows their text")
+    add("--out", type=dataset.local_folder, help="tokenize: folder for the token shards")
+    add("--keep", nargs="+", action="extend", default=[], metavar="NAME",
+        help="tokenize: columns to keep")
+    add("-n", type=at_least_1, default=5, help="head: how many (default 5)")
+    add("--split", default="train", choices=("train", "val"), help="head: of which split")
+    flags = parser.parse_intermixed_args(argv)    # FOLDER may come after an option
+    if flags.command == "tokenize" and not flags.out:
+        parser.error("tokenize needs a folder for the token shards: --out FOLDER")
     with errors_in_one_line():
-        run(parser.parse_args(argv))
+        run(flags)
 
 def run(flags):
     folder = find_data(flags.folder or flags.data)
@@ -342,12 +322,6 @@ def run(flags):
         stats(folder, flags.tokenizer)
     else:
         head(folder, flags.n, flags.split, flags.tokenizer)
-
-def add_folder(parser):
-    text = "folder or URI of shards, also as --data FOLDER (default: what train.py takes)"
-    group = parser.add_mutually_exclusive_group()
-    group.add_argument("folder", nargs="?", metavar="FOLDER", help=text)
-    group.add_argument("--data", help=argparse.SUPPRESS)
 
 if __name__ == "__main__":
     main()
