@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from codecs import BOM_UTF8
+from unittest import mock
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -159,6 +160,13 @@ def make_texts(n, seed=0):
 def many_inputs(folder):
     texts = make_texts(300)
     return write(folder, {f"{i}.jsonl": texts_as_json(texts[i::8]) for i in range(8)})
+
+def test_kept_values_count_for_the_size_of_a_run(tmp_path, monkeypatch):
+    write(tmp_path / "in", {"a.jsonl": as_json(*[{"text": "a", "html": "b" * 500}] * 40)})
+    monkeypatch.setattr(convert, "RUN_BYTES", 1000)
+    with mock.patch("dev.convert.write_run", wraps=convert.write_run) as write_run:
+        assert converted(tmp_path, "--keep", "html") == ["a"] * 40
+    assert write_run.call_count == 20
 
 @pytest.mark.parametrize("first_key, flags", [
     ("name", []), ("content", ["--text_key", "text"]), ("text", ["--text_key", "text"])])

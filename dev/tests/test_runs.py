@@ -89,6 +89,13 @@ def test_ledgers_of_one_and_two_ranks_are_equal(alone, ranks):
     assert one.drop(["nats"]).equals(other.drop(["nats"]))
     assert np.allclose(one["nats"], other["nats"], rtol=1e-2, atol=0.05)
 
+def test_ledger_of_data_that_moved_says_what_is_left_out(alone, base, capsys):
+    with runs.loader_of(runs.newest_of(alone)) as loader:
+        b = {name: source for name, source in loader.sources.items() if name.endswith("/b")}
+    ledger = runs.read_ledger(alone, b)
+    assert "left out: 2 files that the run no longer has (moved?)" in capsys.readouterr().out
+    assert {*ledger["path"].to_pylist()} == {f"{base}/b/train-{i}.parquet" for i in range(2)}
+
 # --------------------------------------------------------------------------------------------------
 # when and audit
 
