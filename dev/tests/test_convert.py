@@ -369,7 +369,7 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     """Hidden, about the data, of another kind or split; links are followed once."""
     folder, line = tmp_path / "in", texts_as_json("ab")
     names = ("train-0.jsonl", "test-0.jsonl", "a.rar", ".git/c.jsonl", "index.json", "README.md")
-    write(folder, {**dict.fromkeys(names, line), "deep/train.txt": "c"})
+    write(folder, {**dict.fromkeys(names, line), "deep/c.txt": "c"})
     os.symlink("..", folder / ".git/circle")
     os.symlink("train-0.jsonl", folder / "train-1.jsonl")
     assert sorted(converted(tmp_path)) == ["a", "b", "c"]
