@@ -342,15 +342,19 @@ def read_arrow(path, flags):
         raise ValueError("its end is missing; write or copy it again")
     return rows_of(reader.read_all().to_batches(ROW_GROUP_DOCUMENTS), flags)
 
+NOT_READ = ()    # neither null nor a text
+
 def rows_of(batches, flags):
-    """Columns that nobody asks for are None: they may have values that Python lacks."""
+    """Columns that nobody asks for are NOT_READ: they may have values that Python lacks."""
     keys = itertools.chain(*(columns for _, columns in forms_to_read(flags)))
-    wanted = columns_of([*keys, *flags.keep, "system"])
+    wanted = columns_of([*keys, *flags.keep])
     numbers = itertools.count()
     for batch in batches:
         names = batch.schema.names
-        unread = dict.fromkeys(names)
+        unread = dict.fromkeys(names, NOT_READ)
         read = [name for name in names if name in wanted]
+        if "system" in names and "string" in str(batch.schema.field("system").type):
+            read.append("system")    # beside a conversation
         for row in batch.select(read).to_pylist():
             yield f"row {next(numbers)}", unread | row
 
@@ -375,11 +379,17 @@ def make_document(record, flags, place, report):
     record = as_dict(record, flags)
     kind, columns = find_document(record, flags)
     values = [lookup(record, key) for key in columns]
+    kept = [lookup(record, name) for name in flags.keep]
     other_keys = set()
     if kind == "messages":
         messages, other_keys = clean_messages(join_messages(values), flags.ignore_keys)
-        system = record.get("system", ()) or ""    # ShareGPT and Alpaca have it beside the messages
-        if isinstance(system, str) and messages[0]["role"] != "system":
+        if len(values) > 1 and isinstance(values[0], list):    # as TRL has it: a prompt
+            for message in messages[:len(values[0])]:
+                if message["role"] == "assistant":
+                    message.setdefault("weight", 0)
+        system = record.get("system", NOT_READ)    # ShareGPT and Alpaca have it beside the messages
+        is_text = system is None or isinstance(system, str)
+        if is_text and messages[0]["role"] != "system":
             columns = (*columns, "system")
             messages = [*as_messages("system", system), *messages] if system else messages
         try:
@@ -401,7 +411,7 @@ def make_document(record, flags, place, report):
     for what, names in dropped.items():
         if names:
             report.add(what, f"{place}: {', '.join(sorted(names))}")
-    return text, [lookup(record, name) for name in flags.keep]
+    return text, kept
 
 def plain_text(value, column):
     if value is None:
@@ -465,11 +475,13 @@ def find_document(record, flags):
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
-    if key in record:
-        return record[key]
     head, _, rest = key.partition(".")
-    inner = record.get(head)
-    return lookup(inner, rest) if isinstance(inner, dict) else None
+    value = record.get(key if key in record else head)
+    if isinstance(value, Exception):    # see dict_of_pairs
+        raise value
+    if key in record:
+        return value
+    return lookup(value, rest) if isinstance(value, dict) else None
 
 def is_null(record, key):
     """Whether the value under 'a.b' is a null, or that under 'a'."""
@@ -508,11 +520,7 @@ def join_messages(values):
         return answer
     if len(questions) == 2:
         questions = ["\n\n".join(filter(None, questions))]
-    prompt = as_messages("user", *questions)
-    for message in prompt:    # as TRL has it, nothing in a prompt is learned
-        if message.get("role") == "assistant":
-            message["weight"] = 0
-    return [*prompt, *as_messages("assistant", answer)]
+    return [*as_messages("user", *questions), *as_messages("assistant", answer)]
 
 def as_messages(role, content):
     return content if isinstance(content, list) else [{"role": role, "content": content}]
@@ -602,7 +610,7 @@ def choose_files(given, as_text, report):
         is_hidden = os.path.isdir(given) and dataset.HIDDEN.search(path.removeprefix(given))
         if not reader:
             reason = "of other kinds"
-        elif reader is read_parquet and is_hidden:    # of text, __init__.py is a file as any
+        elif is_hidden and reader is not read_text:    # __init__.py is a file as any
             reason = "hidden, as Spark's _temporary"
         elif os.path.basename(path) in ABOUT_DATA and not as_text:
             reason = "about the data"
@@ -659,12 +667,13 @@ def building_folder(out):
     building = f"{folder}/.{name}.convert"
     with errors_of_disk(building):
         try:
-            os.makedirs(f"{building}/runs")
+            os.makedirs(building)
         except FileExistsError as error:
             raise UserError(
                 f"{building} exists: another convert writes {out}, or was killed; wait for it, or "
                 f"rm -r {shlex.quote(building)}") from error
         try:
+            os.mkdir(f"{building}/runs")
             yield building
         finally:
             with ctrl_c_ignored():

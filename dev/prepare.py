@@ -60,6 +60,8 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     Write token shards with the names, row groups and rows of the text shards. Resumes: complete
     shards of the same text and tokenizer are kept. keep: columns beside the tokens.
     """
+    if os.path.realpath(out) == os.path.realpath(data_dir):
+        raise UserError(f"cannot write to {out}; name another local folder with --out")
     shards = all_shards(data_dir)
     if shards[0].kind == "tokens":
         raise UserError(f"{data_dir} holds token ids already; name a folder of text shards")
@@ -227,7 +229,7 @@ def stats(folder, tokenizer_dir=None):
 
 def load_tokenizer(tokenizer_dir, folder):
     """None if none is named; UserError if another one made the tokens in `folder`."""
-    if not tokenizer_dir:
+    if tokenizer_dir is None:
         return None
     tokenizer = AnyTokenizer(get_tokenizer(tokenizer_dir))
     check_maker(all_shards(folder)[0], tokenizer)
@@ -299,7 +301,7 @@ def main(argv=None):
     add("folder", nargs="?", metavar="FOLDER",
         help="folder or URI of shards, also as --data FOLDER (default: what train.py takes)")
     add("--data", help=argparse.SUPPRESS)
-    add("--tokenizer", help="its folder; stats counts tokens with it, head shows their text")
+    add("--tokenizer", help="its folder: of tokenize; stats counts tokens, head shows their text")
     add("--out", type=dataset.local_folder, help="tokenize: folder for the token shards")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME",
         help="tokenize: columns to keep")
@@ -308,6 +310,8 @@ def main(argv=None):
     flags = parser.parse_intermixed_args(argv)    # FOLDER may come after an option
     if flags.command == "tokenize" and not flags.out:
         parser.error("tokenize needs a folder for the token shards: --out FOLDER")
+    if flags.folder and flags.data:
+        parser.error("expected FOLDER or --data FOLDER, not both")
     with errors_in_one_line():
         run(flags)
 

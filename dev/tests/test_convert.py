@@ -236,9 +236,11 @@ def test_a_null_is_an_empty_document_under_any_key(tmp_path, capsys, key):
 def test_hidden_shards_of_other_tools_are_no_documents(tmp_path, capsys):
     """Spark leaves what a failed task wrote."""
     good, bad = (as_parquet(pa.table({"text": [name, name]})) for name in ("good", "bad"))
-    write(tmp_path / "in", {"part-0.parq": good, "_temporary/0/part-1.parquet": bad})
+    write(tmp_path / "in", {
+        "part-0.parq": good, "_temporary/0/part-1.parquet": bad,
+        "_temporary/0/part-2.json": as_json({"text": "bad"})})
     assert converted(tmp_path) == ["good", "good"]
-    assert "ignored files, hidden, as Spark's _temporary: 1, " in capsys.readouterr().out
+    assert "ignored files, hidden, as Spark's _temporary: 2, " in capsys.readouterr().out
 
 @pytest.mark.parametrize("delimiter", ["^", "\t"])
 def test_columns_of_csv_are_strings(tmp_path, delimiter):
@@ -311,7 +313,7 @@ def test_bad_document_is_named(tmp_path, capsys, name, data, words, n_before):
 
 @pytest.mark.parametrize("files, words, expected", [
     ({"a.jsonl": texts_as_json(["", None])}, "", "0 docum.*; skipped null or empty .*: 2, .* 1$"),
-    ({"a.jsonl": '{"text": "a"}'}, "", r"1 document, but train and val need at least one each .*2000\)$"),
+    ({"a.jsonl": '{"text": "a"}'}, "", "1 document, but train and val need at least one each"),
     ({"a.txt": "a" * 99}, "", "1 document, but .*to cut .* blank lines: --cut_bytes 2000"),
     ({"a.jsonl": "x"}, "--cut_bytes 9", "--cut_bytes cuts plain text, and here is none; name it"),
     ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*LATIN1"),
@@ -472,11 +474,28 @@ def test_a_system_beside_a_conversation_comes_first(
 
 def test_nothing_in_a_prompt_is_learned(tmp_path):
     """As in TRL, whose prompt may be a list of messages."""
-    row = {"prompt": [*TALK, USER], "completion": [ANSWER]}
-    write(tmp_path / "in", {"a.jsonl": as_json(row, row)})
     user, answer = TALK
-    expected = [user, {**answer, "weight": 0}, USER, ANSWER]
+    theirs = {"from": "gpt", "value": answer["content"]}
+    weighted = {**answer, "weight": 1}
+    row = {"prompt": [user, theirs, user, weighted, USER], "completion": [ANSWER]}
+    write(tmp_path / "in", {"a.jsonl": as_json(row, row)})
+    expected = [user, {**answer, "weight": 0}, user, weighted, USER, ANSWER]
     assert [json.loads(line) for line in converted(tmp_path)] == [expected] * 2
+
+def test_equal_keys_of_an_object_are_an_error_where_they_are_read(tmp_path):
+    good = [b'{"text": "a", "m": {"n": 1, "o": "c"}}', b'{"text": "b", "m": {"n": 1, "n": 2}}']
+    write(tmp_path / "in", {"a.jsonl": b"\n".join(good * 2)})
+    assert sorted(converted(tmp_path)) == ["a", "a", "b", "b"]
+    for words in (("--keep", "m.o"), ("--text_key", "m.o"), ("--keep", "m")):
+        line = command(tmp_path / "in", "--out", tmp_path / "no", *words)
+        assert "line 2: a key is there twice: [('n', 1), ('n', 2)]; remove one" in line
+    write(tmp_path / "in", {"a.jsonl": b"\n".join(good * 2)})
+    assert converted(tmp_path, "--keep", "m.o", "--skip_bad") == ["a", "a"]
+
+def test_a_system_that_python_cannot_have_is_not_read(tmp_path):
+    table = pa.table({"text": ["a", "b"], "system": pa.array([1, 2], pa.timestamp("ns"))})
+    write(tmp_path / "in", {"a.parquet": as_parquet(table)})
+    assert sorted(converted(tmp_path)) == ["a", "b"]
 
 def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, capsys):
     good = [[USER, ANSWER], [KIND, USER, ANSWER, USER, ANSWER]]

@@ -129,7 +129,7 @@ def test_what_tokenize_refuses_leaves_all_folders_as_they_were(tmp_path, byte_to
     files = files_below(tmp_path)
     changed = "from other text, by another tokenizer, or with other --keep; name a new folder"
     for folder, target, words in (
-            (out, "more", "holds token ids already"), (text, "out/../text", changed),
+            (out, "more", "holds token ids already"), (text, "out/../text", "cannot write to"),
             (tmp_path / "less", "out", r"out holds shard_00002\.parquet, which .*less does not"),
             (tmp_path / "other", "out", changed)):
         assert re.search(words, command("tokenize", folder, "--out", f"{tmp_path}/{target}"))
@@ -244,6 +244,7 @@ def test_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path, trained):
 @pytest.mark.parametrize("words, line", [
     ("head -n x", "argument -n: x: expected a whole number"),
     ("verify nowhere", "nowhere does not exist"), ("", "required: COMMAND"),
+    ("stats a --data b", "expected FOLDER or --data FOLDER, not both"),
     ("tokenize a", "tokenize needs a folder for the token shards: --out FOLDER")])
 def test_mistakes_are_one_line(words, line, capsys):
     end = command(*words.split())

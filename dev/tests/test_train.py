@@ -452,14 +452,17 @@ def tokenizer_of(vocab_size):
 
 @settings(max_examples=20 * TIMES)
 @given(vocab_size=st.sampled_from([265, 275, 290]), T=st.integers(2, 40), micro=st.integers(1, 9),
-       part=st.sampled_from([(1, 2), (31, 6), (0, len(DOCUMENTS))]))
-def test_drawn_val_is_the_same_bytes_for_every_tokenizer_and_length(vocab_size, T, micro, part):
+       part=st.sampled_from([(1, 2), (31, 6), (0, len(DOCUMENTS))]),
+       device=st.sampled_from(["cpu", "cuda"]))
+def test_drawn_val_is_the_same_bytes_for_every_tokenizer_and_length(
+        vocab_size, T, micro, part, device):
     """Each token is asked once, none that is context, in the order of the file."""
     eval_bytes, n_documents = part
     tokenizer, texts = tokenizer_of(vocab_size), DOCUMENTS[:n_documents]
-    flags = SimpleNamespace(seq_len=T, eval_bytes=eval_bytes, micro_batch_size=micro)
+    flags = SimpleNamespace(seq_len=T, eval_bytes=eval_bytes, micro_batch_size=micro,
+                            device=device)
     val = train.val_windows(tokenizer, "letters", flags)
-    longest = max(len(tokenizer.encode(text)) for text in texts)
+    longest = max(len(tokenizer.encode(text)) for text in texts) if device == "cpu" else T
     assert val.inputs.shape == val.targets.shape
     assert val.inputs.shape[1:] == (micro, min(T, longest)), "no longer than it must be"
     inputs, targets = val.inputs.flatten(0, 1), val.targets.flatten(0, 1)
@@ -478,7 +481,7 @@ def test_val_asks_only_for_tokens_with_a_loss(monkeypatch):
     bos = tokenizer.get_bos_token_id()
     chat = np.array([bos, ~97, ~98, 99, 100, bos + 1])
     monkeypatch.setattr(train, "documents_of", lambda *_: [chat])
-    flags = SimpleNamespace(seq_len=8, eval_bytes=0, micro_batch_size=1)
+    flags = SimpleNamespace(seq_len=8, eval_bytes=0, micro_batch_size=1, device="cpu")
     val = train.val_windows(tokenizer, "chats", flags)
     assert val.inputs.flatten().tolist() == [bos, 97, 98, 99, 100]
     assert val.targets.flatten().tolist() == [-100, -100, 99, 100, -100], "special"
