@@ -197,7 +197,7 @@ JAX = """
 @pytest.mark.parametrize("title, before, worlds", [
     ("Your own loop, with DDP", "", (2, 2, 1)),
     ("FSDP2 and DCP", "", (2, 1)),
-    ("torchdata", "", (1, 1)),
+    ("torchdata", "", (2, 2)),
     ("Accelerate", "", (2, 1)),
     ("Lightning", LIGHTNING, (2, 1)),
     ("transformers.Trainer", TRAINER, (2, 1)),
