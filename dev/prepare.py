@@ -76,6 +76,8 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     missing = {*keep} - {*columns}
     if missing:
         raise UserError(f"--keep {min(missing)}: {data_dir} has only {', '.join(sorted(columns))}")
+    if "tokens" in keep:
+        raise UserError("--keep tokens: the ids have that name; give your column another one")
     dropped = {*columns} - {shards[0].kind, *keep}
     if dropped:
         print(f"dropped columns (to keep some: --keep): {printable(', '.join(sorted(dropped)))}")

@@ -138,13 +138,16 @@ def test_what_tokenize_refuses_leaves_all_folders_as_they_were(tmp_path, byte_to
     assert files_below(tmp_path) == files
 
 def test_kept_columns_stay_beside_the_tokens(tmp_path, byte_tokenizer, capsys):
-    rows = pa.table({"text": ["a", "b"], "score": [1.5, None], "lang": ["de", "en"]})
+    rows = pa.table({"text": ["a", "b"], "score": [1.5, None], "lang": ["de", "en"],
+                     "tokens": [1, 1]})
     for name in "xy":
         dataset.write_shard(f"{tmp_path}/text/{name}.parquet", [rows])
     words = "tokenize", tmp_path / "text", "--out", tmp_path / "out", "--keep"
-    assert re.search("--keep scor: .*/text has only lang, score, text$", command(*words, "scor"))
+    has_only = "--keep scor: .*/text has only lang, score, text, tokens$"
+    assert re.search(has_only, command(*words, "scor"))
+    assert "--keep tokens: the ids have that name" in command(*words, "tokens")
     assert command(*words, "score", "score") is None
-    assert "dropped columns (to keep some: --keep): lang\n" in capsys.readouterr().out
+    assert "dropped columns (to keep some: --keep): lang, tokens\n" in capsys.readouterr().out
     table = pq.read_table(f"{tmp_path}/out/x.parquet")
     assert table.column_names == ["tokens", "score"] and table["score"].to_pylist() == [1.5, None]
     assert "or with other --keep" in command(*words, "lang")
