@@ -7,6 +7,7 @@ download, the commands. Each section begins with its plainest example. Remote en
 import contextlib
 import hashlib
 import http.server
+import io
 import json
 import os
 import re
@@ -595,6 +596,17 @@ def test_our_own_errors_are_one_line_and_bugs_keep_their_traceback(error, raised
     with (mock.patch("sys.flags", SimpleNamespace(dev_mode=True)), pytest.raises(OSError),
           dataset.errors_in_one_line()):
         raise OSError    # python -X dev
+
+@pytest.mark.parametrize("encoding, printed", [("latin-1", "\xe9??"), ("utf-8", "\xe9\u6f22?")])
+def test_what_a_terminal_cannot_show_ends_no_command(encoding, printed, monkeypatch):
+    """The last one is of a name that is not UTF-8."""
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding))
+    with dataset.errors_in_one_line():
+        print("\xe9\u6f22\udcff", end="", flush=True)
+    assert sys.stdout.buffer.getvalue().decode(encoding) == printed
+    monkeypatch.setattr(sys, "stdout", io.StringIO())    # as in a notebook
+    with dataset.errors_in_one_line():
+        print("a")
 
 def test_a_closed_pipe_ends_a_command_quietly():
     code = """if True:
