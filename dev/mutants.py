@@ -598,6 +598,8 @@ def run_tests(folder, limit):
 def main():
     part = " ".join(sys.argv[1:])
     chosen = [mutant for mutant in MUTANTS if part in mutant[0]]
+    if not chosen:
+        sys.exit(f"no mutant has {part!r} in its name")
     outdated = [name for name, before, _ in chosen if LOADER.count(before) != 1]
     if outdated:
         sys.exit("these mutants no longer apply, their text is not in dataloader.py exactly once:\n"

@@ -35,3 +35,9 @@ def test_each_mutant_is_an_edit_of_dataloader_py():
     counts = {name: mutants.LOADER.count(before) for name, before, _ in mutants.MUTANTS}
     assert len(counts) == len(mutants.MUTANTS), "two mutants have the same name"
     assert {name: n for name, n in counts.items() if n != 1} == {}
+
+def test_a_name_of_no_mutant_is_an_error(monkeypatch):
+    """Not "0 mutants, 0 survived", after a run of the whole suite."""
+    monkeypatch.setattr("sys.argv", ["mutants", "--help"])
+    with pytest.raises(SystemExit, match="no mutant has '--help' in its name"):
+        mutants.main()
