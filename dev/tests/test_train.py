@@ -539,13 +539,15 @@ def test_a_share_of_the_tokens_is_replaced_in_each_row_alike_on_any_rank():
     assert replace(inputs, [8, 9, 10, 11], 1, share=0) is inputs
 
 @pytest.mark.parametrize("epochs, n_bytes, share", [
-    ((0.5,), 1000, 0), ((2, 99), 1000, 0), ((16, 99), 1000, 0.15), ((16,), 2000, 0.06),
+    ((0.5,), 1000, 0), ((2, 99), 1000, 0), ((16, 99), 1000, 0.225), ((16,), 3000, 0.075),
     ((16,), 1, 0.3), ((2 ** 20,), 1, 0.5)])
 def test_noise_grows_with_epochs_and_with_the_model_for_its_text(epochs, n_bytes, share):
     model = torch.nn.Linear(500, 2, bias=False)    # 1,000 parameters
     sources = {i: mock.Mock(n_bytes=n_bytes / len(epochs)) for i in range(len(epochs))}
-    noise = train.noise_of(model, mock.Mock(sources=sources), dict(enumerate(epochs)))
+    loader = mock.Mock(sources=sources)
+    noise, decay = train.noise_and_decay(model, loader, dict(enumerate(epochs)))
     assert noise == pytest.approx(share, abs=1e-5)
+    assert decay == 9 * math.log2(max(1, epochs[0]))
 
 @pytest.mark.parametrize("n_documents, is_noisy", [(99, False), (3, True)])
 def test_many_epochs_get_noise_and_tables_that_decay(command, n_documents, is_noisy):
@@ -554,12 +556,11 @@ def test_many_epochs_get_noise_and_tables_that_decay(command, n_documents, is_no
     with mock.patch.object(train, "replace_some", side_effect=train.replace_some) as replace:
         told = command("--data tiny --steps 5 --num_lanes 1 --out run")
     epochs = float(re.search(r"documents to train on, about ([\d.]+) epochs", told)[1])
-    assert (epochs > 2) == is_noisy
     noise = replace.call_args.args[-1]
     assert noise == pytest.approx(0.1 * math.log2(max(1, epochs / 2)), abs=0.01)
     assert f"tokens ({noise:.1%} random)" in told
     decay = newest("run")["optimizers"][1]["param_groups"][0]["weight_decay"]
-    assert (decay > 0) == is_noisy
+    assert (noise > 0) == (decay > 0) == is_noisy
     with mock.patch.object(train, "replace_some", lambda inputs, *_: inputs):
         again = command("--data tiny --steps 5 --num_lanes 1")
     assert re.search("rows: hash .*", told)[0] in again
