@@ -558,7 +558,7 @@ def test_many_epochs_get_noise_and_tables_that_decay(command, n_documents, is_no
     epochs = float(re.search(r"documents to train on, about ([\d.]+) epochs", told)[1])
     noise = replace.call_args.args[-1]
     assert noise == pytest.approx(0.1 * math.log2(max(1, epochs / 2)), abs=0.01)
-    assert f"tokens ({noise:.1%} random)" in told
+    assert f"random inputs: {noise:.1%}" in told
     decay = newest("run")["optimizers"][1]["param_groups"][0]["weight_decay"]
     assert (noise > 0) == (decay > 0) == is_noisy
     with mock.patch.object(train, "replace_some", lambda inputs, *_: inputs):
