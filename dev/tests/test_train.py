@@ -191,11 +191,14 @@ def test_drawn_runs_stopped_twice_and_resumed_have_the_same_log(flags, first, se
 
 RANKS = """
 import os, signal, sys, train
+def seed_apart(seed, manual_seed=train.torch.manual_seed):    # rank 0 sends its weights to all
+    return manual_seed(seed + int(os.environ["RANK"]))
 def print_and_stop(flags, record, seconds, print_step=train.print_step):
     print_step(flags, record, seconds)
     if record["step"] == 2 and os.environ["RANK"] == "1":    # one tells the other
         os.kill(os.getpid(), signal.SIGTERM)
 train.print_step = print_and_stop
+train.torch.manual_seed = seed_apart
 for words_of_second in sys.argv[2:]:
     pids = []
     for rank in (0, 1):
@@ -239,6 +242,17 @@ def test_ranks_wait_until_the_checkpoint_is_written(monkeypatch):
     os.mkdir("run")
     train.save("run", {}, 7, 0, torch.nn.Linear(1, 1), [], None, None)
     assert waits == [["step_0000007.pt"]]
+
+def test_ranks_compare_their_val_text(command):
+    compared = []
+    for text in ("one two", "three"):
+        write("tiny", ["one two"] * 9, [text])
+        with mock.patch.object(train, "check_ranks") as check_ranks:
+            command("--data tiny --steps 1 --out run")
+        compared.append(check_ranks.call_args.args[0])
+        shutil.rmtree("run")
+    *same, of_one = compared[0]
+    assert compared[1][:-1] == same and compared[1][-1] != of_one
 
 def test_data_seed_changes_the_rows_and_not_the_weights(command):
     seeds = {"one": "--seed 1", "two": "--seed 1 --data_seed 2", "three": "--seed 2 --data_seed 1"}
@@ -559,8 +573,9 @@ def test_many_epochs_get_noise_and_tables_that_decay(command, n_documents, is_no
     noise = replace.call_args.args[-1]
     assert noise == pytest.approx(0.1 * math.log2(max(1, epochs / 2)), abs=0.01)
     assert f"random inputs: {noise:.1%}" in told
-    decay = newest("run")["optimizers"][1]["param_groups"][0]["weight_decay"]
-    assert (noise > 0) == (decay > 0) == is_noisy
+    tables, *others = newest("run")["optimizers"][1]["param_groups"]
+    assert (noise > 0) == (tables["weight_decay"] > 0) == is_noisy
+    assert [group["weight_decay"] for group in others] == [0, 0]
     with mock.patch.object(train, "replace_some", lambda inputs, *_: inputs):
         again = command("--data tiny --steps 5 --num_lanes 1")
     assert re.search("rows: hash .*", told)[0] in again
@@ -681,6 +696,7 @@ def test_rates_rise_stay_and_fall_in_any_order_of_optimizers():
     parameter = torch.nn.Parameter(torch.zeros(1))
     other = torch.optim.SGD([parameter], lr=0.5, momentum=0.9, weight_decay=0.1)
     other.peak_rates, other.decay_totals = [0.5], [None]
+    adamw.peak_rates[2] = 0    # a user's: this group stays as it is
     for step, share in SHARES.items():
         train.set_rates([other, muon, adamw], step, 1000)
         assert muon.param_groups[0]["lr"] == pytest.approx(0.1 * share, abs=1e-5)
