@@ -139,6 +139,7 @@ def check(code, worlds=(2, 1), copies=1):
         for number in range(SAVE_EVERY):
             n = world_size // copies * B
             wanted, want = want[:n], want[n:]
+            assert all(len(of_rank) > number for of_rank in rows), logs()
             found = [row for of_rank in rows for row in of_rank[number]]
             assert sorted(found) == sorted(wanted * copies), (leg, number, logs())
 
