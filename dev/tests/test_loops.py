@@ -169,6 +169,14 @@ LIGHTNING = """
                "enable_progress_bar": False, "callbacks": [saves]}
     last_checkpoint = max(glob.glob("saved/*"), key=os.path.getmtime, default=None)
 """
+ACCELERATE = """
+    def late_exists(path, exists=os.path.exists):    # rank 0 looks as rank 1 begins to save
+        if str(path).startswith("checkpoint") and os.environ["RANK"] == "0":
+            while not exists("checkpoint"):
+                pass
+        return exists(path)
+    os.path.exists = late_exists
+"""
 TRAINER = """
     import glob
     import accelerate
@@ -199,7 +207,7 @@ JAX = """
     ("Your own loop, with DDP", "", (2, 2, 1)),
     ("FSDP2 and DCP", "", (2, 1)),
     ("torchdata", "", (2, 2)),
-    ("Accelerate", "", (2, 1)),
+    ("Accelerate", ACCELERATE, (2, 1)),
     ("Lightning", LIGHTNING, (2, 1)),
     ("transformers.Trainer", TRAINER, (2, 1)),
     ("JAX", JAX, (2, 1))])
