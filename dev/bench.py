@@ -77,8 +77,8 @@ def lengths_of_chunk(loader, n):
     _, parts = source.parts(0, n)
     lengths = []
     for part in parts:
-        encoded = loader.encoder.encode(part, part.shard.read(part.row_group))
-        lengths += [len(ids) for ids in encoded if ids is not None and len(ids)]
+        encoded = loader.encoder.encode(*part, part.shard.read(part.row_group))
+        lengths += [len(ids) for ids in encoded if ids is not None]
     return lengths
 
 class Shares(NamedTuple):
@@ -121,6 +121,7 @@ class Job(NamedTuple):
     kind: str          # text or tokens
     tokenizer: str     # its folder
     ids: str           # a file of all train tokens, for the memmap
+    dtype: str         # of these
     engine: str
     packing: str
     threads: int
@@ -136,10 +137,12 @@ def measure_speed(tokenizer_dir, data_dir, B, T, engines, packings, seconds=2.0)
         tokens, ids = f"{work}/tokens", f"{work}/ids"
         tokenize(data_dir, tokens, tokenizer_dir)
         write_ids(tokens, ids)
+        dtype = list_shards(tokens, "train")[0].dtype
         inputs = [*(("text", data_dir, engine) for engine in engines), ("tokens", tokens, "-")]
         for (kind, data, engine), packing in itertools.product(inputs, packings):
             for threads in sorted({1, cores()}):
-                job = Job(data, kind, tokenizer_dir, ids, engine, packing, threads, B, T, seconds)
+                job = Job(data, kind, tokenizer_dir, ids, dtype, engine, packing, threads, B, T,
+                          seconds)
                 yield run_fresh(measure, job)
 
 def write_ids(tokens, path):
@@ -190,7 +193,7 @@ def delivered(job):
 def encoded(job):
     """Yield the numbers of tokens that the encoding threads make."""
     loader = make_loader(job)    # never started
-    n_threads = 1 if loader.tokenizer.is_multithreaded else job.threads
+    n_threads = 1 if loader.encoder.is_multithreaded else job.threads
     with ThreadPoolExecutor(n_threads) as pool:
         waiting = collections.deque()
         for n in itertools.count():
@@ -200,7 +203,7 @@ def encoded(job):
 
 def memmap(job):
     """Yield the numbers of tokens in batches from a file of all ids, from front to back."""
-    ids = np.memmap(job.ids, get_tokenizer(job.tokenizer).dtype, "r")
+    ids = np.memmap(job.ids, job.dtype, "r")
     n = job.B * job.T
     for start in itertools.cycle(range(0, len(ids) - n, n)):
         for part in (ids[start:start + n], ids[start + 1:start + 1 + n]):

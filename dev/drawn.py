@@ -231,7 +231,7 @@ def load(loader, members, stop):
     weights = {i: member.weight for i, member in members.items()}
     weights_before = {i: member.weight for i, member in stop.members.items()}
     changed = {i for i, _ in weights.items() ^ weights_before.items()}
-    changed |= {name for name in ("T", "packing") if stop.state[name] != getattr(loader, name)}
+    changed |= {name for name in ("T", "packing") if stop.state["adjustable"][name] != getattr(loader, name)}
     n = len(changed) if loader.rank == 0 else 0
     assert len(found) == n, [str(warning.message) for warning in found]
 
@@ -293,7 +293,7 @@ def rows_of_batch(loader):
         return {}
     columns = [tensor.tolist() for tensor in batch]
     rows = zip(*columns, loader.pieces(), strict=True)
-    return dict(zip(loader.numbers, rows, strict=True))
+    return dict(zip(loader.row_numbers, rows, strict=True))
 
 # --------------------------------------------------------------------------------------------------
 # A drawn run, leg by leg

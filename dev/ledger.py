@@ -32,7 +32,7 @@ class Ledger:
     def add(self, step, loader, targets, nats):
         """A row for each piece of a document: its tokens with a loss (not BOS), bytes, loss."""
         targets, nats = targets.numpy(force=True), nats.numpy(force=True)
-        rows = zip(loader.numbers, loader.pieces(), targets, nats, strict=True)
+        rows = zip(loader.row_numbers, loader.pieces(), targets, nats, strict=True)
         for g, pieces, row_targets, row_nats in rows:
             for location, epoch, start, stop, offset in pieces:
                 first = offset - 1 if start > 0 else offset    # a BOS is before the rest, too

@@ -21,12 +21,11 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
-import pyarrow as pa
 import torch
 
 from dataloader import ranks_of_this_process
 from dataset import UserError, json_sha256, list_shards
-from tokenizer import AnyTokenizer
+from tokenizer import Encoder
 
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(
@@ -37,20 +36,20 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     next batch: pass this rank's, or the list of all ranks'.
     """
     rank, world_size = ranks_of_this_process()
-    tokenizer = AnyTokenizer(tokenizer)
+    encoder = Encoder(tokenizer, tokenizer_threads)
     shards = list_shards(None, split)
     check_shards(shards, world_size)
     contents = [[one.name, one.text_bytes, [*one.group_sizes], one.digest] for one in shards]
     config = {
         "world_size": world_size, "rank": rank, "packing": "bestfit",
-        "tokenizer": tokenizer.fingerprint(), "shards": json_sha256(contents)}
+        "tokenizer": encoder.fingerprint, "shards": json_sha256(contents)}
     buffered, place = read_state(resume_state_dict, config)
 
     groups = []
     for shard in shards:
         groups += [(shard, i) for i in range(rank, len(shard.group_sizes), world_size)]
     to_read = rows_to_read(groups, buffered, place)
-    batches = encode_ahead(groups, to_read, tokenizer, tokenizer_threads, tokenizer_batch_size)
+    batches = encode_ahead(groups, to_read, encoder, tokenizer_threads, tokenizer_batch_size)
     buffer = {}
     while len(buffer) < len(buffered):
         _, documents = next(batches)
@@ -66,7 +65,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
     packed = bestfit(buffer, refill, T + 1, buffer_size)
     while True:
         rows = b"".join(itertools.islice(packed, B))
-        rows = np.frombuffer(rows, tokenizer.dtype).reshape(B, T + 1).astype(np.int64)
+        rows = np.frombuffer(rows, np.int32).reshape(B, T + 1).astype(np.int64)
         inputs, targets = to_device(rows[:, :-1], device), to_device(rows[:, 1:], device)
         epoch, i = divmod(place[0], len(groups))
         shard, rg_idx = groups[i]
@@ -91,29 +90,24 @@ def rows_to_read(groups, buffered, place):
         if start < shard.group_sizes[rg_idx]:
             yield turn, range(start, shard.group_sizes[rg_idx])
 
-def encode_ahead(groups, to_read, tokenizer, threads, batch_size):
+def encode_ahead(groups, to_read, encoder, threads, batch_size):
     """Yield batch_size documents of a row group at a time: (the place after, {document: ids})."""
     def encode(item):
         turn, rows = item
         shard, rg_idx = groups[turn % len(groups)]
-        texts = shard.read(rg_idx).take(pa.array(rows))
-        try:
-            return [
-                encode_batch(turn, rows[i:i + batch_size], texts[i:i + batch_size])
-                for i in range(0, len(rows), batch_size)]
-        except BaseException as error:    # tiktoken's panics are not Exceptions
-            where = f"{shard.path}, row group {rg_idx}"
-            raise RuntimeError(f"{where}: {type(error).__name__}: {error}") from error
+        array = shard.read(rg_idx)
+        batches = [rows[i:i + batch_size] for i in range(0, len(rows), batch_size)]
+        return [encode_batch(turn, shard, rg_idx, batch, array) for batch in batches]
 
-    def encode_batch(turn, rows, texts):
-        ids, bounds = tokenizer.encode(texts, threads=threads)
+    def encode_batch(turn, shard, rg_idx, rows, array):
         documents = {}
-        for row, (begin, end) in zip(rows, itertools.pairwise(bounds.tolist()), strict=True):
-            if begin < end:    # a null has no ids
-                documents[turn, row] = ids[begin:end].copy()    # a view would keep all ids
+        encoded = encoder.encode(shard, rg_idx, np.array(rows), array)
+        for row, ids in zip(rows, encoded, strict=True):
+            if ids is not None:    # a null
+                documents[turn, row] = ids.copy()    # a view would keep all ids
         return (turn, rows[-1] + 1), documents
 
-    n_threads = 1 if tokenizer.is_multithreaded else threads
+    n_threads = 1 if encoder.is_multithreaded else threads
     executor = ThreadPoolExecutor(n_threads)    # its threads end with this generator
     waiting = deque()
     try:

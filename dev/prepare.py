@@ -41,12 +41,10 @@ from dataset import (
 )
 from dev.convert import at_least_1, counted, errors_of_disk
 from tokenizer import (
-    AnyTokenizer,
+    Encoder,
     check_maker,
-    encode_conversations,
     find_tokenizer,
     get_tokenizer,
-    join_documents,
     maker_of,
 )
 
@@ -83,18 +81,20 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
         print(f"dropped columns (to keep some: --keep): {printable(', '.join(sorted(dropped)))}")
     tokenizer, where = find_tokenizer(tokenizer_dir, [data_dir], VOCAB_SIZE)
     print(f"tokenizer: {where}", flush=True)
-    tokenizer = AnyTokenizer(tokenizer)
+    encoder = Encoder(tokenizer)
     with errors_of_disk(out):
         for shard in tqdm(shards, "tokenize", unit=" shards", delay=1):
-            tokenize_shard(shard, out, tokenizer, where, keep)
+            tokenize_shard(shard, out, encoder, where, keep)
         dataset.write_index(out)
 
-def tokenize_shard(shard, out, tokenizer, where, keep):
+def tokenize_shard(shard, out, encoder, where, keep):
     """Write a token shard, unless it is there."""
-    dtype = np.dtype(np.int32) if shard.kind == "messages" else tokenizer.dtype
+    dtype = np.dtype("uint16" if encoder.vocab_size <= 1 << 16 else "uint32")
+    if shard.kind == "messages":    # ~t is negative
+        dtype = np.dtype("int32")
     made_from = {
         dataset.TOKEN_DTYPE: dtype.name,
-        dataset.FINGERPRINT: tokenizer.fingerprint(),
+        dataset.FINGERPRINT: encoder.fingerprint,
         dataset.TEXT_BYTES: str(shard.text_bytes),
         dataset.TEXT_DIGEST: shard.digest or ""}
     path = f"{out}/{shard.name}"
@@ -103,10 +103,12 @@ def tokenize_shard(shard, out, tokenizer, where, keep):
         return
 
     def encode_group(row_group):
-        first = shard.location(row_group, 0)
-        ids = encode_array(shard.read(row_group), tokenizer, shard.kind, first)
+        documents = []
+        for ids in encode(shard, row_group, encoder):
+            documents.append(None if ids is None else ids.astype(dtype).tobytes())
+        tokens = pa.array(documents, pa.binary())
         kept = read_columns(shard, row_group, keep)
-        return pa.table([ids, *kept], ["tokens", *keep])
+        return pa.table([tokens, *kept], ["tokens", *keep])
 
     command = ["python", "-m", "dev.prepare", "tokenize", shard.folder]
     command += ["--tokenizer", where, "--out", out]
@@ -140,28 +142,10 @@ def in_order(function, items):
         for future in waiting:
             yield future.result()
 
-def encode_array(texts, tokenizer, kind, first):
-    """An array of documents -> binary, the ids of each; a null stays null."""
-    ids, bounds = encode(texts, tokenizer, kind, first)
-    places = itertools.pairwise(bounds)
-    documents = [ids[begin:end].tobytes() or None for begin, end in places]    # None: of a null
-    return pa.array(documents, pa.binary())
-
-def encode(texts, tokenizer, kind, first):
-    """
-    (ids, bounds) of an array of texts; of messages, a token t without a loss is ~t. first: the
-    location of the first one, for errors.
-    """
-    if kind != "messages":
-        return tokenizer.encode(texts)
-    encoded = []
-    for row, line in enumerate(texts.to_pylist(), first.row):
-        try:
-            ids, _ = encode_conversations(tokenizer.tokenizer, [line])
-        except ValueError as error:
-            raise UserError(f"{first._replace(row=row)}: {error}") from error
-        encoded.append(ids)
-    return join_documents(encoded, np.int32)
+def encode(shard, row_group, encoder):
+    """The ids of each document of a row group, None for a null."""
+    array = shard.read(row_group)
+    return encoder.encode(shard, row_group, np.arange(len(array)), array)
 
 def columns_of(shard):
     return dataset.checked_footer(shard).metadata.schema.to_arrow_schema().names
@@ -233,9 +217,9 @@ def load_tokenizer(tokenizer_dir, folder):
     """None if none is named; UserError if another one made the tokens in `folder`."""
     if tokenizer_dir is None:
         return None
-    tokenizer = AnyTokenizer(get_tokenizer(tokenizer_dir))
-    check_maker(all_shards(folder)[0], tokenizer)
-    return tokenizer
+    encoder = Encoder(get_tokenizer(tokenizer_dir))
+    check_maker(all_shards(folder)[0], encoder.fingerprint)
+    return encoder
 
 def row_groups_of(shards):
     places = []
@@ -258,9 +242,8 @@ def count_tokens(places, n_bytes, tokenizer):
     n_tokens = n_sampled = 0
     every = math.ceil(len(places) / 16)
     for shard, row_group in places[::every]:
-        texts = shard.read(row_group)
-        ids, _ = encode(texts, tokenizer, shard.kind, shard.location(row_group, 0))
-        n_tokens += len(ids)
+        encoded = encode(shard, row_group, tokenizer)
+        n_tokens += sum(len(ids) for ids in encoded if ids is not None)
         n_sampled += read_lengths((shard, row_group)).sum()
     return f"about {n_tokens * n_bytes / max(1, n_sampled):,.0f}"
 

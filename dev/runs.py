@@ -49,9 +49,10 @@ def loader_of(saved, begins=False):
                         f"{saved['step']} cannot name rows before it; pass one of step {changed} "
                         "or before")
     flags, state = flags_of(saved), json.loads(saved["loader"])
-    config, tokenizer = state["config"], RustBPETokenizer.from_dict(saved["tokenizer"])
+    config, adjustable = state["config"], state["adjustable"]
+    tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
     loader = PackedLoader(
-        tokenizer, flags.batch_size, state["T"], "train", packing=state["packing"],
+        tokenizer, flags.batch_size, adjustable["T"], "train", packing=adjustable["packing"],
         data_dir=sources_of(flags), rank=0, world_size=1, num_lanes=config["num_lanes"],
         chunk_bytes=config["chunk_bytes"], shuffle_seed=config["shuffle_seed"])
     if not begins:
@@ -71,7 +72,7 @@ def text_of(shard, row_group, row, loader):
         return document or ""
     ids = np.frombuffer(document or b"", shard.dtype).astype(int)
     tokens = np.maximum(ids, ~ids)    # ~t is token t without a loss
-    return loader.tokenizer.tokenizer.decode(tokens[1:].tolist())
+    return loader.encoder.tokenizer.decode(tokens[1:].tolist())
 
 def beginning_of(location, loader):
     for shard in shards_of(loader):
@@ -89,13 +90,13 @@ class Seen(NamedTuple):
 
 def pack_again(saved, loader, first, stop):
     """Yield (step, g, its pieces as Seen) of each row of steps `first` to `stop` - 1."""
-    begin = saved["step"] if loader.g else 0
+    begin = saved["step"] if loader.rows_delivered else 0
     if begin < stop:
         print(f"packing steps {begin:,} to {stop - 1:,}", file=sys.stderr)
     for step in range(begin, stop):
         next(loader)
         if step >= first:
-            for g, pieces in zip(loader.numbers, loader.pieces(), strict=True):
+            for g, pieces in zip(loader.row_numbers, loader.pieces(), strict=True):
                 yield step, g, [Seen(step, g, *piece[:4]) for piece in pieces]
 
 def without_bos_again(pieces):

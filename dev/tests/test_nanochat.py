@@ -167,7 +167,7 @@ def test_errors_in_threads_name_the_row_group(as_rank):
     usual = tokenizer.encode_documents
     tokenizer.encode_documents = lambda texts: {}["bad"] if "bad" in texts else usual(texts)
     generator = without_state(tokenizer, 1, 14, "train", device="cpu", buffer_size=1)
-    with pytest.raises(RuntimeError, match=r"shard_00001\.parquet, row group 1: KeyError"):
+    with pytest.raises(RuntimeError, match=r"shard_00001\.parquet, row group 1, row 6: KeyError"):
         take(9, generator)
 
 @pytest.mark.parametrize("rank, world_size, name, split, words", [

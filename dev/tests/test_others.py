@@ -83,7 +83,7 @@ def test_a_run_in_legs_has_the_rows_of_one(data, options, legs):
             ranks.append(load(loader, state))
         for loader in ranks:
             for batch in itertools.islice(loader, n_steps):
-                found |= zip(loader.numbers, show(batch), strict=True)
+                found |= zip(loader.row_numbers, show(batch), strict=True)
         state = merge_states([loader.state_dict() for loader in ranks])
     want = show_all(start(data, **options))
     n_masked = len(found) - len(want)
