@@ -30,9 +30,9 @@ def test_a_difference_is_an_error_that_names_the_seed(monkeypatch):
     with pytest.raises(AssertionError, match=r"seed \d+, row \d+: the loader has"):
         drawn.compare(40, 700)
 
-def test_each_mutant_is_an_edit_of_dataloader_py():
-    """Its text is there once. If you changed it, change the mutant, too."""
-    counts = {name: mutants.LOADER.count(before) for name, before, _ in mutants.MUTANTS}
+def test_each_mutant_is_an_edit_of_dataloader_or_tokenizer():
+    """The text of each occurs once. If you changed it, change the mutant, too."""
+    counts = {name: mutants.count(before) for name, before, _ in mutants.MUTANTS}
     assert len(counts) == len(mutants.MUTANTS), "two mutants have the same name"
     assert {name: n for name, n in counts.items() if n != 1} == {}
 
