@@ -568,7 +568,7 @@ MUTANTS = [
      "        self._maker.stop()\n",
      ""),
     ("token shards with another tokenizer",
-     "                check_maker(shard, self.fingerprint)\n",
+     "                check_same_tokenizer(shard, self.fingerprint)\n",
      "                pass\n"),
     ("a process group made later is not seen",
      "        if seen != now:",

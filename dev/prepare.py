@@ -42,10 +42,10 @@ from dataset import (
 from dev.convert import at_least_1, counted, errors_of_disk
 from tokenizer import (
     Encoder,
-    check_maker,
+    check_same_tokenizer,
     find_tokenizer,
     get_tokenizer,
-    maker_of,
+    tokenizer_dir_of,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -218,7 +218,7 @@ def load_tokenizer(tokenizer_dir, folder):
     if tokenizer_dir is None:
         return None
     encoder = Encoder(get_tokenizer(tokenizer_dir))
-    check_maker(all_shards(folder)[0], encoder.fingerprint)
+    check_same_tokenizer(all_shards(folder)[0], encoder.fingerprint)
     return encoder
 
 def row_groups_of(shards):
@@ -257,7 +257,7 @@ def head(folder, n=5, split="train", tokenizer_dir=None):
         print(f"{number:<5} {place}: {length}")
         print(f"      {text[:200]!r}")
     if shards[0].kind == "tokens" and not tokenizer:
-        print(f"these are token ids; to see text, add --tokenizer {maker_of(shards[0])}")
+        print(f"these are token ids; to see text, add --tokenizer {tokenizer_dir_of(shards[0])}")
 
 def documents_of(shards):
     for shard, row_group in row_groups_of(shards):
