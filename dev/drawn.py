@@ -1,19 +1,18 @@
 """
-Drawn runs: the loader's rows beside those of dev/reference.py, one by one.
+Compare the loader's rows with the reference's, in random runs.
 
     python -m dev.reference --drawn 1000 --seed 0
 
-A run has one to five legs. Each ends with a state, which the next one loads: on another number of
-ranks, with another B, T or packing, from folders that have moved or hold tokens of the same text,
-with a source more or less. Ranks are loaders of this process, so only a single one reaches the end
-of a finite run; test_dataloader.py has real ranks. Run number i is drawn from seed + i.
+A run has one to five legs. Each ends with a state, and the next leg loads it: on another number of
+ranks, with another B, T, packing or weight, from folders that have moved or hold the same text as
+tokens, with a source more or less. All ranks are loaders in this process, so only a single rank
+reaches the end of a finite run (test_dataloader.py has real ranks). Run i is drawn from seed + i.
 """
 
 if __name__ == "__main__" and not __package__:
-    raise SystemExit("usage: python -m dev.reference --drawn N, typed where dataset.py is")
+    raise SystemExit("usage: python -m dev.reference --drawn N, run in the folder of dataset.py")
 
 import collections
-import itertools
 import json
 import os
 import random
@@ -26,29 +25,37 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pytest
 
 import dataset
 from dataloader import PACKINGS, PackedLoader, merge_states
-from dataset import list_shards, write_shard
-from dev.reference import Run, next_row, places_at_start, rows_of
-from test_dataloader import BOS, ByteTokenizer, ids_of_text
+from dataset import UserError, list_shards, write_shard
+from test_dataloader import (
+    ByteTokenizer,
+    Run,
+    expected,
+    first_positions,
+    ids_of_text,
+    next_row,
+    rows_by_number,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Transforms and weights
 
 def number_of(location, epoch):
-    """The same after a folder has moved."""
+    """It stays the same when a folder moves."""
     return zlib.crc32(f"{location.key} {epoch}".encode())
 
 def filtered(ids, location, epoch):
     return None if number_of(location, epoch) % 3 == 0 else ids
 
 def masked(ids, location, epoch):
-    has_loss = (np.arange(len(ids)) + location.row) % 3 != 1
-    return np.where(has_loss, ids, np.minimum(ids, ~ids))
+    is_target = (np.arange(len(ids)) + location.row) % 3 != 1
+    return np.where(is_target, ids, np.minimum(ids, ~ids))
 
 def replaced(ids, location, epoch):
-    """Random tokens, of another number in each epoch."""
+    """Random tokens, other ones in each epoch."""
     draw = np.random.Generator(np.random.PCG64(number_of(location, epoch)))
     return np.append(ids[:1], draw.integers(97, 123, draw.integers(0, 40)))
 
@@ -66,7 +73,7 @@ def rising(g):
     return (g + 1) / 20
 
 def late(g):
-    return 1.0 if g >= 15 else 1e-9    # all weights may not be 0
+    return max(0, g - 15) / 10
 
 def in_waves(g):
     return 1 + g % 7
@@ -78,16 +85,16 @@ WEIGHTS = [1, 1, 2, 0.3, 10, rising, late, in_waves]
 # Small corpora
 
 class Corpus(NamedTuple):
-    """The same documents in several folders: text, tokens and one of these that has moved."""
+    """Folders with the same documents: as text, as tokens, and a copy of one of these."""
     folders: list
-    ids: dict    # {location.key: its ids, BOS first; none of a null}
+    ids: dict    # {location.key: ids, BOS first; none for a null}
 
 def draw_corpora(draw, root):
     letters = enumerate("abcdefgh")
     return [draw_corpus(draw, f"{root}/{i}", letter, i % 2 == 1) for i, letter in letters]
 
 def draw_corpus(draw, root, letter, has_masks):
-    """With masks there is no folder of text. letter: the smallest text, not of other corpora."""
+    """Masked ids have no folder of text. letter: a text that no other corpus has."""
     n = draw.choice([1, 1, 1, 2, 3])
     shards = {f"train-{i}.parquet": draw_shard(draw, letter) for i in range(n)}
     shards["val.parquet"] = [["validation"]]
@@ -105,7 +112,7 @@ def draw_corpus(draw, root, letter, has_masks):
     return Corpus([*folders, f"{root}/moved"], ids)
 
 def draw_shard(draw, letter):
-    """Row groups of texts; None: a null."""
+    """Row groups of texts; None is a null."""
     if draw.random() < 0.1:
         return [[letter]]
     n, longest = draw.choice([(3, 40), (12, 30), (40, 20), (40, 60), (9, 300)])
@@ -129,7 +136,7 @@ def draw_ids(document, has_masks):
     return ids
 
 def write_tokens(root, ids, dtype):
-    """Token shards of the text, as dev.prepare tokenize writes them."""
+    """Write token shards of the text, like dev.prepare tokenize."""
     for shard in dataset.all_shards(f"{root}/text"):
         arrays = []
         for row_group, n in enumerate(shard.group_sizes):
@@ -145,14 +152,14 @@ def write_tokens(root, ids, dtype):
 # What is drawn of a run
 
 class Member(NamedTuple):
-    """A source of a mixture."""
+    """One source of a mixture."""
     corpus: Corpus
     folder: str
     weight: object         # a number or a function
     epochs: int | None
 
 def draw_members(draw, corpora):
-    """{number of the corpus: Member}. All are finite, all endless, or only the first one."""
+    """{number of the corpus: Member}. All are finite, or all endless, or only the first is."""
     numbers = draw.sample(range(len(corpora)), draw.choice([1, 1, 2, 3]))
     kind = draw.choice(["finite", "finite", "endless", "first endless"])
     members = {}
@@ -164,7 +171,7 @@ def draw_members(draw, corpora):
     return members
 
 def change_members(draw, corpora, members):
-    """Folders that moved; a source more or less; another weight."""
+    """Move folders, add or remove a source, or change a weight."""
     members = dict(members)
     if draw.random() < 0.4:
         for i, member in members.items():
@@ -199,9 +206,9 @@ def change_options(draw, options):
 # The loaders of a leg, and their reference
 
 class Stop(NamedTuple):
-    """What a leg leaves to the next one."""
+    """How a leg ended, for the next one."""
     g: int
-    places: dict    # of the reference
+    positions: dict    # the reference's
     state: dict
     options: dict
     members: dict
@@ -224,19 +231,19 @@ def open_ranks(draw, members, transform, options, stop, W, **others):
     return loaders
 
 def load(loader, members, stop):
-    """Of each source more or less, and of another weight, T or packing, rank 0 warns in a line."""
+    """Rank 0 warns once for each source more or less, and for another weight, T or packing."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         loader.load_state_dict(stop.state)
     weights = {i: member.weight for i, member in members.items()}
     weights_before = {i: member.weight for i, member in stop.members.items()}
     changed = {i for i, _ in weights.items() ^ weights_before.items()}
-    changed |= {name for name in ("T", "packing") if stop.state["adjustable"][name] != getattr(loader, name)}
+    changed |= {key for key in ("T", "packing") if stop.options[key] != getattr(loader, key)}
     n = len(changed) if loader.rank == 0 else 0
     assert len(found) == n, [str(warning.message) for warning in found]
 
 def reference_of(members, transform, options, loader):
-    """Sources in the loader's order: by fingerprint."""
+    """A Run with the loader's order of sources, by fingerprint."""
     fingerprints = [source.fingerprint for source in loader.sources.values()]
     assert fingerprints == sorted(fingerprints)
     by_folder = {member.folder: (i, member) for i, member in members.items()}
@@ -252,48 +259,18 @@ def reference_of(members, transform, options, loader):
     shards = {i: list_shards(member.folder, "train") for i, member in in_order.items()}
     weights = {i: member.weight for i, member in in_order.items()}
     epochs = {i: member.epochs for i, member in in_order.items()}
-    return Run(shards, ids_of, weights=weights, epochs=epochs, **options)
+    return Run(shards, weights, epochs, ids_of, **options)
 
-def places_after_load(run, stop):
-    """With another T or packing, what is left of the chunks in progress is skipped."""
-    places = places_at_start(run)
+def positions_after_load(run, stop):
+    """With another T or packing, each lane skips the rest of its current chunk."""
+    positions = first_positions()
     if stop is None:
-        return places
+        return positions
     is_same = (run.T, run.packing) == (stop.options["T"], stop.options["packing"])
-    for key in places.keys() & stop.places.keys():
-        n, i = stop.places[key]
-        places[key] = [n, i] if is_same or i == 0 else [n + 1, 0]
-    return places
-
-def expected(run, row, dtype):
-    """(inputs, targets, further fields ..., pieces) of a row, as the loader delivers them."""
-    pieces, arrays = [], [np.zeros(0, dtype)]
-    offset = 0
-    for location, epoch, start, stop in row:
-        pieces.append((location, epoch, start, stop, offset))
-        arrays.append(run.ids_of(location, epoch)[start:stop])
-        offset += stop - start
-    tokens = np.concatenate(arrays)
-    n_missing = run.T + 1 - len(tokens)
-    ids = tokens["id"] if tokens.dtype.names else tokens
-    ids = [*ids.tolist(), *[~BOS] * n_missing]
-    columns = [[max(token, ~token) for token in ids[:-1]],
-               [token if token >= 0 else -100 for token in ids[1:]]]
-    for name in tokens.dtype.names or ():
-        if name != "id":
-            values = [*tokens[name].tolist(), *[0] * n_missing]
-            pairs = zip(ids[1:], values[1:], strict=True)
-            columns.append([value if token >= 0 else 0 for token, value in pairs])
-    return (*columns, pieces)
-
-def rows_of_batch(loader):
-    """{g: (inputs, targets, further fields ..., pieces)} of the next batch; {} at the end."""
-    batch = next(loader, None)
-    if batch is None:
-        return {}
-    columns = [tensor.tolist() for tensor in batch]
-    rows = zip(*columns, loader.pieces(), strict=True)
-    return dict(zip(loader.row_numbers, rows, strict=True))
+    for (lane, name), (n, i) in stop.positions.items():
+        if name in run.sources:
+            positions[lane, name] = (n, i) if is_same or i == 0 else (n + 1, 0)
+    return positions
 
 # --------------------------------------------------------------------------------------------------
 # A drawn run, leg by leg
@@ -311,70 +288,76 @@ def compare_run(seed, corpora, counts):
         options = change_options(draw, options)
 
 def compare_leg(draw, members, transform, options, stop, counts):
-    """-> its Stop, or None if nothing can follow"""
+    """Its Stop; None if the run had no row."""
     W = draw.choice([W for W in (1, 1, 2, 3, 4) if options["num_lanes"] % W == 0])
     B, drop_last = draw.choice([1, 2, 3, 5]), draw.random() < 0.5
     loaders = open_ranks(draw, members, transform, options, stop, W, B=B, drop_last=drop_last)
     run = reference_of(members, transform, options, loaders[0])
     g = stop.g if stop else 0
-    places = places_after_load(run, stop)
+    positions = positions_after_load(run, stop)
 
     n_steps = draw.choice([0, 1, 4, 12, 40, 100])
-    found = rows_ahead(run, g, places, n_steps * W * B)
+    found, is_stuck = rows_ahead(run, g, positions.copy(), n_steps * W * B)
     if W > 1:
-        n_steps = min(n_steps, count_in_turn(run, g, found) // (W * B))
+        found = before_a_lane_takes_over(run, g, found)
+    if W > 1 or is_stuck:
+        n_steps = min(n_steps, len(found) // (W * B))
     found = found[:n_steps * W * B]
     if drop_last:
         found = found[:len(found) // (W * B) * W * B]
     if g == 0 and n_steps and not found:
-        check_no_batch(loaders[0])
+        with pytest.raises(UserError, match="no batch"):
+            next(loaders[0])
         return None
     rows = [row for _, _, row in found]
     rows += [[]] * (-len(rows) % (W * B))    # masked
     delivered = {}
     for _ in range(n_steps):
         for loader in loaders:
-            delivered |= rows_of_batch(loader)
+            delivered |= rows_by_number(loader)
     compare_rows(run, g, rows, FIELDS if transform is with_fields else int, delivered)
     compare_stats(members, found, loaders)
+    if is_stuck and W == 1:
+        with pytest.raises(UserError, match="their weight is 0"):
+            next(loaders[0])
     for k in range(len(found)):
-        next_row(run, g + k, places)
+        next_row(run, g + k, positions)
     states = [loader.state_dict() for loader in loaders]
     state = merge_states(json.loads(json.dumps(states)))
     for loader in loaders:
         loader.close()
     counts["rows"] += len(found)
-    return Stop(g + len(rows), places, state, options, members)
+    return Stop(g + len(rows), positions, state, options, members)
 
-def rows_ahead(run, g, places, n):
-    """The next n rows of the reference, or all that are left: [(lane, source, row)]"""
-    places = {key: [*place] for key, place in places.items()}
-    return [*itertools.islice(rows_of(run, g, places), n)]
+def rows_ahead(run, g, positions, n):
+    """
+    ([(lane, source, row)] of the next n rows, or all that are left; whether what is left then has
+    weight 0)
+    """
+    found = []
+    try:
+        while len(found) < n and (row := next_row(run, g + len(found), positions)):
+            found.append(row)
+    except UserError:
+        return found, True
+    return found, False
 
-def count_in_turn(run, g, found):
-    """Those before a lane takes over: ranks without a process group cannot do that for others."""
+def before_a_lane_takes_over(run, g, found):
+    """Without a process group, ranks cannot take over from each other's lanes."""
     for k, (lane, *_) in enumerate(found):
         if lane != (g + k) % run.num_lanes:
-            return k
-    return len(found)
-
-def check_no_batch(loader):
-    try:
-        next(loader)
-    except ValueError as error:
-        assert "no batch" in str(error), error
-    else:
-        raise AssertionError("a run without a row is no error")
+            return found[:k]
+    return found
 
 def compare_rows(run, g, rows, dtype, delivered):
     numbers = [*range(g, g + len(rows))]
-    assert sorted(delivered) == numbers, f"rows {sorted(delivered)} were delivered, not {numbers}"
+    assert sorted(delivered) == numbers, f"the loader has rows {sorted(delivered)}, not {numbers}"
     for number, row in zip(numbers, rows, strict=True):
         want, seen = expected(run, row, dtype), delivered[number]
         assert seen == want, f"row {number}: the loader has\n{seen}\nand the reference\n{want}"
 
 def compare_stats(members, found, loaders):
-    """Rows and tokens of each source since the load."""
+    """Rows and tokens that each source delivered since the load."""
     want, seen = collections.Counter(), collections.Counter()
     for _, i, row in found:
         folder = members[i].folder
@@ -396,7 +379,7 @@ def compare(n, first_seed=0):
                 corpora = draw_corpora(random.Random(seed // 100), folder)
             try:
                 compare_run(seed, corpora, counts)
-            except AssertionError as error:
+            except (Exception, pytest.fail.Exception) as error:
                 raise AssertionError(f"seed {seed}, {error}") from error
     seconds = time.perf_counter() - began
     print(f"{n:,} runs, {counts['legs']:,} legs, {counts['rows']:,} rows: no difference, "

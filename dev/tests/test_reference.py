@@ -16,7 +16,7 @@ def test_example_has_every_letter_once(capsys):
     letters = collections.Counter()
     for g, printed in enumerate(rows.splitlines()[1:]):
         before, row = printed.split(": ")
-        assert before == f"  row {g}, of lane {g % 2}" and len(row) == 16
+        assert before == f"  row {g}, from lane {g % 2}" and len(row) == 16
         letters.update(row)
     documents = [text for groups in reference.SHARDS for group in groups for text in group]
     assert all(letters[text[0]] == len(text) for text in documents)
