@@ -296,11 +296,57 @@ def test_the_rule_names_what_a_tokenizer_depends_on(tmp_path):
     usual = module.trained_dir([one, other], 300)
     assert module.trained_dir([other, one], 300) == usual
     others = [module.trained_dir([one, other], 301), module.trained_dir([one], 300)]
-    for name in ("GPT4_PATTERN", "TRAIN_CHARACTERS", "SPECIAL_TOKENS"):
+    for name in ("GPT4_PATTERN", "TRAIN_CHARACTERS", "SPECIAL_TOKENS", "TRAIN_ROW_GROUPS"):
         with mock.patch.object(module, name, 99):    # somebody hacks it
             others.append(module.trained_dir([one, other], 300))
-    assert len({usual, *others}) == 6
-    assert [*module.some_text([one, other], 5)] == ["one", "other"], "equally much of each"
+    assert len({usual, *others}) == 7
+
+def write_letters(folder, shards, group_size):
+    """shards: {name: {letter: documents of 100 characters}}"""
+    for name, letters in {**shards, "val": {"v": 1}}.items():
+        texts = [letter * 100 for letter, n in letters.items() for _ in range(n)]
+        groups = [pa.array(texts[i:i + group_size]) for i in range(0, len(texts), group_size)]
+        dataset.write_shard(f"{folder}/{name}.parquet", groups)
+    return str(folder)
+
+@pytest.mark.parametrize("shards, group_size, share", [
+    ({"en/train-0": {"a": 900}, "fr/train-0": {"b": 900}, "zh/train-0": {"c": 900}}, 9, 10),
+    ({"train-0": {"a": 900}, "train-1": {"b": 600, "c": 300}, "train-2": {"c": 900}}, 900, 4),
+    ({"train-0": {"a": 3000, "b": 3000, "c": 3000}}, 10, 20),
+    ({"train-0": {"a": 900, "b": 900, "c": 900}}, 2700, 30),
+    ({f"train-{i:03}": {"abc"[i % 3]: 9} for i in range(300)}, 9, 3)],
+    ids=["folders", "shards", "row groups", "one row group", "many shards"])
+def test_a_tokenizer_is_trained_on_all_of_its_data(tmp_path, shards, group_size, share):
+    """Each letter is taken as often as the data has it."""
+    data = write_letters(tmp_path / "data", shards, group_size)
+    there = dict.fromkeys("abc", 0)
+    for letters in shards.values():
+        for letter, n in letters.items():
+            there[letter] += 100 * n
+    limit = sum(there.values()) // share
+    text = "".join(module.some_text([data], limit))
+    assert text == "".join(module.some_text([data], limit))
+    assert 0.9 * limit < len(text) < 1.1 * limit + 3000
+    for letter, n in there.items():
+        assert 0.7 < text.count(letter) * share / n < 1.5, letter
+
+def test_a_large_corpus_is_not_read_whole(tmp_path, monkeypatch):
+    data = write_letters(tmp_path / "data", {"train-0": {"a": 5000, "b": 5000}}, 10)
+    monkeypatch.setattr(module, "TRAIN_ROW_GROUPS", 20)
+    with mock.patch.object(dataset.Shard, "read", autospec=True, side_effect=dataset.Shard.read) \
+            as read:
+        text = "".join(module.some_text([data], 1000))
+    assert 10 < read.call_count < 30
+    assert 500 < len(text) < 2000
+
+def test_text_that_fits_is_taken_whole_and_long_documents_in_pieces(tmp_path):
+    texts = [f"{i} {99 * 'x'}" for i in range(100)]
+    small = write_data(tmp_path / "small", texts)
+    large = write_data(tmp_path / "large", [40_000_000 * "a"])
+    assert [*module.some_text([small], 10_500)] == texts
+    found = [*module.some_text([small, large], 8_000_000)]
+    assert found[:100] == texts
+    assert 2_500_000 < sum(map(len, found[100:])) < 5_500_000
 
 def test_the_command_trains_by_the_rule_and_overwrites_nothing(tmp_path, base, capsys):
     words = ["--data", write_data(tmp_path / "data", SOURCES[:9]), "--vocab_size", "900"]
