@@ -159,7 +159,7 @@ def read_columns(shard, row_group, names):
             return table.select(names).columns    # or an error: this shard lacks one
 
     place = f"{shard.path}, row group {row_group}"
-    return dataset.attempt(read, place, dataset.verify_advice(shard.folder))
+    return dataset.retry(read, place, dataset.verify_advice(shard.folder))
 
 # --------------------------------------------------------------------------------------------------
 # Verify, stats, head

@@ -10,6 +10,7 @@ import http.server
 import io
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -78,7 +79,7 @@ def test_the_last_file_is_val_if_no_name_says_another(tmp_path):
             list_shards(*arguments)
 
 def test_a_val_shard_that_is_in_train_is_a_warning(tmp_path):
-    """train.py compares those of all sources. Other programs write no digest."""
+    """train.py compares those of all sources, also those that other programs wrote."""
     folder, other = write(tmp_path / "x", "a", "b"), tmp_path / "y"
     other.mkdir()
     pq.write_table(pa.table({"text": ["a"]}), other / "a.parquet")
@@ -87,7 +88,7 @@ def test_a_val_shard_that_is_in_train_is_a_warning(tmp_path):
         dataset.warn_of_copies(dataset.all_shards(str(other)))
     shutil.copy(f"{folder}/b.parquet", other / "val-0.parquet")
     words = f"--steps 1 --depth 1 --vocab_size 300 --seq_len 8 --device cpu --data {other} {folder}"
-    with pytest.warns(UserWarning, match="x/b.parquet and .*/y/val-0.parquet seem to be copies"):
+    with pytest.warns(UserWarning, match="(x/b|y/val-0).parquet and .*/(x/b|y/val-0).parquet seem to be"):
         train.main([*words.split(), "--out", f"{tmp_path}/run"])
 
 @pytest.mark.parametrize("split, shards", [
@@ -151,7 +152,7 @@ def test_shards_of_other_tools_read_the_same(tmp_path, kind):
     for name in "ab":
         pq.write_table(other, tmp_path / f"{name}.parquet", row_group_size=3)
     (shard,) = list_shards(str(tmp_path), "train")
-    assert (read(shard), shard.group_sizes, shard.digest) == (texts, (3, 2), None)
+    assert (read(shard), shard.group_sizes) == (texts, (3, 2))
     footer = dataset.checked_footer(shard)
     with (mock.patch("dataset.checked_footer", return_value=footer),
           pytest.raises(UserError, match="row group 0: it has 3 documents, 4 in the index")):
@@ -213,12 +214,88 @@ def test_a_replaced_shard_is_an_error(tmp_path):
             shard.read(1)
         path.write_bytes(complete)
     shard, other = list_shards(folder, "train")
+    footer = dataset.read_footer(folder, shard.name, shard.file_size)
     shard.read(0)
+    written = os.stat(path)
     path.write_bytes(Path(other.path).read_bytes())
-    with pytest.raises(UserError, match=r"row group 0: .* not those that were written .*verify"):
-        shard.read(0)    # its footer is known
+    with pytest.raises(UserError, match=r"replaced by another .* python dataset.py index \S+$"):
+        shard.read(0)
+    os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
+    dataset.compare_footer.cache_clear()
+    with (mock.patch("dataset.read_footer", return_value=footer),    # the old footer is known
+          pytest.raises(UserError, match=r"group 0: .* not those that were written .*verify")):
+        shard.read(0)
     with pytest.raises(UserError, match=r"replaced by another .* python dataset.py index \S+$"):
         list_shards(folder, "train")[0].read(0)
+
+def other_texts(change, n=900):
+    rng = random.Random(3)
+    texts = ["".join(rng.choices("abcdefgh ", k=rng.randrange(20, 300))) for _ in range(n)]
+    match change:
+        case "shuffled":
+            rng.shuffle(texts)
+        case "other letters":
+            texts = [text.replace("a", "z") for text in texts]
+        case "another end":
+            texts[-1] = texts[-1].replace("b", "c")
+    return texts
+
+@pytest.mark.parametrize("change", ["shuffled", "other letters", "another end"])
+@pytest.mark.parametrize("options", [
+    {}, {"use_dictionary": False}, {"compression": "none", "write_statistics": False},
+    {"compression": "none", "write_statistics": False, "use_dictionary": False}])
+def test_a_shard_of_others_that_is_changed_in_place_is_seen(tmp_path, change, options):
+    """Also if its size stays the same: at a listing, which a resume begins with, and in a run."""
+    path = tmp_path / "a.parquet"
+    for name in "ab":
+        pq.write_table(pa.table({"text": other_texts("")}), tmp_path / f"{name}.parquet", **options)
+    [before] = list_shards(str(tmp_path), "train")
+    before.read(0)
+    pq.write_table(pa.table({"text": other_texts(change)}), path, **options)
+    [after] = list_shards(str(tmp_path), "train")
+    assert after.digest != before.digest
+    with pytest.raises(UserError, match=r"a.parquet.*(replaced by another|bytes, but)"):
+        before.read(0)
+
+def test_other_columns_do_not_count_as_text(tmp_path):
+    texts = other_texts("")
+    html = [f"<p>{text}</p>" * 50 for text in texts]
+    vectors = pa.array([[0.5] * 99 for _ in texts], pa.list_(pa.float32()))
+    pages = pa.array([{"text": page, "url": "x" * 99} for page in html])    # page.text is not text
+    table = pa.table({"page": pages, "vector": vectors, "text": texts, "html": html})
+    for name in "ab":
+        pq.write_table(table, tmp_path / f"{name}.parquet", row_group_size=200)
+    [shard] = list_shards(str(tmp_path), "train")
+    assert 1 <= shard.text_bytes / sum(map(len, texts)) < 1.2
+
+def test_a_flipped_bit_in_our_own_keys_is_an_error(tmp_path):
+    folder = write(tmp_path, "a", "b", groups=[["x" * 99]] * 3)
+    path = tmp_path / "a.parquet"
+    sound = path.read_bytes()
+    for key in (b"nanoloader.text_bytes", b"nanoloader.checksums"):
+        data = bytearray(sound)
+        data[sound.index(key) + len(key) + 3] ^= 1    # a digit of its value
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=r"a.parquet, footer: its keys .* \(checksum\); if it"):
+            list_shards(folder, "train")
+
+def test_older_shards_have_no_checksum_of_their_keys(tmp_path):
+    with mock.patch("dataset.KEYS_SHA256", "something.else"):
+        folder = write(tmp_path, "a", "b")
+    assert read(*list_shards(folder, "train"))
+
+@pytest.mark.parametrize("field, value", [
+    ("group_sizes", [-1]), ("group_sizes", [1.5]), ("group_sizes", ["3"]), ("group_sizes", [None]),
+    ("group_sizes", 3), ("group_sizes", [10**30]), ("text_bytes", "9"), ("text_bytes", -9),
+    ("file_size", None), ("file_size", True)])
+def test_numbers_of_an_index_are_checked_where_it_is_read(tmp_path, field, value):
+    folder = write(tmp_path, "a", "b")
+    dataset.write_index(folder)
+    index = json.loads((tmp_path / "index.json").read_bytes())
+    index["shards"]["a.parquet"][field] = value
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"index.json: .*; if all files are .* dataset.py index"):
+        list_shards(folder, "train")
 
 @pytest.mark.parametrize("checksums, damage", [(True, b"sacred"), (False, b"s\xffcret")])
 def test_damage_in_shards_of_other_tools_is_an_error(tmp_path, checksums, damage):
@@ -327,8 +404,8 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys):
     with mock.patch("dataset.parse_footer", side_effect=AssertionError):
         assert dataset.all_shards(folder) == before
     index = json.loads((tmp_path / "index.json").read_bytes())
-    assert index == {"format": 3, "shards": {"a.parquet": {
-        "kind": "text", "dtype": None, "fingerprint": None,
+    assert index == {"format": 4, "shards": {"a.parquet": {
+        "kind": "text", "dtype": None, "tokenizer_fingerprint": None,
         "file_size": os.path.getsize(tmp_path / "a.parquet"), "text_bytes": 99 * 8,
         "group_sizes": [3, 5], "digest": "b29037bed2a8726b"}}}
 
