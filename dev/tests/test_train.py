@@ -32,6 +32,7 @@ import pyarrow as pa
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
@@ -41,7 +42,7 @@ import train
 from test_dataloader import HERE, TIMES, grouped
 from tokenizer import RustBPETokenizer
 
-TOY = ("--device cpu --depth 1 --seq_len 32 --batch_size 4 --lr 0.01 --vocab_size 300 "
+TOY = ("--device cpu --dtype float32 --depth 1 --seq_len 32 --batch_size 4 --lr 0.01 --vocab_size 300 "
        "--log_every 1 --steps 8 --save_every 3")
 LETTERS = "abcdefghijklmnopqrstuvwxyz" * 3
 LENGTHS = 0, 1, 7, 8, 9, 13, 14, 15, 26
@@ -395,13 +396,15 @@ def test_data_is_paths_with_weights_and_a_query_has_none(specs, want):
     (False, "--data a", "cuda float32 12 2048 2520"),    # a T4 or V100
     (True, "--data a", "cuda bfloat16 12 2048 2520"),
     (True, "--seed 2", "cuda bfloat16 2 512 1200"),      # the built-in corpus is small
-    (True, "--device cpu --data a --steps=7", "cpu float32 2 512 7")])
+    (True, "--device cpu --data a --steps=7", "cpu bfloat16 2 512 7"),
+    (False, "--device cpu", "cpu float32 2 512 1200")])
 def test_defaults_are_those_of_the_device(monkeypatch, has_bf16, words, want):
     def is_supported(including_emulation):
         return has_bf16 or including_emulation
 
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_supported)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has_bf16)
     flags = train.parse_flags(words.split())
     found = [flags.device, flags.dtype, flags.depth, flags.seq_len, flags.steps]
     assert " ".join(map(str, found)) == want
@@ -650,6 +653,23 @@ def test_no_token_sees_a_later_one():
         assert torch.allclose(got[:place], want[:place], atol=1e-6)
         assert not torch.allclose(got[place:], want[place:], atol=1e-3)
 
+@pytest.mark.parametrize("T", [1, 255, 256, 600])
+def test_attention_in_bfloat16_on_a_cpu_is_that_of_float32(T):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, T, 16).bfloat16().requires_grad_()
+    want = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+    got = train.attend(q, k, v)
+    assert got.dtype == torch.bfloat16 and torch.allclose(got.float(), want, atol=0.03)
+
+def test_logits_are_capped_at_15_of_the_mean():
+    """30 sigmoid(z / 7.5) = 15 + 15 tanh(z / 15), and a softmax does not see a constant."""
+    torch.manual_seed(0)
+    model = train.GPT(1, 64)
+    torch.nn.init.normal_(model.head.weight, std=2)
+    x = torch.randn(1, 5, 64)
+    z = x / x.square().mean(-1, keepdim=True).sqrt() @ model.head.weight.T
+    assert torch.allclose(model.read_out(x, None), 15 + 15 * torch.tanh(z / 15), atol=1e-3)
+
 def test_run_of_a_frozen_matrix_trains_the_rest(command, monkeypatch):
     build = train.GPT.__init__
 
@@ -661,7 +681,7 @@ def test_run_of_a_frozen_matrix_trains_the_rest(command, monkeypatch):
     command("--steps 2")
 
 def optimizers_of(model, lr=None, tokens=2048):
-    flags = SimpleNamespace(lr=lr, batch_size=1, seq_len=tokens, init=None)
+    flags = SimpleNamespace(lr=lr, batch_size=1, seq_len=tokens, init=None, dtype="float32")
     return train.make_optimizers(model, flags, 0)
 
 def test_each_parameter_is_in_one_group_or_an_error_names_it():
@@ -679,7 +699,7 @@ def test_muon_is_torchs_own_in_float32():
     torch.manual_seed(0)
     ours, theirs = [torch.nn.Linear(64, 32, bias=False) for _ in range(2)]
     theirs.load_state_dict(ours.state_dict())
-    mine = train.Muon(list(ours.parameters()), 0.02)
+    mine = train.Muon(list(ours.parameters()), 0.02, torch.float32)
     reference = torch.optim.Muon(theirs.parameters(), 0.02, weight_decay=0.0)
     for _ in range(5):
         gradient = torch.randn(32, 64)
