@@ -118,7 +118,7 @@ def test_builtin_corpus_is_made_once_and_is_always_the_same(tmp_path, monkeypatc
         dataset.build_builtin_corpus(str(tmp_path / "fixed"))
     digests = [shard.digest for shard in dataset.all_shards(f"{tmp_path}/fixed")]
     assert digests == ["dc81deb61f793154", "c847ba384baad63e", "93f72063965cbb0d",
-                       "7a772ddda5a548fb", "7d30ce9c1bc2ed9d"], "change builtin-v2"
+                       "7a772ddda5a548fb", "7d30ce9c1bc2ed9d"], "change builtin-v3"
     monkeypatch.setenv("NANOLOADER_BASE_DIR", f"{folder}/index.json")    # a file is in the way
     with pytest.raises(UserError, match=r"builtin.*; choose .* NANOLOADER_BASE_DIR=FOLDER"):
         dataset.find_data()
