@@ -12,6 +12,7 @@ texts before the files are written.
 if __name__ == "__main__" and not __package__:
     raise SystemExit("usage: python -m dev.import_tokenizer FILE, typed where dataset.py is")
 
+import itertools
 import json
 import random
 import unicodedata
@@ -45,11 +46,14 @@ def import_tokenizer(path, out, bos=None):
     is_nfc = bool(described.get("normalizer"))
     n_texts = compare(ours, theirs, is_nfc, path)
     ours.save(out)
-    special = ", ".join(sorted(ours.get_special_tokens()))
+    special = ", ".join(sorted(ours.get_special_tokens() - {*ours.added_tokens}))
     lines = [
         f"{ours.get_vocab_size():,} tokens in {out}; {n_texts:,} hard texts gave the same ids",
         f"BOS: {ours.bos_token}; the names of special tokens are plain text in documents: "
         f"{special:.300}"]
+    if ours.added_tokens:
+        added = ", ".join(ours.added_tokens)
+        lines.append(f"these names in a text are one token each: {added:.300}")
     if is_nfc:
         lines.append("its NFC normalizer is not applied: normalize your text first")
     return "\n".join(lines)
@@ -58,7 +62,8 @@ def compare(ours, theirs, is_nfc, path):
     """Encode hard texts with both. Returns how many."""
     theirs.no_truncation()
     theirs.no_padding()
-    texts = hard_texts(ours.enc)
+    theirs.encode_special_tokens = True    # "<|eos|>" in a text is plain text
+    texts = hard_texts(ours.enc, ours.added_tokens)
     if is_nfc:
         texts = [unicodedata.normalize("NFC", text) for text in texts]
     ids, bounds = ours.encode_documents(texts)
@@ -67,17 +72,24 @@ def compare(ours, theirs, is_nfc, path):
         found = ids[bounds[i] + 1:bounds[i + 1]].tolist()
         if found != want.ids or ours.decode(found) != text:
             raise UserError(
-                f"{path}: tiktoken would encode {text[:80]!r} to other ids; nothing was written")
+                f"{path}: we would encode {text[:80]!r} to other ids; nothing was written")
     return len(texts)
 
-def hard_texts(enc):
-    """Hard characters and runs of them, in any order; every token."""
+def hard_texts(enc, added=()):
+    """Hard characters and runs of them, in any order; every token; names that touch or overlap."""
     draw = random.Random(0)
+    names = [*enc.special_tokens_set]
+    pieces = [*HARD, *sorted(names)[:20], *added]
 
     def piece():
-        return draw.choice(HARD) * draw.choice([1, 1, 1, 9])
+        return draw.choice(pieces) * draw.choice([1, 1, 1, 9])
 
     texts = ["".join(piece() for _ in range(20)) for _ in range(1000)]
+    pairs = [*itertools.product(added, names), *itertools.product(names, added)]
+    for first, second in pairs:
+        for i in range(len(second)):
+            if first.endswith(second[:i]):
+                texts.append(first + second[i:])
     return texts + texts_of_tokens(enc)
 
 HARD = [
@@ -101,14 +113,19 @@ def convert(described, bos, path):
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         check(not model.get(option), f"uses {option}")
     pattern = pattern_of(described.get("pre_tokenizer") or {}, check)
-    added = described.get("added_tokens") or []
-    special = {token["content"]: token["id"] for token in added}
+    special, added = {}, []
+    for token in described.get("added_tokens") or []:
+        special[token["content"]] = token["id"]
+        if not token["special"]:
+            added.append(token["content"])
+            for option in ("lstrip", "rstrip", "single_word"):
+                check(not token[option], f"has {option} in its token {token['content']!r}")
     ranks = ranks_of(model, special, check)
     ids = {*ranks.values()}
-    special = {name: id for name, id in special.items() if id not in ids}
+    special = {name: id for name, id in special.items() if id not in ids or name in added}
     for name in [bos] if bos else BOS_NAMES:
         if name in special:
-            return RustBPETokenizer(build_encoding(pattern, ranks, special), name)
+            return RustBPETokenizer(build_encoding(pattern, ranks, special), name, added)
     names = ", ".join(special)
     raise UserError(f"{path}: name the token that opens documents by --bos; its special tokens: "
                     f"{names:.99}")

@@ -1,12 +1,15 @@
 """dev/import_tokenizer.py: small ones of each kind, trained here, have the library's ids."""
 
 import json
+import pickle
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dev import import_tokenizer as module
-from tokenizer import RustBPETokenizer
+from dev.tests.test_tokenizer import LLAMA, QWEN
+from tokenizer import RustBPETokenizer, build_encoding
 
 library = pytest.importorskip("tokenizers")
 ByteLevel = library.pre_tokenizers.ByteLevel
@@ -14,10 +17,6 @@ ByteLevel = library.pre_tokenizers.ByteLevel
 TEXTS = [
     *Path(__file__).read_text().split("\n\n"), *Path(module.__file__).read_text().split("\n\n"),
     *("f\u00fcr \u65e5\u672c \U0001f642 \0 12345 don't  \t\n stop " * n for n in (1, 9))]
-LLAMA = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+")
-QWEN = LLAMA.replace("{1,3}", "")
 
 def train(pattern=None, **changes):
     """A byte-level BPE, split as GPT-2's or by a pattern, as its tokenizer.json describes it."""
@@ -67,6 +66,49 @@ def test_imported_tokenizer_gives_the_librarys_ids(tmp_path, convert, pattern, c
     with pytest.raises(SystemExit, match=r"^error: .* has a tokenizer, which"):
         convert(described)
 
+TEXT_WITH_NAMES = (
+    "<think>\n1</think>\n\n a<think>b <think><think>s <thinks> \u65e5</think>12<|endoftext|>x "
+    "   y     z think <think> \t    </thin")
+NAMES = ("<think>", "</think>", "<thinks", "    ")
+
+@pytest.mark.parametrize("normalizer, normalized", [
+    (None, False), (None, True), ({"type": "NFC"}, False), ({"type": "NFC"}, True)])
+def test_added_tokens_are_found_in_text_as_by_the_library(
+        tmp_path, convert, normalizer, normalized):
+    """In documents of either engine, encode and chats. Special ones are plain text."""
+    described = add(train(LLAMA, normalizer=normalizer), *NAMES, normalized=normalized)
+    described = add(described, "<|im_start|>", "<|im_end|>", special=True)
+    assert "one token each: <think>, </think>, <thinks" in convert(described)
+    theirs = library.Tokenizer.from_str(json.dumps(described))
+    theirs.no_truncation()
+    theirs.encode_special_tokens = True
+    want = theirs.encode(TEXT_WITH_NAMES, add_special_tokens=False).ids
+    assert {600, 601, 602, 603} < {*want} and 0 not in want
+    ours = RustBPETokenizer.from_directory(tmp_path / "out")
+    for other in (ours, pickle.loads(pickle.dumps(ours))):
+        assert other.encode(TEXT_WITH_NAMES) == other.encode([TEXT_WITH_NAMES])[0] == want
+        for why in (other.why_tiktoken, "asked for"):
+            other = pickle.loads(pickle.dumps(other))
+            other.why_tiktoken = why
+            ids, bounds = other.encode_documents(["<|pad|>", TEXT_WITH_NAMES, "", " a"])
+            assert ids[bounds[1]:bounds[2]].tolist() == [0, *want]
+            assert ids.dtype == np.int32
+    ids, _ = ours.render_conversation({"messages": [{"role": "user", "content": TEXT_WITH_NAMES}]})
+    text = theirs.encode("user\n", add_special_tokens=False).ids
+    end = theirs.encode("\n", add_special_tokens=False).ids
+    assert ids == [0, 604, *text, *want, 605, *end]
+    assert ours.decode(want) == TEXT_WITH_NAMES
+    assert ours.token_bytes[want].sum() == len(TEXT_WITH_NAMES.encode())
+
+def test_tokenizers_without_added_tokens_keep_their_fingerprint():
+    """Token shards record it."""
+    special = {"<|bos|>": 256, "<think>": 257}
+    enc = build_encoding("a", {bytes([i]): i for i in range(256)}, special)
+    assert RustBPETokenizer(enc, "<|bos|>").fingerprint().startswith("e394bf7bb5d16b5c")
+    fingerprints = {RustBPETokenizer(enc, "<|bos|>", added).fingerprint()
+                    for added in ([], ["<think>"], ["<|bos|>"])}
+    assert len(fingerprints) == 3
+
 def test_bos_is_chosen(convert):
     described = train()
     with pytest.raises(SystemExit, match=r"opens documents by --bos; its special tokens: <\|"):
@@ -79,9 +121,12 @@ def swapped(described):
     merges = described["model"]["merges"]
     merges[:2] = merges[1::-1]
 
-def with_spaces(described):
-    flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
-    described["added_tokens"].append({"id": 600, "content": "    ", **flags})
+def add(described, *names, **flags):
+    """Tokens that are found in text, with ids from 600 on."""
+    usual = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+    for id, name in enumerate(names, 598 + len(described["added_tokens"])):
+        described["added_tokens"].append({"id": id, "content": name, **usual, **flags})
+    return described
 
 def changed(part, **changes):
     return lambda described: described[part].update(changes)
@@ -99,7 +144,12 @@ def changed(part, **changes):
     (lambda described: described.update(pre_tokenizer={"type": "Whitespace"}),
      r"splits text in these steps: \['Whitespace'\]"),
     (changed("pre_tokenizer", add_prefix_space=True), "puts a space in front"),
-    (with_spaces, "tiktoken would encode"),
+    (lambda described: add(described, "<a>", lstrip=True), "has lstrip in its token '<a>'"),
+    (lambda described: add(described, "<a>", rstrip=True), "has rstrip in its token '<a>'"),
+    (lambda described: add(described, "<a>", single_word=True), "has single_word in its token"),
+    # Found before others, or inside a special token, which Hugging Face takes as a whole
+    (lambda described: add(add(described, "<ab>", normalized=True), "b>c"), "to other ids"),
+    (lambda described: add(described, "text|>"), "to other ids"),
     (dict.clear, "is not Hugging Face's tokenizer")])
 def test_what_cannot_be_imported_is_refused(tmp_path, convert, change, words):
     described = train()

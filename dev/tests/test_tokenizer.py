@@ -36,7 +36,13 @@ def pattern_of(name):
         return getattr(openai_public, name)()["pat_str"]
 
 GPT4 = module.GPT4_PATTERN
-PATTERNS = {"gpt4": GPT4, "gpt2": pattern_of("r50k_base"), "o200k": pattern_of("o200k_base")}
+LLAMA = (    # as its tokenizer.json has it
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+QWEN = LLAMA.replace("{1,3}", "")
+PATTERNS = {    # by gigatoken's names
+    "gpt4": GPT4, "gpt2": pattern_of("r50k_base"), "o200k": pattern_of("o200k_base"),
+    "olmo3": LLAMA, "qwen2": QWEN}
 SOURCES = [path.read_bytes().decode() for path in sorted(Path(os.__file__).parent.glob("*.py"))]
 needs_gigatoken = pytest.mark.skipif(
     not importlib.util.find_spec("gigatoken"), reason="no gigatoken")
@@ -126,10 +132,16 @@ def test_every_text_can_be_encoded(pattern):
     for text in hard_texts(small().enc) + SOURCES[:5]:
         assert module.encode_text(failing, text).tolist() == enc.encode_ordinary(text)
 
+@pytest.mark.parametrize("pattern", [r"[a-z&&[^x]]+|x|\s", r"[[a-w][yz]]+|x|\s"])
+def test_sets_of_characters_are_read_as_tiktoken_reads_them(pattern):
+    """The module regex does so only in its version 1."""
+    enc = pairs(pattern).enc
+    want = enc.encode_ordinary("ax abc xyz b")
+    with mock.patch.object(module.tiktoken.Encoding, "encode_to_numpy", side_effect=ValueError):
+        assert module.encode_text(enc, "ax abc xyz b").tolist() == want
+
 def test_a_text_that_no_regex_engine_can_split_is_an_error():
-    """tiktoken reads && in a class as "and"; the module regex does so in its version 1 only."""
-    enc = fresh(r"[a-z&&[^x]]+|x| ").enc
-    assert enc.decode(enc.encode_ordinary("ax b")) == "ax b"
+    enc = fresh(r"[a-z]+").enc    # drops spaces
     with mock.patch.object(module.tiktoken.Encoding, "encode_to_numpy", side_effect=ValueError), \
             pytest.raises(UserError, match="cannot split this text"):
         module.encode_text(enc, "ax b")
@@ -156,6 +168,15 @@ def test_gigatoken_gives_tiktokens_ids(name):
     text = "".join(texts[-9:])
     raw, _ = Engine(tok.enc, uses_gigatoken=True)._call_gigatoken([text.encode()])
     assert raw.tolist() != tok.enc.encode_ordinary(text), "they agree: drop NEWER_CHARACTERS"
+
+@needs_gigatoken
+def test_gigatoken_encodes_vocabularies_with_special_tokens_first_and_between():
+    ranks = {token: 3 + rank + (rank > 300) for token, rank in small().enc._mergeable_ranks.items()}
+    special = {"<|bos|>": 0, "<|pad|>": 304, "<|x|>": 2000}
+    tok = RustBPETokenizer(build_encoding(GPT4, ranks, special), "<|bos|>")
+    ids, _ = tok.encode_documents([SOURCES[3]])
+    assert ids.tolist() == [0, *tok.enc.encode_ordinary(SOURCES[3])]
+    assert tok.why_tiktoken is None
 
 ADVICE = "to encode several times as fast: pip install tiktoken==0.14.0 gigatoken==0.10.0"
 RIGHT = Engine._call_gigatoken
@@ -253,7 +274,7 @@ def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path, monkeypatch
 @pytest.mark.parametrize("name, old, new, reason", [
     (RANKS, b".*", None, "No such file"), (RANKS, b"AA== 0\n", b"\xff", "UnicodeDecodeError"),
     (RANKS, b" 500\n", b" 501\n", "was changed"), (JSON, rb"{1,3}", rb"{1,4}", "was changed"),
-    (JSON, b"\n}", b"", "JSON"), (JSON, b"bos_token", b"bos", "KeyError")])
+    (JSON, b"\n}", b"", "JSON"), (JSON, b"bos_token", b"bos", "was changed")])
 def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
     small().save(tmp_path / "t")
     path = tmp_path / "t" / name
