@@ -1,0 +1,272 @@
+"""
+Records of other tools -> the documents of a shard: text, or chats as a list of messages.
+
+dev/convert.py reads records from files, and calls make_document for each. The tables CHATS to
+WEIGHTS have all names of columns and keys that are read. Other columns are dropped, and the report
+says so. Other keys of a message are an error, since they may say not to learn it.
+"""
+
+if __name__ == "__main__" and not __package__:
+    raise SystemExit("usage: python -m dev.convert FILES --out FOLDER")
+
+import collections
+import itertools
+import json
+import re
+
+from dataset import UserError
+from tokenizer import ALL_ROLES, NANOCHAT, read_message, read_messages
+
+# --------------------------------------------------------------------------------------------------
+# Documents
+
+REFUSED = (
+    "conversations that nanochat's template cannot render; train.py will stop there unless its "
+    "tokenizer uses another template (to leave them out: --skip_bad)")
+NAMES = (
+    "texts with the name of a special token, which is plain text here (if a document ends there: "
+    "--split_at NAME)")
+NAME = re.compile(rb"<\|\w+\|>|</s>|<[be]os>")    # of tiktoken's and Hugging Face's
+
+def make_document(record, flags, place, report):
+    """(text as UTF-8, kept values). In the report: its kind and size, and what is dropped of it."""
+    record = as_dict(record, flags)
+    kind, columns = find_document(record, flags)
+    kept = [lookup(record, name) for name in flags.keep]
+    if kind == "messages":
+        messages, columns = make_messages(record, columns, flags.ignore_keys)
+        try:
+            read_messages(messages, NANOCHAT)
+        except UserError as error:
+            if flags.skip_bad:
+                raise
+            report.add(REFUSED, f"{place}: {error}")
+        text = json.dumps(messages, ensure_ascii=False)
+        label = record.get("label")    # KTO's: is the answer good?
+        if isinstance(label, int | float):
+            columns = [*columns, "label"]
+            if not label:
+                report.add("skipped conversations whose label is false", place)
+                return b"", kept
+    else:
+        text = plain_text(lookup(record, columns[0]), columns[0])
+    text = text.encode()
+    report.add(kind if text else "skipped null or empty documents", place)
+    report.counts["bytes"] += len(text)
+    if NAME.search(text):
+        report.add(NAMES, place)
+    dropped = record.keys() - columns_of([*columns, *flags.keep])
+    if dropped:
+        what = f"dropped columns (read: {', '.join(columns)})"
+        report.add(what, f"{place}: {', '.join(sorted(dropped))}")
+    return text, kept
+
+def plain_text(value, column):
+    if value is None:
+        return ""
+    if isinstance(value, bytes):    # plain text; old versions of Hive write it for strings, too
+        return value.decode()
+    if not isinstance(value, str):
+        raise UserError(
+            f"{column!r} holds {type(value).__name__}, not a string; for conversations, add "
+            f"--messages_key {column}")
+    return value
+
+def as_dict(record, flags):
+    """Of a record, which may also be a list of messages."""
+    if isinstance(record, bytes):
+        record = load_json(record)
+    if isinstance(record, Exception):
+        raise record
+    if isinstance(record, list):
+        record = {flags.messages_key or "messages": record}
+    if not isinstance(record, dict):
+        raise UserError(f"expected an object such as {{'text': 'Hello'}}; saw {record!r:.200}")
+    return record
+
+# What the columns of a conversation are for: one of CHATS has all of it, or one of ASK a question
+# (to which ADD is added) and one of ANSWER its answer.
+CHATS = ("messages", "conversations")
+ASK = ("prompt", "question", "instruction")
+ADD = ("input", "context")
+ANSWER = ("completion", "response", "answer", "output", "chosen")
+SYSTEM = ("system", "system_prompt")
+BESIDE = (*SYSTEM, "history", "label")    # history: pairs before the question; label: KTO's
+BESIDE_TYPES = "(large_)?(string|list)|u?int|bool|double"
+
+def columns_to_read(flags):
+    """{use: columns}, of documents"""
+    key = flags.messages_key
+    if flags.text_key:
+        return {"text": [flags.text_key]}
+    if key in ASK:
+        return {"ask": [key], "add": ADD, "answer": ANSWER}
+    if key:
+        return {"chat": [key]}
+    return {"text": ["text"], "chat": CHATS, "ask": ASK, "add": ADD, "answer": ANSWER}
+
+def is_needed(field, flags):
+    """Whether to read a column (a pyarrow.Field). Others may have values that Python lacks."""
+    is_beside = field.name in BESIDE and re.match(BESIDE_TYPES, str(field.type))
+    keys = itertools.chain(*columns_to_read(flags).values())
+    return field.name in columns_of([*keys, *flags.keep]) or (is_beside and not flags.text_key)
+
+def find_document(record, flags):
+    """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
+    found = collections.defaultdict(list)
+    for use, keys in columns_to_read(flags).items():
+        for key in keys:
+            if lookup(record, key) is not None and key not in flags.ignore_keys:
+                found[use].append(key)
+    text, chat = found["text"], found["chat"][:1]
+    if not chat and found["ask"] and found["answer"]:
+        chat = [find_one(record, found["ask"]), *found["add"], find_one(record, found["answer"])]
+    if text and chat:
+        raise UserError(f"it has both {text[0]!r} and {chat[0]!r}; choose: --text_key {text[0]}, "
+                        f"or for conversations --messages_key {chat[0]}")
+    if text or chat:
+        return ("text", text) if text else ("messages", chat)
+    key = flags.text_key or flags.messages_key or "text"
+    if is_null(record, key):
+        return "text", [key]
+    raise UserError(
+        f"nothing under {key!r}; saw {[*record]!r:.300}; name the key with --text_key (a.b for b "
+        "in a), or for conversations with --messages_key")
+
+def find_one(record, names):
+    """The only one with a value; the first, if none has."""
+    full = [name for name in names if record[name]]
+    if len(full) > 1:
+        raise UserError(f"it has {full[0]!r} and {full[1]!r}, which mean the same; to leave out "
+                        f"one: --ignore_keys {full[1]}")
+    return [*full, *names][0]
+
+def lookup(record, key):
+    """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
+    head, _, rest = key.partition(".")
+    value = record.get(key if key in record else head)
+    if isinstance(value, Exception):    # see dict_of_pairs
+        raise value
+    if key in record:
+        return value
+    return lookup(value, rest) if isinstance(value, dict) else None
+
+def is_null(record, key):
+    """Whether the value under 'a.b' is a null, or that under 'a'."""
+    if key in record:
+        return record[key] is None
+    head, dot, rest = key.partition(".")
+    inner = record.get(head, ())
+    return dot and (inner is None or (isinstance(inner, dict) and is_null(inner, rest)))
+
+def columns_of(keys):
+    """Of a key 'a.b', the column is 'a.b' or 'a'."""
+    return {*keys, *(key.partition(".")[0] for key in keys)}
+
+# --------------------------------------------------------------------------------------------------
+# Conversations
+#
+# Shards hold them as JSON: [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}, ...].
+# An assistant's content may be a list of parts, {"type": "text", "text": "Hello"}. A message with
+# "weight": 0 is masked. convert checks that some template in tokenizer.py can render its role and
+# parts; encoding checks the tokenizer's own template.
+
+SHAREGPT = {"human": "user", "gpt": "assistant"}    # its names; "User" is "user"
+WEIGHTS = {"weight", "loss", "train", "loss_weight"}    # what other tools call "weight"
+
+def make_messages(record, columns, ignore_keys):
+    """(messages as shards hold them, the columns that were read)"""
+    values = [lookup(record, column) for column in columns]
+    messages = read_pair(values, ignore_keys) if values[1:] else clean(values[0], ignore_keys)
+    history = record.get("history")
+    if isinstance(history, list):
+        pairs = [read_pair(pair, ignore_keys) for pair in history]
+        messages = [*itertools.chain(*pairs), *messages]
+        columns = [*columns, "history"]
+    for name in SYSTEM:
+        system = record.get(name, NOT_READ)
+        is_text = system is None or isinstance(system, str)
+        has_system = messages and messages[0]["role"] == "system"
+        if is_text and not has_system:
+            messages = as_messages("system", system) + messages if system else messages
+            columns = [*columns, name]
+    learned = [
+        message for message in messages
+        if message["role"] == "assistant" and message["content"] and message.get("weight", 1)]
+    if not learned:
+        raise UserError(
+            "nothing to learn: expected a message of an assistant, not empty, of weight 1; saw "
+            f"{messages!r:.200}")
+    return messages, columns
+
+def read_pair(values, ignore_keys):
+    """The messages of a question, what is added to it, and an answer."""
+    question, *added, answer = values
+    if any(added):
+        question = "\n\n".join(filter(None, [question, *added]))
+    questions = clean(as_messages("user", question), ignore_keys)
+    for message in questions:    # TRL's prompt may be a list of messages
+        if message["role"] == "assistant":
+            message.setdefault("weight", 0)
+    answers = clean(as_messages("assistant", answer), ignore_keys)
+    is_whole = any(message["role"] == "user" for message in answers)    # as `chosen` may be
+    return answers if is_whole else questions + answers
+
+def as_messages(role, content):
+    return content if isinstance(content, list) else [{"role": role, "content": content}]
+
+def clean(messages, ignore_keys):
+    """Messages as shards hold them."""
+    if isinstance(messages, str | bytes):
+        messages = load_json(messages)
+    cleaned = []
+    for i, message in enumerate(messages):
+        try:
+            cleaned.append(clean_message(message, ignore_keys))
+        except Exception as error:
+            problem = f"it has no {error}" if isinstance(error, KeyError) else error
+            raise UserError(
+                f"message {i}: {problem}; saw {message!r:.300}, expected something like "
+                "{'role': 'user', 'content': 'Hi'}; to drop other keys, if there is content: "
+                "--ignore_keys KEY") from error
+    return cleaned
+
+def clean_message(message, ignore_keys):
+    """Its role, content and weight. UserError if another key, which may matter, has a value."""
+    message = {key: value for key, value in message.items() if value is not None}    # parquet's
+    if "from" in message and "value" in message:
+        message["role"] = message.pop("from")
+        message["content"] = message.pop("value")
+    if message.get("content"):    # otherwise, it may be in the key to ignore
+        for key in ignore_keys:
+            message.pop(key, None)
+    role = message["role"].lower()
+    kept = {"role": SHAREGPT.get(role, role), "content": message["content"]}
+    weights = [message[key] for key in message.keys() & WEIGHTS]
+    if not all(weight in (0, 1) for weight in weights):
+        raise UserError("expected a weight of 0 or 1")
+    if weights:
+        kept["weight"] = int(all(weights))
+    for key in sorted(message.keys() - WEIGHTS - kept.keys()):
+        if message[key] not in ("", [], {}):
+            raise UserError(f"its {key} would be lost")
+    read = read_message(kept, ALL_ROLES, NANOCHAT)
+    if read.role != "assistant":
+        ((_, kept["content"]),) = read.parts
+    return kept
+
+# --------------------------------------------------------------------------------------------------
+# JSON
+
+def load_json(text):
+    return json.loads(text, object_pairs_hook=dict_of_pairs)
+
+def dict_of_pairs(pairs):
+    """If a key is repeated, Python keeps the last value. Here, it is an error."""
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        return UserError(f"a key is there twice: {pairs!r:.300}; remove one")
+    return record
+
+NOT_READ = ()    # neither null nor text
+
