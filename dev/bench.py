@@ -4,6 +4,7 @@ Benchmarks of the loader: each figure beside its yardstick, in turns, in one run
     python -m dev.bench packings    what each packing drops, pads and cuts, on the data at hand
     python -m dev.bench speed       tokens per second, from text and from tokens
     python -m dev.bench mixing      first batch, resume, memory, by lanes, chunks, sources, groups
+    python -m dev.bench peers       the same text by other loaders, as far as they are installed
 
 The trade-off: `speed` takes half a minute a line, since each line takes turns with its yardstick.
 So the shares hold on a busy machine, too; the tokens per second do not.
@@ -15,6 +16,7 @@ if __name__ == "__main__" and not __package__:
 import argparse
 import collections
 import contextlib
+import functools
 import importlib.util
 import itertools
 import multiprocessing
@@ -31,10 +33,13 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 import torch
+from tqdm import tqdm
 
 import dataset
 from dataloader import PACKINGS, PackedLoader
 from dataset import Parser, column_views, cores, errors_in_one_line, list_shards
+from dev import peers
+from dev.peers import Peer
 from dev.prepare import tokenize
 from tokenizer import find_tokenizer, get_tokenizer
 
@@ -49,9 +54,9 @@ def timed(action):
     result = action()
     return time.perf_counter() - began, result
 
-def peak_memory():
-    """MB of this process; Linux's ru_maxrss begins with the parent's."""
-    with_status = Path("/proc/self/status")
+def peak_memory(pid="self"):
+    """MB of a process; Linux's ru_maxrss begins with the parent's."""
+    with_status = Path(f"/proc/{pid}/status")
     if not with_status.exists():
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
     [line] = [line for line in with_status.read_text().splitlines() if line.startswith("VmHWM")]
@@ -62,14 +67,18 @@ def peak_memory():
 
 def compare_packings(tokenizer, data_dir, T):
     """Lines of a table: the first 16 chunks of one lane."""
-    with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1) as loader:
-        chunks = [lengths_of_chunk(loader, n) for n in range(16)]
+    chunks = first_chunks(tokenizer, data_dir, T)
     n_tokens = sum(map(sum, chunks))
     yield f"T = {T}: {n_tokens:,} tokens in {len(chunks)} chunks"
     yield f"{'packing':<12}{'dropped':>9}{'padding':>9}{'fit but cut':>13}"
     for packing in PACKINGS:
         shares = shares_of(packing, chunks, T)
         yield f"{packing:<12}{shares.dropped:>9.2%}{shares.padding:>9.2%}{shares.cut:>13.2%}"
+
+def first_chunks(tokenizer, data_dir, T):
+    """The lengths of the documents in each."""
+    with PackedLoader(tokenizer, 1, T, "train", data_dir=data_dir, num_lanes=1) as loader:
+        return [lengths_of_chunk(loader, n) for n in range(16)]
 
 def lengths_of_chunk(loader, n):
     """The tokens of each document, without empty ones, in a chunk of the first source's lane 0."""
@@ -303,6 +312,107 @@ def some_text(texts, n_bytes):
     return found
 
 # --------------------------------------------------------------------------------------------------
+# peers: each in a fresh process, in turns
+
+def ours(job, packing="exactfit"):
+    data = job.text if job.engine else job.tokens
+    return PackedLoader(tokenizer_with(job.engine, job.tokenizer), job.B, job.T, "train",
+                        data_dir=data, packing=packing)
+
+PEERS = [
+    Peer("exactfit", ours, packing="exactfit"),
+    Peer("flat", functools.partial(ours, packing="flat")),
+    *peers.PEERS,
+    Peer("exactfit", ours, peers.TOKENS, "exactfit"),
+    Peer("a memmap", memmap, peers.TOKENS),
+]
+
+class Speed(NamedTuple):
+    cpu: float       # tokens per CPU second, of all its processes
+    wall: float      # tokens per second
+    first: float     # seconds to the first batch, with the tokenizer's load and check
+    memory: float    # MB, all processes together
+
+def measure_peers(tokenizer_dir, data_dir, B, T, engines, names, seconds=5.0, rounds=3):
+    """Lines of a table, medians of the rounds. What is dropped and cut follows from the packing."""
+    with tempfile.TemporaryDirectory() as work:
+        tokens, ids = f"{work}/tokens", f"{work}/ids"
+        tokenize(data_dir, tokens, tokenizer_dir)
+        write_ids(tokens, ids)
+        dtype = list_shards(tokens, "train")[0].dtype
+        runs = []
+        for peer in PEERS:
+            if peer.name not in names:
+                continue
+            if not importlib.util.find_spec(peer.needs):
+                yield f"skipped: {peer.name}, which is not installed"
+                continue
+            job = peers.Job(data_dir, tokens, tempfile.mkdtemp(dir=work), ids, dtype,
+                            tokenizer_dir, "", peer.workers, B, T)
+            if peer.write:
+                run_fresh(peer.write, job)
+            for engine in peer.engines:
+                if engine in ("", *engines):
+                    runs.append((peer, job._replace(engine=engine)))
+        speeds = collections.defaultdict(list)
+        for peer, job in tqdm(rounds * runs, "measure", delay=1):
+            measured = run_fresh(measure_peer, (peer, job, seconds))
+            speeds[peer, job].append(measured)
+    yield f"B = {B}, T = {T}, {cores()} cores"
+    yield (f"{'loader':<16}{'from':<10}{'workers':>8}{'M tokens/CPU s':>16}{'M tokens/s':>12}"
+           f"{'first batch':>13}{'memory':>10}{'dropped':>9}{'fit but cut':>13}")
+    chunks = first_chunks(get_tokenizer(tokenizer_dir), data_dir, T)
+    for (peer, job), measured in speeds.items():
+        cpu, wall, first, memory = np.median(measured, axis=0)
+        shares = shares_of(peer.packing, chunks, T)
+        yield (f"{peer.name:<16}{job.engine or 'tokens':<10}{job.workers:>8}{cpu / 1e6:>16.2f}"
+               f"{wall / 1e6:>12.2f}{first:>11.2f} s{memory:>7,.0f} MB{shares.dropped:>9.1%}"
+               f"{shares.cut:>13.1%}")
+
+def measure_peer(run):
+    peer, job, seconds = run
+    importlib.import_module(peer.needs)    # not a part of the first batch
+    batches = batches_of(peer, job)
+    first, _ = timed(lambda: next(batches))
+    count_tokens(batches, seconds / 3)    # until its threads and processes are at work
+    cpu = cpu_seconds()
+    wall, n_tokens = timed(lambda: count_tokens(batches, seconds))
+    cpu = cpu_seconds() - cpu
+    workers = [worker.pid for worker in multiprocessing.active_children()]
+    memory = sum(map(peak_memory, ["self", *workers]))
+    return Speed(n_tokens / cpu, n_tokens / wall, first, memory)
+
+def batches_of(peer, job):
+    """
+    Yield (tokens in a batch, whether a measurement may end here). Ours may end where lane 0 begins
+    a chunk: as much is ready ahead there as where it began.
+    """
+    place = None
+    for _ in itertools.count():
+        batches = peer.make(job)
+        for _ in batches:
+            before = place
+            if isinstance(batches, PackedLoader):
+                [(place, _)] = batches.state_dict()["lanes"]["0"].values()
+            yield job.B * job.T, place is None or place != before
+
+def count_tokens(batches, seconds):
+    began, total = time.perf_counter(), 0
+    for n_tokens, may_end in batches:
+        total += n_tokens
+        if may_end and time.perf_counter() - began >= seconds:
+            return total
+
+def cpu_seconds():
+    """Of this process and its workers."""
+    ticks = 0
+    for worker in multiprocessing.active_children():
+        stat = Path(f"/proc/{worker.pid}/stat").read_text()
+        _, _, fields = stat.rpartition(")")
+        ticks += sum(map(int, fields.split()[11:13]))    # utime, stime
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
+
+# --------------------------------------------------------------------------------------------------
 # The command line
 
 def main(argv=None):
@@ -320,6 +430,9 @@ def run(flags):
         return compare_packings(tokenizer, data_dir, flags.T)
     if flags.command == "speed":
         return measure_speed(folder, data_dir, flags.B, flags.T, flags.engine, flags.packing)
+    if flags.command == "peers":
+        return measure_peers(folder, data_dir, flags.B, flags.T, flags.engine, flags.loaders,
+                             flags.seconds, flags.rounds)
     [engine, *_] = flags.engine
     return measure_mixing(folder, data_dir, engine, flags.B, flags.T, flags.lanes, flags.chunks,
                           flags.sources, flags.groups, flags.megabytes)
@@ -330,17 +443,22 @@ def make_parser():
                     epilog="example: python -m dev.bench packings --data my_shards")
     commands = parser.add_subparsers(dest="command", required=True)
     engines = ["tiktoken", "gigatoken"] if importlib.util.find_spec("gigatoken") else ["tiktoken"]
-    for name in ("packings", "speed", "mixing"):
+    for name in ("packings", "speed", "mixing", "peers"):
         command = commands.add_parser(name)
         add = command.add_argument
         add("--data", metavar="FOLDER", help="default: what train.py takes")
         add("--tokenizer", metavar="DIR", help="default: the one trained on the data")
         add("--T", type=at_least_1, default=2048, help="tokens in a row (default 2048)")
         add("--B", type=at_least_1, default=32, help="rows in a batch (default 32)")
-        if name in ("speed", "mixing"):
+        if name != "packings":
             add("--engine", nargs="+", choices=["tiktoken", "gigatoken"], default=engines[::-1])
         if name == "speed":
             add("--packing", nargs="+", choices=PACKINGS, default=[*PACKINGS])
+        if name == "peers":
+            names = [*dict.fromkeys(peer.name for peer in PEERS)]
+            add("--loaders", nargs="+", choices=names, default=names)
+            add("--seconds", type=float, default=5.0, help="of a turn (default 5)")
+            add("--rounds", type=at_least_1, default=3, help="turns of each (default 3)")
         if name == "mixing":
             add("--lanes", type=int, nargs="+", default=[8, 32, 64, 128], help="0: the default")
             add("--chunks", type=float, nargs="+", default=[0.25, 0.5, 1, 2], metavar="MB",

@@ -1,16 +1,20 @@
 """dev/bench.py counts what the loader delivers, and each of its commands prints a line each."""
 
 import collections
+import importlib.util
+import itertools
 import os
 import pickle
 import random
 
 import pytest
+import torch
 
 from dataloader import PACKINGS
-from dev import bench
+from dev import bench, peers
+from dev.prepare import tokenize
 from test_dataloader import grouped, make, texts_of, write
-from tokenizer import RustBPETokenizer
+from tokenizer import RustBPETokenizer, get_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +61,9 @@ def test_packings_prints_a_line_for_each(base, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == [*PACKINGS]
 
+def n_in(documents, tokenizer):
+    return sum(1 + len(tokenizer.encode(text)) for text in documents)
+
 def first_columns(lines, n):
     return [" ".join(line.split()[:n]) for line in [*lines][2:]]
 
@@ -71,3 +78,39 @@ def test_mixing_prints_a_line_for_each_cell(base, fresh):
         chunks=[0.01], sources=[1, 2], groups=[0.05], megabytes=0.2)
     assert first_columns(lines, 4) == [
         "1 0.05 MB 64", "1 0.05 MB 2", "2 0.05 MB 64", "2 0.05 MB 2"]
+
+def test_peers_prints_a_line_for_each_and_names_the_missing(base, fresh, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" and find(name))
+    names = ["exactfit", "a plain loop", "Grain", "a memmap"]
+    lines = [*bench.measure_peers(
+        f"{base}/tokenizer", f"{base}/data", 2, 32, ["tiktoken"], names, 0.01, rounds=2)]
+    assert lines[0] == "skipped: Grain, which is not installed"
+    loaders = [line[:26].split() for line in lines[3:]]
+    assert loaders == [["exactfit", "tiktoken"], ["a", "plain", "loop", "tiktoken"],
+                       ["exactfit", "tokens"], ["a", "memmap", "tokens"]]
+
+@pytest.mark.parametrize("peer", peers.PEERS, ids=[peer.name for peer in peers.PEERS])
+def test_each_peer_delivers_our_ids(base, tmp_path, peer, monkeypatch):
+    """An epoch of blocks: all tokens but the rest of a batch, and each piece is in some document."""
+    pytest.importorskip(peer.needs)
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", "")    # nanochat's function sets it
+    tokens, own = f"{tmp_path}/tokens", tmp_path / "own"
+    tokenize(f"{base}/data", tokens, f"{base}/tokenizer")
+    own.mkdir()
+    job = peers.Job(f"{base}/data", tokens, f"{own}", "", "", f"{base}/tokenizer",
+                    peer.engines[-1], workers=0, B=2, T=32)
+    if peer.write:
+        peer.write(job)
+    tokenizer, documents = get_tokenizer(job.tokenizer), texts_of(job.text).values()
+    joined, n_tokens = "\n".join(documents), 0
+    for batch in itertools.islice(peer.make(job), 3000):    # nanochat's has no end
+        inputs, targets = batch if isinstance(batch, list | tuple) else (batch[:, :-1], batch[:, 1:])
+        rows = torch.cat([inputs, targets[:, -1:]], dim=1)
+        assert rows.shape == (2, 33) and rows.dtype == torch.int64
+        assert torch.equal(inputs[:, 1:], targets[:, :-1])
+        n_tokens += rows.numel()
+        for row in rows.tolist():
+            pieces = tokenizer.decode(row).split("<|bos|>")
+            assert all(piece in joined for piece in pieces)
+    assert peer.packing == "bestfit" or 0 <= n_in(documents, tokenizer) - n_tokens < 2 * 66
