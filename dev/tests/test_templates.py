@@ -88,7 +88,7 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     ("nanochat", chat(("tool", "Yo")),
      "message 0: .* role 'assistant' or 'system' or 'user'; saw .*Yo"),
     ("nanochat", chat(("system", "Hi"), ("assistant", "Yo")),
-     "message 1: expected one of a user, after the system's"),
+     "message 1: expected a user's message after the system's"),
     ("nanochat", chat(("system", "a"), ("system", "b"), HI),
      "message 1: expected .* role 'assistant' or 'user'; saw .*'b'"),
     ("nanochat", chat(("system", 5), HI), "message 0: .* saw .*5"),
