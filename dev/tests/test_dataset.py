@@ -268,6 +268,25 @@ def test_other_columns_do_not_count_as_text(tmp_path):
     [shard] = list_shards(str(tmp_path), "train")
     assert 1 <= shard.text_bytes / sum(map(len, texts)) < 1.2
 
+def test_no_flipped_bit_of_a_footer_aborts_python(tmp_path):
+    """In a process of its own: RowGroupMetaData.column() of pyarrow 26 would end it."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["a", "b"], "n": [1, 2]}), path, store_schema=False)
+    code = """if True:
+        import sys, dataset
+        data = open(f"{sys.argv[1]}/a.parquet", "rb").read()
+        for at in range(len(data) - int.from_bytes(data[-8:-4], "little") - 8, len(data)):
+            for bit in (3, 4, 5):
+                damaged = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:]
+                open(f"{sys.argv[1]}/b.parquet", "wb").write(damaged)
+                try:
+                    dataset.read_footer(sys.argv[1], "b.parquet", len(data))
+                except dataset.UserError:
+                    pass
+    """
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=HERE, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
 def test_a_flipped_bit_in_our_own_keys_is_an_error(tmp_path):
     folder = write(tmp_path, "a", "b", groups=[["x" * 99]] * 3)
     path = tmp_path / "a.parquet"
