@@ -69,7 +69,7 @@ def test_imported_tokenizer_gives_the_librarys_ids(tmp_path, convert, pattern, c
 TEXT_WITH_NAMES = (
     "<think>\n1</think>\n\n a<think>b <think><think>s <thinks> \u65e5</think>12<|endoftext|>x "
     "   y     z think <think> \t    </thin")
-NAMES = ("<think>", "</think>", "<thinks", "    ")
+NAMES = ("<think>", "</think>", "<think>s", "    ")
 
 @pytest.mark.parametrize("normalizer, normalized", [
     (None, False), (None, True), ({"type": "NFC"}, False), ({"type": "NFC"}, True)])
@@ -78,7 +78,7 @@ def test_added_tokens_are_found_in_text_as_by_the_library(
     """In documents of either engine, encode and chats. Special ones are plain text."""
     described = add(train(LLAMA, normalizer=normalizer), *NAMES, normalized=normalized)
     described = add(described, "<|im_start|>", "<|im_end|>", special=True)
-    assert "one token each: <think>, </think>, <thinks" in convert(described)
+    assert "one token each: <think>, </think>, <think>s" in convert(described)
     theirs = library.Tokenizer.from_str(json.dumps(described))
     theirs.no_truncation()
     theirs.encode_special_tokens = True
