@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -90,9 +91,13 @@ def test_peers_prints_a_line_for_each_and_names_the_missing(base, fresh, monkeyp
     assert loaders == [["exactfit", "tiktoken"], ["a", "plain", "loop", "tiktoken"],
                        ["exactfit", "tokens"], ["a", "memmap", "tokens"]]
 
+def test_cut_loses_no_token():
+    blocks = [*peers.cut([np.arange(5), np.arange(5, 12), np.arange(12, 14)], 3)]
+    assert np.array_equal(blocks, np.arange(12).reshape(4, 3))
+
 @pytest.mark.parametrize("peer", peers.PEERS, ids=[peer.name for peer in peers.PEERS])
 def test_each_peer_delivers_our_ids(base, tmp_path, peer, monkeypatch):
-    """An epoch of blocks: all tokens but the rest of a batch, and each piece is in some document."""
+    """An epoch of blocks: all tokens but the last batch's, and each piece is in some document."""
     pytest.importorskip(peer.needs)
     monkeypatch.setenv("NANOLOADER_BASE_DIR", "")    # nanochat's function sets it
     tokens, own = f"{tmp_path}/tokens", tmp_path / "own"
@@ -104,13 +109,14 @@ def test_each_peer_delivers_our_ids(base, tmp_path, peer, monkeypatch):
         peer.write(job)
     tokenizer, documents = get_tokenizer(job.tokenizer), texts_of(job.text).values()
     joined, n_tokens = "\n".join(documents), 0
-    for batch in itertools.islice(peer.make(job), 3000):    # nanochat's has no end
-        inputs, targets = batch if isinstance(batch, list | tuple) else (batch[:, :-1], batch[:, 1:])
-        rows = torch.cat([inputs, targets[:, -1:]], dim=1)
-        assert rows.shape == (2, 33) and rows.dtype == torch.int64
-        assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        n_tokens += rows.numel()
-        for row in rows.tolist():
+    for batch in itertools.islice(peer.make(job), 1000):    # nanochat's has no end
+        if isinstance(batch, tuple):
+            inputs, targets = batch
+            assert torch.equal(inputs[:, 1:], targets[:, :-1])
+            batch = torch.cat([inputs, targets[:, -1:]], dim=1)
+        assert batch.shape == (2, 33) and batch.dtype == torch.int64
+        n_tokens += batch.numel()
+        for row in batch.tolist():
             pieces = tokenizer.decode(row).split("<|bos|>")
             assert all(piece in joined for piece in pieces)
     assert peer.packing == "bestfit" or 0 <= n_in(documents, tokenizer) - n_tokens < 2 * 66
