@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dataset import column_views, list_shards
-from tokenizer import Engine, encode_text, get_tokenizer, join_documents
+from tokenizer import Engine, get_tokenizer, join_documents
 
 
 class Job(NamedTuple):
@@ -50,11 +50,12 @@ def load_engine(folder):
 def encode(job, texts):
     """The ids of all texts, BOS before each. Unlike ours, without any check."""
     engine, bos = load_engine(job.tokenizer)
+    documents = [text.encode() for text in texts]
     if job.engine == "gigatoken":
-        ids, bounds = engine._call_gigatoken([text.encode() for text in texts])
+        ids, bounds = engine._call_gigatoken(documents)
     else:
-        ids, bounds = join_documents([encode_text(engine.enc, text) for text in texts])
-    return np.insert(ids.astype(np.int32), bounds[:-1], bos)
+        ids, bounds = join_documents([*map(engine._call_tiktoken, documents)])
+    return np.insert(ids, bounds[:-1], bos)
 
 def cut(arrays, size):
     """Concatenate arrays of ids, and cut: int64 arrays of `size`."""
