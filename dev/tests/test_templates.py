@@ -56,7 +56,7 @@ PARTS = [
      "look<|python_start|>1+1<|python_end|>so<|assistant_end|>"),
     ("nanochat", chat(HI, ("assistant", PARTS[:1]), weight=0),
      "<|bos|><|user_start|>Hi<|user_end|><|assistant_start|>look<|assistant_end|>", ""),
-    ("chatml", chat(("developer", "Be kind"), HI, ("assistant", "Yo"), tool_calls=None, name="me"),
+    ("chatml", chat(("developer", "Be kind"), HI, ("assistant", "Yo"), tool_calls=None, name=""),
      "<|bos|><|im_start|>developer\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
      "<|im_start|>assistant\nYo<|im_end|>\n", "Yo<|im_end|>"),
     ("chatml", chat(HI, ("assistant", [PARTS[0], PARTS[3]])),
@@ -98,6 +98,7 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     ("nanochat", ["Hi"], "message 0: .* saw 'Hi'"),
     ("nanochat", [{"a": 1}], "message 0: it has no 'role'"),
     ("chatml", chat(("assistant", None), tool_calls=[1]), "its tool_calls would be lost"),
+    ("chatml", chat(HI, ("assistant", "Yo"), loss=False), "message 1: its loss would be lost; saw"),
     ("chatml", chat(("assistant", "Hi"), weight=0.5), "expected a weight of 0 or 1; saw .*0.5"),
     ("llama3", chat(HI, ("assistant", PARTS)), "message 1: .* type text; saw"),
     ("none", chat(HI), r"cannot render chats.*it has .*<\|user_start\|>$")])
