@@ -1,53 +1,114 @@
 #!/usr/bin/env bash
-# The first 45 minutes on a GPU machine, one table at the end; dev/gpu.md says what decides.
-#     bash dev/gpu.sh [DATA [FLAG ...]]      DATA: a folder of shards; default: the built-in corpus
-#     RANKS=8 NANOCHAT=~/nanochat bash dev/gpu.sh climbmix
-#     STEPS=4 bash dev/gpu.sh my_shards --device cpu --depth 1 ...      a trial of the script itself
+# The first minutes on a GPU machine: each figure is printed as soon as it is known, at most LIMIT
+# seconds in all. dev/gpu.md says what decides. With 8 GPUs: RANKS=8 bash dev/gpu.sh
+# What the machine may lack is carried in .gpu/ (ignored by git), prepared on any machine with Python 3.12 wheels:
+#     mkdir -p .gpu; pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
+#         --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 -d .gpu rustbpe==0.1.0
+#     NANOLOADER_BASE_DIR=.gpu/base python train.py --device cpu --depth 1 --steps 1 \
+#         --vocab_size 32768 --eval_bytes 1000 --out /tmp/warm      # corpus and tokenizer
+# A trial of the script on a CPU, at toy size: DEVICE=cpu COMPILE=off SIZE=1,512,64 ROWS=2 STEPS=4 \
+#     FLAGS="--device cpu --depth 1 --seq_len 64 --batch_size 2" bash dev/gpu.sh
 set -uo pipefail
 cd "$(dirname "$0")/.."
-data=${1:-$(python -c "import dataset; print(dataset.find_data())" | tail -1)}
-shift $(($# > 0))
-out=${OUT:-runs/gpu-$(date +%H%M%S)} steps=${STEPS:-60} ranks=${RANKS:-1}
-mkdir -p "$out"
-launch="python"
-[ "$ranks" -gt 1 ] && launch="torchrun --standalone --nproc_per_node=$ranks"
+began=$SECONDS limit=${LIMIT:-530} steps=${STEPS:-40}
+out=${OUT:-/tmp/out} runs=${RUNS:-/tmp/runs}
+mkdir -p "$out" "$runs"
+export PYTHONUNBUFFERED=1 NANOLOADER_BASE_DIR=${NANOLOADER_BASE_DIR:-/tmp/base} OUT=$out
+[ -d .gpu ] && cp -rn .gpu/base/. "$NANOLOADER_BASE_DIR/" 2> /dev/null
+ls .gpu/*.whl > /dev/null 2>&1 && python3 -m pip install -q --no-index --no-deps --no-compile \
+    --target /tmp/site .gpu/*.whl && export PYTHONPATH=/tmp/site
+data=${DATA:-$(ls -d "$NANOLOADER_BASE_DIR"/builtin-*/ 2> /dev/null | head -1)}
+launch=python3
+[ "${RANKS:-1}" -gt 1 ] && launch="torchrun --standalone --nproc_per_node=$RANKS"
+data=${data:-$(python3 -c "import dataset; print(dataset.find_data())" | tail -1)}
+# The corpus is small: name the vocabulary, or it is 4,096. One eval, at the end, of 1 MB.
+flags="--data ${data%/} --vocab_size 32768 --log_every 1 --eval_every 1000000 --eval_bytes 1000000"
 
-run() {    # NAME FLAG...: a run of train.py whose output goes to a file
-    local name=$1
-    shift
-    echo "== $name: train.py $*"
-    $launch train.py --data "$data" --out "$out/$name" --log_every 1 --eval_every 100000 "$@" \
-        > "$out/$name.txt" 2>&1 || { echo "   failed:"; tail -3 "$out/$name.txt"; }
+left() { echo $((limit - SECONDS + began)); }
+stage() {    # NAME SECONDS COMMAND...: its lines get the time; the next stage runs in any case
+    local name=$1 most=$2 seconds
+    shift 2
+    seconds=$(($(left) < most ? $(left) : most))
+    [ $seconds -lt 15 ] && { echo "== $name: skipped, no time"; return; }
+    echo "== $name ($((SECONDS - began)) s): $*"
+    timeout -k 5 $seconds "$@" 2>&1 | while IFS= read -r line; do
+        printf '%s %s\n' "$EPOCHREALTIME" "$line"; done > "$out/$name.txt"
+    [ ${PIPESTATUS[0]} -eq 0 ] || { echo "   status ${PIPESTATUS[0]}:"; tail -5 "$out/$name.txt"; }
+    # At most 8 files come back: one archive
+    (cd "$out" && tar czf logs.tgz --exclude=logs.tgz *.txt; cp -f "$runs"/*/log.jsonl . 2> /dev/null
+     for f in "$runs"/*/log.jsonl; do cp "$f" "/tmp/$(basename "$(dirname "$f")").jsonl"; done
+     rm -f log.jsonl; tar czf logs.tgz *.txt -C /tmp $(cd /tmp && ls *.jsonl 2> /dev/null)) 2> /dev/null
 }
 
-nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv 2> /dev/null
-python -c "import torch; print('torch', torch.__version__, 'cuda', torch.version.cuda)"
-echo "== tests that need a GPU" && python -m pytest -q -p no:xdist dev/tests/test_gpu_path.py -k cuda 2>&1 | tail -3
-run speed --steps "$steps" "$@"
-run no_compile --steps "$((steps / 3))" "$@" --compile off
-run whole --steps "$steps" --save_every "$((steps / 2))" "$@"
-echo "== resumed at step $((steps / 2))" && $launch train.py --out "$out/resumed" \
-    --resume "$(ls "$out"/whole/step_*.pt | head -1)" > "$out/resumed.txt" 2>&1
-for name in whole resumed; do
-    grep "^rows: hash" "$out/$name.txt"
-    grep -o '"loss": [^,]*' "$out/$name/log.jsonl" | tail -1
-done
-run recipe --steps "${RECIPE_STEPS:-500}" "$@"
-[ -n "${NANOCHAT:-}" ] && (cd "$NANOCHAT" && python -m scripts.base_train --depth=12 --num-iterations=500 \
-    --total-batch-size=524288 --window-pattern=L --core-metric-every=-1 --sample-every=-1) > "$out/nanochat.txt" 2>&1
+nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2> /dev/null
+python3 -c "import torch; print('torch', torch.__version__, 'cudnn', torch.backends.cudnn.version())"
 
-python - "$out" <<'END'
-import glob, json, os, statistics, sys
-print(f"\n{'run':12}{'k tok/s':>9}{'MFU':>8}{'ms/step':>9}{'wait ms':>9}{'mem GB':>8}{'loss':>9}{'val bpb':>9}")
-for path in sorted(glob.glob(sys.argv[1] + "/*/log.jsonl"), key=os.path.getmtime):
-    records = [json.loads(line) for line in open(path)]
-    steps = [r for r in records if "loss" in r][-20:]    # the first ones compile
-    if not steps:
-        print(f"{path.split('/')[-2]:12}   failed: see {path.split('/')[-2]}.txt")
+# 1. Losses and gradients beside the CPU's; then where a step's time goes. The most for the least.
+stage step 200 python3 -m dev.gpu_step 120
+cut -d" " -f2- "$out/step.txt" 2> /dev/null | grep -v USDT
+
+# 2. A run that saves halfway; the tests use the time in which it compiles.
+[ -z "${FLAGS:-}" ] && { timeout 150 python3 -m pytest -q -p no:xdist -p no:cacheprovider \
+    dev/tests/test_gpu_path.py -k cuda > "$out/pytest.txt" 2>&1 & }
+stage whole 170 $launch train.py $flags --out $runs/whole --steps $steps \
+    --save_every $((steps / 2)) ${FLAGS:-}
+wait
+tail -2 "$out/pytest.txt" 2> /dev/null
+rm -f $runs/whole/step_*$steps.pt
+
+# 3. Resumed halfway
+stage resumed 100 $launch train.py --out $runs/resumed --resume "$(ls $runs/whole/step_*.pt | head -1)"
+rm -f $runs/*/step_*.pt
+
+# 4. A figure of quality: the README's demo, 0.974 bits per byte on a CPU
+stage demo 100 python3 train.py --data "${data%/}" --out $runs/demo --depth 2 --seq_len 512 \
+    --batch_size 2 --steps ${DEMO_STEPS:-1600} --eval_every 800 \
+    --eval_bytes 1200000 --log_every 300 --vocab_size 2048
+
+python3 - "$out" "$runs" <<'END'
+import json, re, statistics, sys
+out, runs = sys.argv[1:]
+
+def read(name):
+    try:
+        with open(f"{runs}/{name}/log.jsonl") as file:
+            return [json.loads(line) for line in file]
+    except OSError:
+        return []
+
+def when(name, pattern):    # the times of the lines that match
+    try:
+        with open(f"{out}/{name}.txt", errors="replace") as file:
+            return [float(line.split()[0]) for line in file if re.search(pattern, line)]
+    except OSError:
+        return []
+
+print(f"\n{'run':9}{'k tok/s':>9}{'MFU':>8}{'ms/step':>9}{'best':>9}{'wait ms':>9}{'mem GB':>8}{'loss':>9}{'val bpb':>9}")
+for name in ("whole", "resumed", "demo"):
+    records = read(name)
+    steps = [r for r in records if "loss" in r]
+    last = steps[len(steps) // 2:]    # the first ones compile
+    if not last:
+        print(f"{name:9} failed")
         continue
-    names = ("tokens_per_s", "mfu", "ms", "wait_ms", "memory_gb")    # on a CPU, two are missing
-    tok, mfu, ms, wait, gb = (statistics.median(r.get(name, 0) for r in steps) for name in names)
+    names = ("tokens_per_s", "mfu", "step_ms", "wait_ms", "memory_gb")
+    tok, mfu, ms, wait, gb = (statistics.median(r.get(n, 0) for r in last) for n in names)
     bpb = next((r["val_bpb"] for r in reversed(records) if "val_bpb" in r), float("nan"))
-    print(f"{path.split('/')[-2]:12}{tok / 1e3:9.1f}{mfu:8.1%}{ms:9.1f}{wait:9.2f}{gb:8.2f}"
-          f"{steps[-1]['loss']:9.4f}{bpb:9.4f}")
+    print(f"{name:9}{tok / 1e3:9.1f}{mfu:8.1%}{ms:9.1f}{min(r['step_ms'] for r in last):9.1f}{wait:9.2f}{gb:8.2f}{steps[-1]['loss']:9.4f}{bpb:9.4f}")
+ours, again = ({r["step"]: r for r in read(name) if "loss" in r} for name in ("whole", "resumed"))
+both = sorted(ours.keys() & again.keys())
+if both:
+    diff = [abs(ours[s]["loss"] - again[s]["loss"]) for s in both]
+    same = all(ours[s]["rows_hash"] == again[s]["rows_hash"] for s in both)
+    print(f"resume: rows {'equal' if same else 'DIFFER'}; loss of the first step differs by {diff[0]:.1e}"
+          f" (weights), of the second by {diff[1]:.1e} (state), at most {max(diff):.1e}")
+for name in ("whole", "resumed"):
+    steps = [r for r in read(name) if "loss" in r]
+    header, lines = when(name, r" step +loss"), when(name, r"^\S+ +\d+ +\d+\.\d{4} ")
+    if header and len(lines) == len(steps) > 2:
+        gaps = [b - a - r["step_ms"] / 1e3 for a, b, r in zip(lines, lines[1:], steps[1:])]
+        print(f"{name}: first step {lines[0] - header[0]:.0f} s (compiles); longest pause between "
+              f"steps {max(gaps):.1f} s (a checkpoint); from the last step to the end "
+              f"{when(name, 'done at')[-1] - lines[-1]:.0f} s (checkpoint, eval compiled, sample)")
 END
+echo "took $((SECONDS - began)) s"

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import train
 from dev.tests.test_train import (  # noqa: F401
+    HERE,
     TOY,
     at_call,
     base,
@@ -171,6 +172,17 @@ def test_all_blocks_share_few_compiled_variants(monkeypatch):
         model.train()
     assert counters["frames"]["total"] == counters["frames"]["ok"], counters["frames"]
     assert counters["stats"]["unique_graphs"] == 4 * 3
+
+def test_gpu_sh_runs_whole_on_a_cpu_at_toy_size(base, tmp_path):    # noqa: F811
+    toy = "--device cpu --dtype float32 --depth 1 --seq_len 32 --batch_size 2 --vocab_size 300"
+    env = {**os.environ, "DATA": str(base / "a"), "OUT": str(tmp_path / "out"), "FLAGS": toy,
+           "RUNS": str(tmp_path / "runs"), "DEVICE": "cpu", "COMPILE": "off", "ROWS": "2",
+           "SIZE": "1,300,32", "STEPS": "4", "DEMO_STEPS": "2", "OMP_NUM_THREADS": "1"}
+    told = subprocess.check_output(["bash", str(HERE / "dev/gpu.sh")], env=env, text=True,
+                                   stderr=subprocess.STDOUT, timeout=180)
+    assert "resume: rows equal; loss of the first step differs by 0.0e+00" in told, told
+    assert "failed" not in told and "status" not in told and "not compiled: 2 rows" in told, told
+    assert (tmp_path / "out/logs.tgz").exists()
 
 # --------------------------------------------------------------------------------------------------
 # Where there is a GPU

@@ -1,0 +1,125 @@
+"""
+A step of train.py on a GPU, without data: right? how long? what takes the time?
+
+    python -m dev.gpu_step 120      # seconds it may take; on a CPU: DEVICE=cpu COMPILE=off SIZE=1,512,64
+"""
+
+import gc
+import os
+import sys
+import time
+from types import SimpleNamespace
+
+import torch
+
+import train
+
+SECONDS = float(sys.argv[1])
+COMPILE = os.environ.get("COMPILE", "on")
+ROWS = int(os.environ.get("ROWS", "32"))
+DEVICE = os.environ.get("DEVICE", "cuda")
+DEPTH, VOCAB, T = (int(n) for n in os.environ.get("SIZE", "12,32768,2048").split(","))
+OUT = os.environ.get("OUT", ".")
+BEGAN = time.time()
+
+def make(device, bf16):
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = train.GPT(DEPTH, VOCAB, bf16=bf16)
+    with torch.no_grad():
+        for p in model.parameters():
+            if not p.count_nonzero():    # else most gradients are 0
+                p.normal_(std=0.02)
+    return model
+
+def tokens(rows, length=None):    # as rare and frequent as those of text
+    torch.manual_seed(1)
+    return (VOCAB ** torch.rand(rows, (length or T) + 1)).long().clamp(1, VOCAB) - 1
+
+def compare():
+    """Losses and gradients beside those of the CPU in float32."""
+    ids = tokens(2, 256)
+    reference = make("cpu", False)
+    state = reference.state_dict()
+    want = reference(ids[:, :-1], ids[:, 1:])
+    want.mean().backward()
+    for bf16, compiled in ((False, "off"), (True, "off"), (True, COMPILE)):
+        torch._dynamo.reset()
+        model = make("cpu", bf16).to(DEVICE)
+        model.load_state_dict(state)
+        train.compile_parts(model, compiled)
+        on_device = ids.to(DEVICE)
+        nats = model(on_device[:, :-1].contiguous(), on_device[:, 1:].contiguous())
+        nats.mean().backward()
+        worst, name = max(((p.grad.cpu() - q.grad).norm().item() / q.grad.norm().item(), name)
+                          for (name, p), q in zip(model.named_parameters(), reference.parameters(),
+                                                  strict=True))
+        error = ((nats.detach().cpu() - want.detach()).norm() / want.norm()).item()
+        print(f"compare: {'bf16' if bf16 else 'fp32'}, compile {compiled}: losses {error:.1e}, "
+              f"gradients at most {worst:.1e} ({name})", flush=True)
+
+def step_ms(name, micro=ROWS, compiled=COMPILE, frozen=(), profiled=False):
+    """Of one and of two micro-batches: their difference is a micro-batch, the rest the optimizer"""
+    if time.time() - BEGAN > SECONDS:
+        return print(f"{name}: skipped", flush=True)
+    torch._dynamo.reset()
+    train.rope_tables.cache_clear()
+    gc.collect()    # the last model
+    sync = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.time()
+    model = make(DEVICE, DEVICE == "cuda")
+    for part in frozen:
+        getattr(model, part).weight.requires_grad_(False)
+    train.compile_parts(model, compiled)
+    flags = SimpleNamespace(batch_size=256, seq_len=T, micro_batch_size=micro, dtype="bfloat16",
+                            lr=None, init=None)
+    optimizers = train.make_optimizers(model, flags, 0)
+    train.set_rates(optimizers, 500, 2520)
+    medians = []
+    for n in (1, 2):
+        ids = tokens(n * micro).to(DEVICE)
+        inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+        times = []
+        for i in range(6):
+            sync()
+            start = time.perf_counter()
+            train.train_step(model, optimizers, inputs, targets, targets.numel(), flags)
+            sync()
+            times.append(1e3 * (time.perf_counter() - start))
+            if i == 0 and n == 1:
+                first = time.time() - began
+        medians.append(sorted(times[2:])[1])
+    per_micro, rest = medians[1] - medians[0], 2 * medians[0] - medians[1]
+    whole = 256 / micro * per_micro + rest
+    tokens_per_s = 256 * T / whole * 1e3
+    mfu = tokens_per_s * model.flops_per_token(T) / 989e12
+    gb = torch.cuda.max_memory_allocated() / 1e9 if DEVICE == "cuda" else 0
+    print(f"{name}: {micro} rows {per_micro:.1f} ms, optimizer and rest {rest:.1f} ms; 256 rows: "
+          f"{whole:.0f} ms, {tokens_per_s / 1e3:.0f} k tok/s, MFU {mfu:.1%}; {gb:.1f} GB; first "
+          f"step after {first:.0f} s", flush=True)
+    if profiled:
+        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=kinds[:1 + (DEVICE == "cuda")]) as profile:
+            train.train_step(model, optimizers, inputs, targets, targets.numel(), flags)
+            sync()
+        by = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
+        averages = profile.key_averages()
+        with open(f"{OUT}/profile.txt", "w") as file:
+            file.write(averages.table(sort_by=by, row_limit=80, max_name_column_width=110))
+        events = sorted(averages, key=lambda e: -getattr(e, by))
+        total = sum(getattr(e, by) for e in events)
+        for e in events[:22]:
+            print(f"   {getattr(e, by) / 1e3:8.2f} ms {getattr(e, by) / total:6.1%} "
+                  f"{e.count:5d} x {e.key[:90]}", flush=True)
+
+compare()
+step_ms("default", profiled=True)
+step_ms("bigrams frozen", frozen=["bigrams"])
+torch.backends.cuda.enable_cudnn_sdp(False)
+step_ms("FlashAttention 2 instead of cuDNN's")
+torch.backends.cuda.enable_cudnn_sdp(True)
+step_ms("half of the micro-batch", micro=ROWS // 2)
+step_ms("not compiled", compiled="off")
