@@ -1,15 +1,15 @@
 """
-Train each arm with each seed and print a line of a table for each arm: dev/log.md's figures.
+Train each arm with each seed, and print a table with a line for each arm, as in dev/log.md.
 
     python -m dev.arms "" "--num_lanes 8" "--depth 4 --steps 500" --seeds 1 2 3
     python -m dev.arms "--data novels" --train ../other/train.py --out runs/other
 
-An arm is a string of flags of train.py, or of a copy of it with a changed line (--train; with an
---out of its own). Runs follow one another, and one that is complete in --out is not repeated.
+An arm is a string of flags for train.py, or for a changed copy of it (--train; give it another
+--out). Runs follow one another. A run that is complete in --out is not repeated.
 """
 
 if __name__ == "__main__" and not __package__:
-    raise SystemExit("usage: python -m dev.arms FLAGS, typed where dataset.py is")
+    raise SystemExit("usage: python -m dev.arms FLAGS, run in the folder of dataset.py")
 
 import os
 import shlex
@@ -21,7 +21,7 @@ from train import read_log
 
 
 def run_arm(train, arm, seed, folder):
-    """-> bits per byte of each eval, in order; the run's folder is named after arm and seed"""
+    """Bits per byte of each eval, in order. The arm and the seed name the run's folder."""
     name = arm.replace("/", "_").replace(" ", "_") or "default"
     out = os.path.join(folder, f"{name}_seed_{seed}")
     if not is_complete(out):
@@ -30,7 +30,7 @@ def run_arm(train, arm, seed, folder):
     return list(evals_of(out))
 
 def evals_of(out):
-    """With several sources, those of all of them."""
+    """Bits per byte of each eval, over all sources."""
     found = {}
     for record in read_log(os.path.join(out, "log.jsonl")):
         if "val_bpb" in record:
@@ -46,7 +46,7 @@ def is_complete(out):
     return last is not None and last == steps
 
 def line_of(arm, evals):
-    """evals: those of each seed"""
+    """evals: for each seed, its bits per byte"""
     last = [bpb[-1] for bpb in evals]
     best = [min(bpb) for bpb in evals]
     mean = sum(last) / len(last)

@@ -1,11 +1,11 @@
 """
-The ledger of a run: the loss of each document, in the steps that had it. `train.py --ledger` writes
-it, and dev/runs.py reads it: parquet files in RUN/ledger, one for each rank and save, so that a
-resumed run removes whole files.
+The ledger of a run: the loss of each document, in each step that had it. `train.py --ledger` writes
+it, and dev/runs.py reads it. It is parquet files in RUN/ledger, one per rank and save, so a resumed
+run can remove whole files.
 """
 
 if __name__ == "__main__" and not __package__:
-    raise SystemExit("usage: python train.py --ledger, typed where dataset.py is")
+    raise SystemExit("usage: python train.py --ledger, run in the folder of dataset.py")
 
 import glob
 import os
@@ -18,7 +18,10 @@ from dataset import atomic_file
 
 
 class Ledger:
-    """Of the rows of this rank, from `step` on: what the run will write again is removed."""
+    """
+    Records the rows of this rank. A run that starts or resumes at `step` removes the files from
+    this step on, since it will write them again.
+    """
 
     def __init__(self, run, step, tokenizer):
         self.folder = os.path.join(run, "ledger")
@@ -30,15 +33,15 @@ class Ledger:
                 os.remove(path)
 
     def add(self, step, loader, targets, nats):
-        """A row for each piece of a document: its tokens with a loss (not BOS), bytes, loss."""
+        """Add a record for each piece of a document: its unmasked tokens, their bytes and loss."""
         targets, nats = targets.numpy(force=True), nats.numpy(force=True)
         rows = zip(loader.row_numbers, loader.pieces(), targets, nats, strict=True)
         for g, pieces, row_targets, row_nats in rows:
             for location, epoch, start, stop, offset in pieces:
-                first = offset - 1 if start > 0 else offset    # a BOS is before the rest, too
+                first = offset - 1 if start > 0 else offset    # BOS also precedes the rest
                 of_piece = slice(max(0, first), offset + stop - start - 1)
                 tokens = row_targets[of_piece]
-                tokens = tokens[tokens >= 0]    # -100: no loss
+                tokens = tokens[tokens >= 0]    # -100: masked
                 self.rows.append({
                     "step": step, "g": g,
                     "path": location.path, "row_group": location.row_group, "row": location.row,

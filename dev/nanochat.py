@@ -1,14 +1,15 @@
 """
-nanochat's two generators, with its names, arguments and rows, token for token. Copy this file along
-to train nanochat, see dev/loops.md. Better than nanochat's: threads encode ahead, a resume on the
-same number of ranks is exact, and a rank that would search forever for a document is an error.
+nanochat's two generators, with the same names, arguments and rows, token for token. To train
+nanochat, copy this file, too: see dev/loops.md. Three things are better than in nanochat: threads
+encode ahead, a resume on the same number of ranks is exact, and a rank without any document is an
+error, not an endless search.
 
     train_loader = tokenizing_distributed_data_loader_with_state_bos_bestfit(
         tokenizer, B, T, "train")
     inputs, targets, state = next(train_loader)    # on each rank
 
-A rank takes every world_size-th row group of each shard. It counts these turns on from epoch to
-epoch, so (turn, row) names a document. A state lists those in the buffer; a resume reads and
+A rank takes every world_size-th row group of each shard. It numbers these turns across epochs, so
+(turn, row) names a document. A state lists the documents in the buffer, and a resume reads and
 encodes them again.
 """
 
@@ -74,7 +75,7 @@ def tokenizing_distributed_data_loader_with_state_bos_bestfit(
         yield inputs, targets, {**config, **printed, "place": list(place), "buffered": left}
 
 def tokenizing_distributed_data_loader_bos_bestfit(*args, **kwargs):
-    """The same without states."""
+    """Like the other generator, without states."""
     for inputs, targets, _ in tokenizing_distributed_data_loader_with_state_bos_bestfit(
             *args, **kwargs):
         yield inputs, targets
@@ -147,7 +148,7 @@ def to_device(rows, device):
     return rows.to(torch.device(device), non_blocking=True)
 
 def read_state(state, config):
-    """-> ({document: tokens left} of the buffered ones, the place of the next document)"""
+    """({buffered document: its tokens left}, the place of the next document)"""
     while isinstance(state, list):    # in a list again, if a resumed run saved before a batch
         state = state[config["rank"] % len(state)]
     if state is None:

@@ -1,18 +1,18 @@
 """
-What a run of train.py saw: which documents, when, and how hard they were for the model.
+Which documents a run of train.py saw, when, and how hard they were for the model.
 
     python -m dev.runs audit --resume FILE --steps 600:602    the documents in these steps' rows
     python -m dev.runs when RUN shard_00000.parquet:0         the steps that have row 0 of this file
     python -m dev.runs losses RUN                             the easiest and the hardest documents
 
 RUN is the folder of a run; FILE is a checkpoint in it. `losses` needs a run with --ledger. The
-trade-off: what no ledger has is packed again, as fast as the loader can, but every row of it.
-`audit` of steps before FILE begins at the run's beginning. `when` packs the steps to come and, if
-the ledger lacks some, those of the past.
+trade-off: steps that are in no ledger are packed again, every row of them, as fast as the loader
+can. `audit` packs from the beginning of the run if a step is before FILE. `when` packs the steps to
+come, and past steps that the ledger lacks.
 """
 
 if __name__ == "__main__" and not __package__:
-    raise SystemExit("usage: python -m dev.runs, typed where dataloader.py is")
+    raise SystemExit("usage: python -m dev.runs, run in the folder of dataloader.py")
 
 import argparse
 import functools
@@ -42,7 +42,7 @@ def flags_of(saved):
     return argparse.Namespace(**saved["flags"])
 
 def loader_of(saved, begins=False):
-    """A loader of a checkpoint's run: at the checkpoint, or at the run's beginning."""
+    """A loader for a checkpoint's run, at the checkpoint or at the beginning of the run."""
     changed = saved["constant_since"]
     if begins and changed:
         raise UserError(f"the run changed its flags at step {changed}: a checkpoint of step "
@@ -71,7 +71,7 @@ def text_of(shard, row_group, row, loader):
     if shard.kind != "tokens":
         return document or ""
     ids = np.frombuffer(document or b"", shard.dtype).astype(int)
-    tokens = np.maximum(ids, ~ids)    # ~t is token t without a loss
+    tokens = np.maximum(ids, ~ids)    # ~t is token t, masked
     return loader.encoder.tokenizer.decode(tokens[1:].tolist())
 
 def beginning_of(location, loader):
@@ -100,7 +100,7 @@ def pack_again(saved, loader, first, stop):
                 yield step, g, [Seen(step, g, *piece[:4]) for piece in pieces]
 
 def without_bos_again(pieces):
-    """A BOS that is repeated before another piece of its document is not worth a line."""
+    """Leave out a BOS that is repeated before a later piece of its document."""
     continued = {piece[:3] for piece in pieces if piece.start > 0}    # step, g, location
     return [piece for piece in pieces if piece.stop > 1 or piece[:3] not in continued]
 
@@ -109,9 +109,9 @@ def without_bos_again(pieces):
 
 def audit(path, steps=None):
     """
-    Lines for each row of steps A to B-1 (default: the next one) of a checkpoint's run, those of all
-    ranks: of W ranks, row g of the run is that of rank g % W. Steps before the checkpoint are
-    packed again from the beginning of the run.
+    Yield lines for each row of steps A to B-1 (default: the next step) of a checkpoint's run, for
+    all ranks: rank g % W of W delivers row g. For steps before the checkpoint, the run is packed
+    again from its beginning.
     """
     saved = load_checkpoint(path)
     first, stop = steps or (saved["step"], saved["step"] + 1)
@@ -129,7 +129,7 @@ def describe(piece, loader):
 # The ledger: what train.py --ledger wrote
 
 def read_ledger(run, sources=None):
-    """Its rows (see dev/ledger.py) of these sources or all, in the order of the run."""
+    """Its records (see dev/ledger.py) for these sources, or for all, in the order of the run."""
     files = glob.glob(f"{glob.escape(run)}/ledger/*.parquet")
     if not files:
         return pa.schema({"step": pa.int64(), "path": pa.string()}).empty_table()
@@ -147,8 +147,8 @@ def read_ledger(run, sources=None):
 # losses: which documents were hard, which were easy
 
 class Difficulty(NamedTuple):
-    """Of a document, in bits per byte."""
-    above: float    # more than all documents of the same 50 steps had
+    """How hard a document was, in bits per byte."""
+    above: float    # more than the mean of the same 50 steps
     bits: float
     n_bytes: int
     location: Location
@@ -190,7 +190,7 @@ def losses_of(run, sources):
 
 def losses(run, n=10):
     """
-    Lines: the tokens of each source and how its loss fell, then its n easiest and n hardest
+    Yield lines: the tokens of each source and how its loss fell, then its n easiest and n hardest
     documents of 200 bytes or more.
     """
     with loader_of(newest_of(run)) as loader:
@@ -210,8 +210,8 @@ def losses(run, n=10):
 
 def when(run, name=None, text=None):
     """
-    Lines: the rows of a run that have a document, past and to come. The past ones are in the
-    ledger; without one, they are packed again, as those to come are.
+    Yield lines: the rows of a run that have a document, past and to come. Past rows are in the
+    ledger. Without a ledger they are packed again, like the rows to come.
     """
     if not (name or text):
         raise UserError("which document? Name it by FILE:ROW or FILE:GROUP:ROW, or pass --text "
