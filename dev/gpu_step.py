@@ -1,7 +1,8 @@
 """
 A step of train.py on a GPU, without data: right? how long? what takes the time?
 
-    python -m dev.gpu_step 120      # seconds it may take; on a CPU: DEVICE=cpu COMPILE=off SIZE=1,512,64
+    python -m dev.gpu_step 120      # seconds it may take
+    DEVICE=cpu COMPILE=off SIZE=1,512,64 ROWS=2 python -m dev.gpu_step 20
 """
 
 import gc

@@ -284,7 +284,7 @@ def make_parser():
 
     command = commands.add_parser(
         "audit", description=audit.__doc__,
-        epilog="example: python -m dev.runs audit --resume runs/mine/step_0000600.pt")
+        epilog="example: python -m dev.runs audit --resume runs/mine/step_0000800.pt")
     command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps))
     command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
     command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the next one")
