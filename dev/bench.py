@@ -364,10 +364,12 @@ def measure_peers(tokenizer_dir, data_dir, B, T, engines, names, seconds=5.0, ro
     chunks = first_chunks(get_tokenizer(tokenizer_dir), data_dir, T)
     for (peer, job), measured in speeds.items():
         cpu, wall, first, memory = np.median(measured, axis=0)
-        shares = shares_of(peer.packing, chunks, T)
-        yield (f"{peer.name:<16}{job.engine or 'tokens':<10}{job.workers:>8}{cpu / 1e6:>16.2f}"
-               f"{wall / 1e6:>12.2f}{first:>11.2f} s{memory:>7,.0f} MB{shares.dropped:>9.1%}"
-               f"{shares.cut:>13.1%}")
+        line = (f"{peer.name:<16}{job.engine or 'tokens':<10}{job.workers:>8}{cpu / 1e6:>16.2f}"
+                f"{wall / 1e6:>12.2f}{first:>11.2f} s{memory:>7,.0f} MB")
+        if peer.packing:
+            shares = shares_of(peer.packing, chunks, T)
+            line += f"{shares.dropped:>9.1%}{shares.cut:>13.1%}"
+        yield line
 
 def measure_peer(run):
     peer, job, seconds = run

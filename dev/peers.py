@@ -88,6 +88,14 @@ def loop(job):
     for block in cut(arrays, job.B * (job.T + 1)):
         yield torch.from_numpy(block).view(job.B, job.T + 1)
 
+def nanogpt(job):
+    """Random windows of a file of ids, as get_batch draws them: some tokens often, some never."""
+    while True:
+        ids = np.memmap(job.ids, job.dtype, "r")
+        starts = torch.randint(len(ids) - job.T, (job.B,))
+        yield tuple(torch.stack([torch.from_numpy(ids[i:i + job.T].astype(np.int64))
+                                 for i in starts + shift]) for shift in (0, 1))
+
 def nanochat(job, module="nanochat.dataloader"):
     """The generator of nanochat or of dev/nanochat.py. It is endless."""
     os.environ["NANOLOADER_BASE_DIR"] = os.environ["NANOCHAT_BASE_DIR"] = job.own
@@ -164,7 +172,7 @@ class Peer(NamedTuple):
     name: str
     make: Callable    # job -> an epoch of batches
     engines: tuple = ("gigatoken", "tiktoken")
-    packing: str = "flat"
+    packing: str | None = "flat"
     write: Callable | None = None    # its own format
     needs: str = "torch"
     workers: int = 0
@@ -178,6 +186,7 @@ PEERS = [
     Peer("nanochat", nanochat, TIKTOKEN, "bestfit", write_nanochat, "nanochat"),
     Peer("dev/nanochat.py", functools.partial(nanochat, module="dev.nanochat"), TIKTOKEN,
          "bestfit", write_nanochat),
+    Peer("nanoGPT", nanogpt, TOKENS, packing=None),
     Peer("MosaicML", mosaic, TOKENS, "flat", write_mosaic, "streaming"),
     Peer("litData", litdata, TOKENS, "flat", write_litdata, "litdata", 2),
 ]
