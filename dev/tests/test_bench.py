@@ -103,8 +103,9 @@ def test_each_peer_delivers_our_ids(base, tmp_path, peer, monkeypatch):
     tokens, own = f"{tmp_path}/tokens", tmp_path / "own"
     tokenize(f"{base}/data", tokens, f"{base}/tokenizer")
     own.mkdir()
-    job = peers.Job(f"{base}/data", tokens, f"{own}", "", "", f"{base}/tokenizer",
-                    peer.engines[-1], workers=0, B=2, T=32)
+    bench.write_ids(tokens, f"{tmp_path}/ids")
+    job = peers.Job(f"{base}/data", tokens, f"{own}", f"{tmp_path}/ids", "uint16",
+                    f"{base}/tokenizer", peer.engines[-1], workers=0, B=2, T=32)
     if peer.write:
         peer.write(job)
     tokenizer, documents = get_tokenizer(job.tokenizer), texts_of(job.text).values()
