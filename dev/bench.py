@@ -1,13 +1,14 @@
 """
-Benchmarks of the loader: each figure beside its yardstick, in turns, in one run.
+Benchmarks: each figure and its yardstick are measured in turns, in one run.
 
     python -m dev.bench packings    what each packing drops, pads and cuts, on the data at hand
     python -m dev.bench speed       tokens per second, from text and from tokens
     python -m dev.bench mixing      first batch, resume, memory, by lanes, chunks, sources, groups
     python -m dev.bench peers       the same text by other loaders, as far as they are installed
 
-The trade-off: `speed` takes half a minute a line, since each line takes turns with its yardstick.
-So the shares hold on a busy machine, too; the tokens per second do not.
+The trade-off: `speed` takes half a minute a line, because each line takes turns with its yardstick.
+So its shares are also right on a busy machine, while tokens per second are not. The same holds for
+tokens per CPU second in `peers`.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -45,7 +46,7 @@ from tokenizer import find_tokenizer, get_tokenizer
 
 
 def run_fresh(function, job):
-    """In a process of its own: its memory and threads are only the job's."""
+    """Run it in a new process, so that memory and threads are only the job's."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         return process.submit(function, job).result()
 
@@ -231,7 +232,7 @@ def tokenizer_with(engine, folder):
     return tokenizer
 
 # --------------------------------------------------------------------------------------------------
-# mixing: what is in flight is the shuffle, and it has a price
+# mixing: more text in flight mixes better, and costs time and memory
 
 class Cell(NamedTuple):
     """One line of the table."""
