@@ -334,7 +334,7 @@ class Speed(NamedTuple):
     first: float     # seconds to the first batch, with the tokenizer's load and check
     memory: float    # MB, all processes together
 
-def measure_peers(tokenizer_dir, data_dir, B, T, engines, names, seconds=5.0, rounds=3):
+def measure_peers(tokenizer_dir, data_dir, B, T, engines, names, seconds, rounds):
     """Lines of a table, medians of the rounds. What is dropped and cut follows from the packing."""
     with tempfile.TemporaryDirectory() as work:
         tokens, ids = f"{work}/tokens", f"{work}/ids"
@@ -460,7 +460,8 @@ def make_parser():
         if name == "peers":
             names = [*dict.fromkeys(peer.name for peer in PEERS)]
             add("--loaders", nargs="+", choices=names, default=names)
-            add("--seconds", type=float, default=5.0, help="of a turn (default 5)")
+            add("--seconds", type=float, default=15.0,
+                help="of a turn (default 15): some loaders encode for 2 s, then deliver that")
             add("--rounds", type=at_least_1, default=3, help="turns of each (default 3)")
         if name == "mixing":
             add("--lanes", type=int, nargs="+", default=[8, 32, 64, 128], help="0: the default")
