@@ -51,19 +51,19 @@ from tokenizer import (
 # --------------------------------------------------------------------------------------------------
 # Tokenize: the same shards, with token ids in place of text
 
-VOCAB_SIZE = 32768    # of a tokenizer that is trained because the data has none
+VOCAB_SIZE = 32768    # if the data has no tokenizer, so that one must be trained
 
 def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     """
-    Write token shards with the names, row groups and rows of the text shards. Resumes: complete
-    shards of the same text and tokenizer are kept. keep: columns beside the tokens.
+    Write token shards with the names, row groups and rows of the text shards. To resume, keep
+    complete shards of the same text and tokenizer. keep: columns to copy next to the tokens.
     """
     if os.path.realpath(out) == os.path.realpath(data_dir):
         raise UserError(f"cannot write to {out}; name another local folder with --out")
     shards = all_shards(data_dir)
     if shards[0].kind == "tokens":
         raise UserError(f"{data_dir} holds token ids already; name a folder of text shards")
-    dataset.split_shards(shards)    # or an error: write_index would raise it at the end
+    dataset.split_shards(shards)    # raise its errors now: write_index would at the end
     keep = [*dict.fromkeys(keep)]
     names = {shard.name for shard in shards}
     others = [name for name, *_ in dataset.list_files(out) if name not in names]
@@ -75,7 +75,7 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     if missing:
         raise UserError(f"--keep {min(missing)}: {data_dir} has only {', '.join(sorted(columns))}")
     if "tokens" in keep:
-        raise UserError("--keep tokens: the ids have that name; give your column another one")
+        raise UserError("--keep tokens: the column of token ids has this name; rename your column")
     dropped = {*columns} - {shards[0].kind, *keep}
     if dropped:
         print(f"dropped columns (to keep some: --keep): {printable(', '.join(sorted(dropped)))}")
@@ -88,9 +88,9 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
         dataset.write_index(out)
 
 def tokenize_shard(shard, out, encoder, where, keep):
-    """Write a token shard, unless it is there."""
+    """Write a token shard, unless it exists."""
     dtype = np.dtype("uint16" if encoder.vocab_size <= 1 << 16 else "uint32")
-    if shard.kind == "messages":    # ~t is negative
+    if shard.kind == "messages":    # ~t, a masked token, is negative
         dtype = np.dtype("int32")
     made_from = {
         dataset.TOKEN_DTYPE: dtype.name,
@@ -128,11 +128,11 @@ def check_kept(out, shard, made_from, keep):
     has_same_rows = footer.shard.group_sizes == shard.group_sizes
     if not is_same or not has_same_rows or columns != ["tokens", *keep]:
         raise UserError(
-            f"{path} is there, and was made from other text, by another tokenizer, or with other "
-            "--keep; name a new folder with --out")
+            f"{path} already exists, but was made from different text, with another tokenizer, or "
+            "with other --keep columns; choose a new folder with --out")
 
 def in_order(function, items):
-    """function(item) of each item, in order, by threads. Few results are in memory."""
+    """Yield function(item) for each item, in order. Threads run ahead by a few items."""
     waiting = collections.deque()
     with ThreadPoolExecutor(cores()) as pool:
         for item in items:
@@ -143,7 +143,7 @@ def in_order(function, items):
             yield future.result()
 
 def encode(shard, row_group, encoder):
-    """The ids of each document of a row group, None for a null."""
+    """The ids of each document in a row group, None for a null."""
     array = shard.read(row_group)
     return encoder.encode(shard, row_group, np.arange(len(array)), array)
 
@@ -151,12 +151,12 @@ def columns_of(shard):
     return dataset.checked_footer(shard).metadata.schema.to_arrow_schema().names
 
 def read_columns(shard, row_group, names):
-    """Other columns than the documents; their pages are compared with their checksums."""
+    """Read extra columns. pyarrow compares their pages with their checksums."""
     def read():
         with dataset.open_file(shard.folder, shard.name, shard.file_size) as file:
             parquet = pq.ParquetFile(file, page_checksum_verification=True)
             table = parquet.read_row_group(row_group, names, use_threads=False)
-            return table.select(names).columns    # or an error: this shard lacks one
+            return table.select(names).columns    # raises if this shard lacks one
 
     place = f"{shard.path}, row group {row_group}"
     return dataset.retry(read, place, dataset.verify_advice(shard.folder))
@@ -165,7 +165,7 @@ def read_columns(shard, row_group, names):
 # Verify, stats, head
 
 def verify(folder):
-    """Read every column of every shard; Shard.read compares all checksums. True if all match."""
+    """Read every column of every shard and compare all checksums. True if all match."""
     shards = all_shards(folder)
     n_bad = 0
     for shard, problem in zip(shards, in_order(find_problem, shards), strict=True):
@@ -173,13 +173,14 @@ def verify(folder):
             n_bad += 1
             print(f"PROBLEM  {problem.partition('; check it with')[0]}", flush=True)
         elif not dataset.checked_footer(shard).checksums:
-            print(f"{shard.path}: others wrote it; only checksums of its pages, if it has any")
+            print(f"{shard.path}: another program wrote it; checked only the checksums of its "
+                  "pages, if it has any")
     n_documents = sum(sum(shard.group_sizes) for shard in shards)
     print(f"{folder}: {counted(len(shards), 'shard')}, {counted(n_documents, 'document')}, "
           f"{counted(n_bad, 'problem')}")
     if n_bad:
-        print("next: remove damaged shards, then type again what made them: python dataset.py -n N "
-              "and tokenize write what is missing, convert needs a new folder")
+        print("next: remove the damaged shards, then rerun the command that made them. dataset.py "
+              "-n and tokenize write only what is missing; convert needs a new folder")
     return n_bad == 0
 
 def find_problem(shard):
@@ -194,7 +195,7 @@ def find_problem(shard):
         return str(error)
 
 def stats(folder, tokenizer_dir=None):
-    """Print how many documents, bytes and tokens a folder has, and how long documents are."""
+    """Print the numbers of documents, bytes and tokens, and percentiles of document lengths."""
     tokenizer = load_tokenizer(tokenizer_dir, folder)
     print("split   shards  row groups    documents         MB  tokens")
     lengths = []
@@ -209,12 +210,12 @@ def stats(folder, tokenizer_dir=None):
     percents = (10, 50, 90, 99, 100)
     lengths = np.concatenate(lengths)
     points = np.percentile(lengths, percents)
-    words = [f"{percent} % up to {n:,.0f}" for percent, n in zip(percents, points, strict=True)]
-    print(f"bytes of {shards[0].kind} in a document: {', '.join(words)}")
+    words = [f"{percent}%: {n:,.0f}" for percent, n in zip(percents, points, strict=True)]
+    print(f"bytes of {shards[0].kind} per document, by percentile: {', '.join(words)}")
     print(f"null or empty documents: {np.count_nonzero(lengths == 0):,}")
 
 def load_tokenizer(tokenizer_dir, folder):
-    """None if none is named; UserError if another one made the tokens in `folder`."""
+    """None if no tokenizer is named. UserError if another one made the tokens in `folder`."""
     if tokenizer_dir is None:
         return None
     encoder = Encoder(get_tokenizer(tokenizer_dir))
@@ -228,12 +229,12 @@ def row_groups_of(shards):
     return places
 
 def read_lengths(place):
-    """Bytes of every document of a row group."""
+    """The bytes of each document in a row group."""
     shard, row_group = place
     return pc.binary_length(shard.read(row_group)).fill_null(0).to_numpy()
 
 def count_tokens(places, n_bytes, tokenizer):
-    """In words. Of text, an estimate from 16 row groups spread over the shards."""
+    """The number of tokens, as text to print. For text, estimated from 16 spread row groups."""
     shard, _ = places[0]
     if shard.kind == "tokens":
         return f"{n_bytes // np.dtype(shard.dtype).itemsize:,}"
@@ -248,7 +249,7 @@ def count_tokens(places, n_bytes, tokenizer):
     return f"about {n_tokens * n_bytes / max(1, n_sampled):,.0f}"
 
 def head(folder, n=5, split="train", tokenizer_dir=None):
-    """Print n documents: their places, lengths and first 200 characters, as Python writes them."""
+    """Print the place, the length and the first 200 characters (as a repr) of n documents."""
     tokenizer = load_tokenizer(tokenizer_dir, folder)
     shards = list_shards(folder, split)
     documents = itertools.islice(documents_of(shards), n)
@@ -270,7 +271,7 @@ def describe_document(document, shard, tokenizer):
         return "null", ""
     if shard.kind == "tokens":
         ids = np.frombuffer(document, shard.dtype)
-        known = np.where(ids < 0, ~ids, ids).tolist()    # ~t: without a loss
+        known = np.where(ids < 0, ~ids, ids).tolist()    # ~t: masked
         text = tokenizer.tokenizer.decode(known[1:]) if tokenizer else str(known)
         return f"{len(ids):,} tokens", text
     return f"{len(document.encode()):,} bytes", document
@@ -284,14 +285,14 @@ def main(argv=None):
     add = parser.add_argument
     add("command", metavar="COMMAND", choices=("tokenize", "verify", "stats", "head"))
     add("folder", nargs="?", metavar="FOLDER",
-        help="folder or URI of shards, also as --data FOLDER (default: what train.py takes)")
+        help="folder or URI of shards, also as --data FOLDER (default: what train.py uses)")
     add("--data", help=argparse.SUPPRESS)
-    add("--tokenizer", help="its folder: of tokenize; stats counts tokens, head shows their text")
+    add("--tokenizer", help="its folder: tokenize uses it, stats counts tokens, head shows text")
     add("--out", type=dataset.local_folder, help="tokenize: folder for the token shards")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME",
-        help="tokenize: columns to keep")
-    add("-n", type=at_least_1, default=5, help="head: how many (default 5)")
-    add("--split", default="train", choices=("train", "val"), help="head: of which split")
+        help="tokenize: extra columns to keep")
+    add("-n", type=at_least_1, default=5, help="head: number of documents (default: 5)")
+    add("--split", default="train", choices=("train", "val"), help="head: which (default: train)")
     flags = parser.parse_intermixed_args(argv)    # FOLDER may come after an option
     if flags.command == "tokenize" and not flags.out:
         parser.error("tokenize needs a folder for the token shards: --out FOLDER")
@@ -304,7 +305,7 @@ def run(flags):
     folder = find_data(flags.folder or flags.data)
     if flags.command == "tokenize":
         tokenize(folder, flags.out, flags.tokenizer, flags.keep)
-        print(f"tokens are in {flags.out}; to count them: python -m dev.prepare stats {flags.out}")
+        print(f"tokens are in {flags.out}; next: python -m dev.prepare stats {flags.out}")
     elif flags.command == "verify":
         sys.exit(not verify(folder))
     elif flags.command == "stats":

@@ -84,11 +84,11 @@ def test_a_val_shard_that_is_in_train_is_a_warning(tmp_path):
     other.mkdir()
     pq.write_table(pa.table({"text": ["a"]}), other / "a.parquet")
     shutil.copy(other / "a.parquet", other / "val-0.parquet")
-    with pytest.warns(UserWarning, match="a.parquet and .*val-0.parquet seem to be copies"):
+    with pytest.warns(UserWarning, match="a.parquet and .*val-0.parquet look like copies"):
         dataset.warn_of_copies(dataset.all_shards(str(other)))
     shutil.copy(f"{folder}/b.parquet", other / "val-0.parquet")
     words = f"--steps 1 --depth 1 --vocab_size 300 --seq_len 8 --device cpu --data {other} {folder}"
-    with pytest.warns(UserWarning, match="(x/b|y/val-0).parquet and .*/(x/b|y/val-0).parquet seem to be"):
+    with pytest.warns(UserWarning, match="/(x/b|y/val-0).parquet and .* look like copies"):
         train.main([*words.split(), "--out", f"{tmp_path}/run"])
 
 @pytest.mark.parametrize("split, shards", [
@@ -109,7 +109,7 @@ def test_builtin_corpus_is_made_once_and_is_always_the_same(tmp_path, monkeypatc
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path))
     with ThreadPoolExecutor(3) as pool:
         (folder,) = set(pool.map(dataset.find_data, [None] * 3))
-    assert capsys.readouterr().out.count("building a corpus of Python's library") == 1
+    assert capsys.readouterr().out.count("building a demo corpus from Python's") == 1
     train, val = list_shards(None, "train"), list_shards(folder, "val")
     assert [len(shard.group_sizes) for shard in train + val] == [16] * 5
     assert 0.5e6 < sum(map(len, read(*val))) < 2e6
@@ -223,7 +223,7 @@ def test_a_replaced_shard_is_an_error(tmp_path):
     os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
     dataset.compare_footer.cache_clear()
     with (mock.patch("dataset.read_footer", return_value=footer),    # the old footer is known
-          pytest.raises(UserError, match=r"group 0: .* not those that were written .*verify")):
+          pytest.raises(UserError, match=r"group 0: checksum mismatch: .*verify")):
         shard.read(0)
     with pytest.raises(UserError, match=r"replaced by another .* python dataset.py index \S+$"):
         list_shards(folder, "train")[0].read(0)
@@ -295,7 +295,7 @@ def test_a_flipped_bit_in_our_own_keys_is_an_error(tmp_path):
         data = bytearray(sound)
         data[sound.index(key) + len(key) + 3] ^= 1    # a digit of its value
         path.write_bytes(data)
-        with pytest.raises(UserError, match=r"a.parquet, footer: its keys .* \(checksum\); if it"):
+        with pytest.raises(UserError, match=r"a.parquet, footer: checksum mismatch: its keys"):
             list_shards(folder, "train")
 
 def test_older_shards_have_no_checksum_of_their_keys(tmp_path):
@@ -306,7 +306,7 @@ def test_older_shards_have_no_checksum_of_their_keys(tmp_path):
 @pytest.mark.parametrize("field, value", [
     ("group_sizes", [-1]), ("group_sizes", [1.5]), ("group_sizes", ["3"]), ("group_sizes", [None]),
     ("group_sizes", 3), ("group_sizes", [10**30]), ("text_bytes", "9"), ("text_bytes", -9),
-    ("file_size", None), ("file_size", True)])
+    ("file_size", None), ("file_size", True), ("digest", [1]), ("dtype", {})])
 def test_numbers_of_an_index_are_checked_where_it_is_read(tmp_path, field, value):
     folder = write(tmp_path, "a", "b")
     dataset.write_index(folder)
@@ -370,16 +370,16 @@ def add_tokens(folder):
 NO_SHARDS = r"/data does not exist, or has no shards; .*dataset.py -n 8, or .*FILES --out NEW_"
 ONE_COLUMN = r"/x.parquet: expected one string column `text` or `messages`; it has: %s. .*--out N"
 OLD_VERSIONS = "older versions of its data; name the folder of one version"
-NO_INDEX = r"/index.json: .*; if all files .*: python dataset.py index"
-NO_MATCH = r"index.json does not match: b.parquet.*: %s bytes in the index .*dataset.py index"
+NO_INDEX = r"/index.json: .*; if all files .* run: python dataset.py index"
+NO_MATCH = r"not match the folder: b.parquet has %s bytes in the index .*dataset.py index"
 
 # A folder, the names of its shards, and a change: columns of another program, or a function
 @pytest.mark.parametrize("words, names, change", [
     (NO_SHARDS, "", None),
     (NO_SHARDS, "", lambda folder: folder.write_text("a file")),
     (r"1 shards, 0 train, 1 val \(a.parquet\); .* --out NEW_FOLDER$", "a", None),
-    (r"0 train, 0 val, 2 test by name .* rename", "test-0 test-1", None),
-    ("/train-0.parquet is train by its name, heldout.parquet names no", "train-0 heldout", None),
+    (r"0 train, 0 val, 2 test by name .* Rename", "test-0 test-1", None),
+    ("/train-0.parquet is named for train, but heldout.parquet names no", "train-0 heldout", None),
     (ONE_COLUMN % "n: int64 raw: string", "a", {"n": [1], "raw": ["a"]}),
     (ONE_COLUMN % "text: string messages: string", "a", {"text": ["a"], "messages": ["[]"]}),
     (ONE_COLUMN % "messages: list<.*>.*", "a", {"messages": [["a"]]}),
@@ -395,8 +395,8 @@ NO_MATCH = r"index.json does not match: b.parquet.*: %s bytes in the index .*dat
     (NO_INDEX, "a index", spoil_index(format=1)),
     (NO_INDEX, "a index", spoil_index(shards={"a.parquet": {"bytes": 1}})),
     (NO_INDEX, "a index", lambda folder: (folder / "index.json").write_text("[" * 200_000)),
-    (NO_MATCH % r"\d+ bytes in the folder, None", "a index", lambda folder: write(folder, "b")),
-    (NO_MATCH % r"None bytes in the folder, \d+", "a b index",
+    (NO_MATCH % r"\d+ bytes there, None", "a index", lambda folder: write(folder, "b")),
+    (NO_MATCH % r"None bytes there, \d+", "a b index",
      lambda folder: os.unlink(folder / "b.parquet")),
 ])
 def test_unusable_folder_is_an_error_that_says_what_to_type(tmp_path, words, names, change):
@@ -434,10 +434,10 @@ def test_a_folder_is_not_read_before_its_writer_has_finished(tmp_path, monkeypat
     folder = dataset.default_data_dir()
     dataset.mark_unfinished(folder, "again")
     for data_dir in (folder, None):
-        with pytest.raises(UserError, match=r"is not complete; type: again$"):
+        with pytest.raises(UserError, match=r"is incomplete; to finish it, run: again$"):
             list_shards(data_dir, "train")
     write(folder, "a", "b")
-    with pytest.raises(SystemExit, match="is not complete; type: again"):
+    with pytest.raises(SystemExit, match="is incomplete; to finish it, run: again"):
         dataset.main(["index", folder])
     dataset.write_index(folder)
     assert read(*list_shards(None, "train")) == ["a", "aa", "aaa"]
@@ -560,7 +560,7 @@ def spoil(server, name, how):
     ("a.parquet, footer: .*503.*; if it is damaged", "web", 5, "a.parquet", 503),
     ("a.parquet, footer: .*not found", "web", 5, "a.parquet", "lost"),
     ("index.json: .*403.*; check .* permissions", "web", 5, "index.json", 403),
-    ("has no index.json, and web servers list no files; write", "web", 0, "index.json", "lost"),
+    ("has no index.json, and web servers do not list files. Make", "web", 0, "index.json", "lost"),
     ("whole .* lacks range requests", "web", 0, "a.parquet", "no ranges"),
     ("a.parquet, footer: .*the file has changed", "web", 0, "a.parquet", "grown"),
     ("a.parquet.*bytes, but .* as listed or in the index", "s3", 0, "a.parquet", "grown")])
@@ -578,7 +578,7 @@ def test_s3_is_listed_or_has_an_index(server, tmp_path, monkeypatch):
     dataset.main(["index", server.s3])
     assert json.loads((tmp_path / "index.json").read_bytes()) == json.loads(index)
     assert list_shards(server.s3, "val")[0].path == server.s3.replace("?", "/c.parquet?")
-    for folder, words in {server.s3: "index.json is here already; type the command in another",
+    for folder, words in {server.s3: "index.json already exists here; run the command in another",
                           "nope://x": "nope://x.*Unrecognized .*; check its address"}.items():
         with pytest.raises(SystemExit, match=words):
             dataset.main(["index", folder])
@@ -624,7 +624,7 @@ def test_download_from_a_hub_that_misbehaves_ends_complete(hub):
     status, _, err = hub.run("-n", "2", "-w", "1")
     assert re.search(r"error: hf://.*00001.parquet, download: .*; the same command resumes\n$", err)
     again = f"python dataset.py -n 2 --out {hub.data}$"
-    with pytest.raises(UserError, match=f"is not complete; type: {again}"):
+    with pytest.raises(UserError, match=f"is incomplete; to finish it, run: {again}"):
         list_shards(str(hub.data), "train")
     assert status == 1 and not any(hub.faults.values())
     hub.files["shard_00001.parquet"] = missing
@@ -645,7 +645,7 @@ def test_a_download_that_cannot_begin_changes_nothing(hub, is_ours):
     before = read_all(hub.data)
     status, _, err = hub.run("-n", "2")
     assert (status, read_all(hub.data)) == (1, before)
-    assert is_ours or "has other shards than downloaded ones; choose --out NEW_FOLDER" in err
+    assert is_ours or "holds shards that were not downloaded; choose another one: --out" in err
 
 def test_no_index_is_written_for_a_folder_that_cannot_be_used(tmp_path):
     folder = write(tmp_path, "train-0", "heldout")
@@ -660,7 +660,7 @@ def test_stopped_download_leaves_at_once(hub):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=50)
     assert process.returncode == 130
-    assert err.endswith("stopped; type the same command to continue or repeat it\n")
+    assert err.endswith("stopped; run the same command to continue or repeat it\n")
     assert "unfinished" in (hub.data / "index.json").read_text()
 
 @pytest.mark.parametrize("flags, call", [

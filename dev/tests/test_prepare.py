@@ -71,13 +71,14 @@ def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer):
     for text, tokens in zip(all_of(tmp_path / "text"), all_of(tmp_path / "tokens"), strict=True):
         assert (text.name, text.text_bytes, text.group_sizes, text.digest) == (
             tokens.name, tokens.text_bytes, tokens.group_sizes, tokens.digest)
-        assert (tokens.kind, tokens.dtype, tokens.tokenizer_fingerprint) == ("tokens", "uint16", "bytes")
+        assert (tokens.kind, tokens.dtype) == ("tokens", "uint16")
+        assert tokens.tokenizer_fingerprint == "bytes"
     ids = [np.frombuffer(raw, "<u2").tolist() for raw in read_all(tmp_path / "tokens")]
     assert ids == [[256, *text.encode()] for text in texts]
 
 @pytest.mark.parametrize("kind", ["chats", "ids"])
 def test_an_epoch_has_each_token_of_an_answer_as_a_target_once(tmp_path, trained, kind, capsys):
-    """Tokens of messages are int32; ~t is a token t without a loss."""
+    """Tokens of messages are int32; ~t is a masked token t."""
     make_shards(tmp_path / "chats", column="messages")
     words = "--tokenizer", trained
     assert command("tokenize", tmp_path / "chats", *words, "--out", tmp_path / "ids") is None
@@ -95,7 +96,7 @@ def test_an_epoch_has_each_token_of_an_answer_as_a_target_once(tmp_path, trained
     assert ("<|user_start|>" in capsys.readouterr().out) == (kind == "ids")
     assert command("stats", tmp_path / "chats", *words) is None
     printed = capsys.readouterr().out
-    assert "bytes of messages in a document: " in printed
+    assert "bytes of messages per document, " in printed
 
 def test_tokenize_resumes(tmp_path, byte_tokenizer, monkeypatch):
     """Stopped midway, the folder cannot be read; the same command keeps what is done."""
@@ -111,7 +112,7 @@ def test_tokenize_resumes(tmp_path, byte_tokenizer, monkeypatch):
             command(*words)
     assert not last.exists()
     again = "python -m dev.prepare tokenize .*/text --tokenizer .* --out .*/out$"
-    with pytest.raises(dataset.UserError, match=f"is not complete; type: {again}"):
+    with pytest.raises(dataset.UserError, match=f"is incomplete; to finish it, run: {again}"):
         dataset.list_shards(str(tmp_path / "out"), "val")
     before = first.stat().st_mtime_ns
     assert command(*words) is None
@@ -127,7 +128,7 @@ def test_what_tokenize_refuses_leaves_all_folders_as_they_were(tmp_path, byte_to
     make_shards(tmp_path / "other", (40, 24, 12))
     prepare.tokenize(str(text), str(out))
     files = files_below(tmp_path)
-    changed = "from other text, by another tokenizer, or with other --keep; name a new folder"
+    changed = "from different text, with another tokenizer, or with other --keep columns; choose"
     for folder, target, words in (
             (out, "more", "holds token ids already"), (text, "out/../text", "cannot write to"),
             (tmp_path / "less", "out", r"out holds shard_00002\.parquet, which .*less does not"),
@@ -145,7 +146,7 @@ def test_kept_columns_stay_beside_the_tokens(tmp_path, byte_tokenizer, capsys):
     words = "tokenize", tmp_path / "text", "--out", tmp_path / "out", "--keep"
     has_only = "--keep scor: .*/text has only lang, score, text, tokens$"
     assert re.search(has_only, command(*words, "scor"))
-    assert "--keep tokens: the ids have that name" in command(*words, "tokens")
+    assert "--keep tokens: the column of token ids has this name" in command(*words, "tokens")
     assert command(*words, "score", "score") is None
     assert "dropped columns (to keep some: --keep): lang, tokens\n" in capsys.readouterr().out
     table = pq.read_table(f"{tmp_path}/out/x.parquet")
@@ -155,7 +156,7 @@ def test_kept_columns_stay_beside_the_tokens(tmp_path, byte_tokenizer, capsys):
     dataset.write_shard(f"{tmp_path}/text/y.parquet", [rows.select(["text"])])
     line = command("tokenize", tmp_path / "text", "--out", tmp_path / "new", "--keep", "score")
     assert re.search("error: .*/text/y.parquet, row group 0: .*score", line)
-    with pytest.raises(dataset.UserError, match=r"not complete; type: .* --keep score$"):
+    with pytest.raises(dataset.UserError, match=r"incomplete; to finish it, run: .* --keep score$"):
         dataset.list_shards(str(tmp_path / "new"), "val")
 
 # --------------------------------------------------------------------------------------------------
@@ -170,7 +171,7 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
     assert command("verify", tmp_path) == 0
     printed = capsys.readouterr().out
     assert "5 shards, 27 documents, 0 problems\n" in printed
-    assert printed.count("00004.parquet: others wrote it; only checksums of its pages") == 1
+    assert printed.count("00004.parquet: another program wrote it; checked only the checksums") == 1
     column = pq.read_metadata(both).row_group(0).column(1)
     documents = pq.read_metadata(first).row_group(0).column(0)
     middle = documents.data_page_offset + documents.total_compressed_size // 2
@@ -184,7 +185,7 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
         assert command("verify", "--data", tmp_path) == 1
         printed = capsys.readouterr().out
         assert re.search(f"PROBLEM  .*{path.name}.*{words}", printed)
-        assert "5 shards, 27 documents, 1 problem\nnext: remove damaged shards" in printed
+        assert "5 shards, 27 documents, 1 problem\nnext: remove the damaged shards" in printed
         path.write_bytes(sound)
 
 def test_chat_that_cannot_be_encoded_is_named(tmp_path, trained):
@@ -205,7 +206,7 @@ def test_stats_count_documents_and_tokens(tmp_path, byte_tokenizer, capsys):
     row = rf"train +2 +10 +80 +{size / 1e6:.1f}  about {size + 80:,}\nval +1 +2 +12 "
     assert re.search(row, printed)
     lengths = [len(text.encode()) for text in texts]
-    assert f"50 % up to {np.median(lengths):,.0f}, 90 % up" in printed
+    assert f"50%: {np.median(lengths):,.0f}, 90%: " in printed
     assert command("tokenize", tmp_path / "text", "--out", tmp_path / "tokens") is None
     assert command("stats", tmp_path / "tokens") is None
     assert f"  {size + 80:,}\n" in capsys.readouterr().out
