@@ -167,7 +167,7 @@ def scatter_files(files, flags, building, longest_val):
     n_bytes = 0
     for position, text, is_val, kept in good_documents(files, flags, report):
         key = hash_of(b"0 %d %d" % position) // 2 * 2 + is_val    # the last bit: a file for val
-        text_hash = hash_of(text.strip())
+        text_hash = hash_of(text.translate(None, b" \t\r\n"))
         if len(text) > longest_val:
             text_hash //= 2    # val takes the largest hashes
         rows.append((key, text_hash, text, *kept))
@@ -253,8 +253,8 @@ def divide(building, drop_copies, report):
     texts, first, copies = np.unique(hashes, return_index=True, return_counts=True)
     if len(texts) < len(keys):
         what_to_do = "dropped" if drop_copies else "--drop_copies keeps one of each"
-        report.notes.append(f"{len(keys) - len(texts):,} of {len(keys):,} documents are exact "
-                            f"copies of others ({what_to_do})")
+        report.notes.append(f"{len(keys) - len(texts):,} of {len(keys):,} documents are copies "
+                            f"of others, white space aside ({what_to_do})")
     if not in_val.any():
         rare = texts[copies <= np.median(copies)]    # a very frequent text would be all of val
         n_val = max(1, len(texts) // 100, min(VAL_DOCUMENTS, len(texts) // 10))
@@ -428,7 +428,7 @@ def find_files(flags, report):
         raise UserError("; ".join(["no files to read", *report.lines()]))
     folder = os.path.commonpath(map(os.path.dirname, paths))
     splits = [dataset.split_in_name(path.removeprefix(folder)) for path in paths]
-    if "train" not in splits or flags.as_text:    # names of code mean other things
+    if flags.as_text or {"train", None}.isdisjoint(splits):    # code is named for other things
         splits = [None] * len(paths)
     files = []
     unpacked = {}

@@ -31,8 +31,9 @@ NAME = re.compile(rb"<\|\w+\|>|</s>|<[be]os>")    # of tiktoken's and Hugging Fa
 def make_document(record, flags, place, report):
     """(text as UTF-8, kept values). In the report: its kind and size, and what is dropped of it."""
     record = as_dict(record, flags)
-    kind, columns = find_document(record, flags)
     kept = [lookup(record, name) for name in flags.keep]
+    record = {key: value for key, value in record.items() if key not in flags.ignore_keys}
+    kind, columns = find_document(record, flags)
     if kind == "messages":
         messages, columns = make_messages(record, columns, flags.ignore_keys)
         try:
@@ -42,12 +43,13 @@ def make_document(record, flags, place, report):
                 raise
             report.add(REFUSED, f"{place}: {error}")
         text = json.dumps(messages, ensure_ascii=False)
-        label = record.get("label")    # KTO's: is the answer good?
-        if isinstance(label, int | float):
-            columns = [*columns, "label"]
-            if not label:
-                report.add("skipped conversations whose label is false", place)
+        for name in WEIGHTS:
+            weight = weight_of(record.get(name))
+            if weight == 0:
+                report.add(f"skipped conversations whose {name} is false", place)
                 return b"", kept
+            if weight == 1:
+                columns = [*columns, name]
     else:
         text = plain_text(lookup(record, columns[0]), columns[0])
     text = text.encode()
@@ -91,7 +93,8 @@ ASK = ("prompt", "question", "instruction")
 ADD = ("input", "context")
 ANSWER = ("completion", "response", "answer", "output", "chosen")
 SYSTEM = ("system", "system_prompt")
-BESIDE = (*SYSTEM, "history", "label")    # history: pairs before the question; label: KTO's
+WEIGHTS = ("weight", "loss", "train", "loss_weight", "label")    # learn it? Also keys of a message
+BESIDE = (*SYSTEM, "history", *WEIGHTS)    # history: pairs before the question
 BESIDE_TYPES = "(large_)?(string|list)|u?int|bool|double"
 
 def columns_to_read(flags):
@@ -116,11 +119,12 @@ def find_document(record, flags):
     found = collections.defaultdict(list)
     for use, keys in columns_to_read(flags).items():
         for key in keys:
-            if lookup(record, key) is not None and key not in flags.ignore_keys:
+            if lookup(record, key) is not None:
                 found[use].append(key)
     text, chat = found["text"], found["chat"][:1]
-    if not chat and found["ask"] and found["answer"]:
-        chat = [find_one(record, found["ask"]), *found["add"], find_one(record, found["answer"])]
+    question = [*find_one(record, found["ask"]), *found["add"]]
+    if not chat and question and found["answer"]:
+        chat = question + find_one(record, found["answer"])
     if text and chat:
         raise UserError(f"it has both {text[0]!r} and {chat[0]!r}; choose: --text_key {text[0]}, "
                         f"or for conversations --messages_key {chat[0]}")
@@ -134,12 +138,12 @@ def find_document(record, flags):
         "in a), or for conversations with --messages_key")
 
 def find_one(record, names):
-    """The only one with a value; the first, if none has."""
+    """[the only one with a value], or the first if all are empty"""
     full = [name for name in names if record[name]]
     if len(full) > 1:
         raise UserError(f"it has {full[0]!r} and {full[1]!r}, which mean the same; to leave out "
                         f"one: --ignore_keys {full[1]}")
-    return [*full, *names][0]
+    return (full or names)[:1]
 
 def lookup(record, key):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
@@ -172,13 +176,19 @@ def columns_of(keys):
 # parts; encoding checks the tokenizer's own template.
 
 SHAREGPT = {"human": "user", "gpt": "assistant"}    # its names; "User" is "user"
-WEIGHTS = {"weight", "loss", "train", "loss_weight"}    # what other tools call "weight"
+
+def weight_of(value):
+    """0, "0.0", False, "false" -> 0;  1, "1.0", True, "true" -> 1;  others -> None"""
+    words = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
+    return words.get(str(value).lower())
 
 def make_messages(record, columns, ignore_keys):
     """(messages as shards hold them, the columns that were read)"""
     values = [lookup(record, column) for column in columns]
     messages = read_pair(values, ignore_keys) if values[1:] else clean(values[0], ignore_keys)
     history = record.get("history")
+    if isinstance(history, str):    # of CSV
+        history = load_json(history or "[]")
     if isinstance(history, list):
         pairs = [read_pair(pair, ignore_keys) for pair in history]
         messages = [*itertools.chain(*pairs), *messages]
@@ -242,12 +252,12 @@ def clean_message(message, ignore_keys):
             message.pop(key, None)
     role = message["role"].lower()
     kept = {"role": SHAREGPT.get(role, role), "content": message["content"]}
-    weights = [message[key] for key in message.keys() & WEIGHTS]
-    if not all(weight in (0, 1) for weight in weights):
+    weights = [weight_of(message[key]) for key in WEIGHTS if key in message]
+    if None in weights:
         raise UserError("expected a weight of 0 or 1")
     if weights:
-        kept["weight"] = int(all(weights))
-    for key in sorted(message.keys() - WEIGHTS - kept.keys()):
+        kept["weight"] = min(weights)
+    for key in sorted(message.keys() - kept.keys() - {*WEIGHTS}):
         if message[key] not in ("", [], {}):
             raise UserError(f"its {key} would be lost")
     read = read_message(kept, ALL_ROLES, NANOCHAT)

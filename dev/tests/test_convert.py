@@ -183,7 +183,7 @@ def test_order_never_changes(tmp_path, monkeypatch, run_bytes, tasks, workers):
     monkeypatch.setattr(convert, "TASKS", tasks)
     monkeypatch.setattr(convert, "cores", lambda: 2)
     documents = converted(tmp_path, "-w", workers)
-    assert hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16] == "a2c31ed796d2c5b5"
+    assert hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16] == "ad409d34fe5b82c2"
 
 def test_shards_are_equal_and_val_is_a_hundredth(tmp_path, monkeypatch):
     """... of the documents, or 64 of them. A document of a twentieth of all text is not in val."""
@@ -218,7 +218,8 @@ def test_marks_between_documents_divide_text(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert re.search(r"texts with the name of a special token, .*--split_at NAME\): 2, ", printed)
     lines = [line.split(":")[0] for line in printed.splitlines() if "copies" in line]
-    assert lines == ["8 of 21 documents are exact copies of others (--drop_copies keeps one of each)"]
+    assert lines == ["8 of 21 documents are copies of others, white space aside (--drop_copies "
+                     "keeps one of each)"]
     found = converted(tmp_path, "--split_at", "<|endoftext|>", "--drop_copies")
     assert len(found) == 12
 
@@ -253,12 +254,16 @@ def test_a_table_in_three_formats_is_noticed(tmp_path, capsys):
     texts = [f"row {i}" for i in range(500)]
     write(tmp_path / "in", {
         "data.parquet": as_parquet(as_table(texts)), "data.jsonl": texts_as_json(texts),
-        "data.csv": as_csv([f"{text}\n" for text in texts], ",")})
+        "data.csv": as_csv([f"\n{text}".replace(" ", "\r\n\t") for text in texts], ",")})
     assert len(converted(tmp_path)) == 1500
-    assert "\n1,000 of 1,500 documents are exact copies of others (--drop_copies keeps" in (
+    assert "\n1,000 of 1,500 documents are copies of others, white space aside (--drop_copies keeps" in (
         capsys.readouterr().out)
-    assert sorted(text.strip() for text in converted(tmp_path, "--drop_copies")) == sorted(texts)
-    assert "1,000 of 1,500 documents are exact copies of others (dropped)" in capsys.readouterr().out
+    train, val = [{" ".join(text.split()) for text in side} for side in sides(tmp_path / "out")]
+    assert not train & val
+    found = [" ".join(text.split()) for text in converted(tmp_path, "--drop_copies")]
+    assert sorted(found) == sorted(texts)
+    printed = capsys.readouterr().out
+    assert "1,000 of 1,500 documents are copies of others, white space aside (dropped)" in printed
 
 def test_a_very_frequent_text_is_not_all_of_val(tmp_path):
     for i in range(8):
@@ -284,6 +289,17 @@ def test_splits_in_names_mean_the_same_for_all_forms_of_inputs(tmp_path, capsys,
     printed = capsys.readouterr().out
     assert "ignored files, of a test split beside train: 2, such as " in printed
     assert "left out of train, because files for val have the same text: 1 document\n" in printed
+
+def test_val_and_test_by_name_beside_files_without_a_split(tmp_path):
+    """As train.py reads shards. If all files are of val or test, they are read like any others."""
+    texts = {name: [f"{name} {i}" for i in range(9)] for name in ("a", "dev", "test-0")}
+    files = {f"{name}.jsonl": texts_as_json(texts[name]) for name in texts}
+    write(tmp_path / "in", files)
+    converted(tmp_path)
+    train, val = sides(tmp_path / "out")
+    assert (sorted(train), sorted(val)) == (texts["a"], texts["dev"])
+    os.unlink(tmp_path / "in/a.jsonl")
+    assert sorted(converted(tmp_path)) == sorted(texts["dev"] + texts["test-0"])
 
 @pytest.mark.parametrize("form", ["folder", "glob", "files"])
 def test_caches_of_a_saved_dataset_are_not_read(tmp_path, capsys, form):
@@ -472,9 +488,10 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     assert f"ignored files, about the data: 2, such as {folder}/" in printed
     assert f"of other kinds: 1, such as {folder}/a.rar\n" in printed
     assert f"of a test split beside train: 1, such as {folder}/test-0.jsonl\n" in printed
-    named = folder / "test-0.jsonl", folder / ".git/c.jsonl"
-    assert command(*named, "--out", tmp_path / "named") is None
-    assert sorted(read_all(tmp_path / "named")) == ["a", "a", "b", "b"]
+    for name in ("test-0.jsonl", ".git/c.jsonl"):
+        shutil.rmtree(tmp_path / "named", ignore_errors=True)
+        assert command(folder / name, "--out", tmp_path / "named") is None
+        assert sorted(read_all(tmp_path / "named")) == ["a", "b"]
     assert "ignored" not in capsys.readouterr().out
 
 def test_shards_of_ours_below_an_input_are_not_read_again(tmp_path, capsys):
@@ -620,10 +637,10 @@ def test_other_keys_of_messages_are_an_error_unless_they_are_named(tmp_path):
     line = command(tmp_path / "in", "--out", tmp_path / "x", "--ignore_keys", "thinking", "name")
     assert "b.jsonl, line 1: message 1: its name would be lost; saw " in line
 
-@pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight"])
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
 @pytest.mark.parametrize("value, weight", [
     (False, 0), (0, 0), (0.0, 0), (True, 1), (1, 1), (1.0, 1), (None, None), (0.5, "error"),
-    ("false", "error")])
+    ("False", 0), ("0", 0), ("true", 1), ("so", "error")])
 def test_marks_of_answers_are_read_or_refused(tmp_path, key, value, weight):
     """Of OpenAI, ms-swift, axolotl and LLaMA-Factory."""
     marked = {"from": "gpt", "value": "No", key: value}
@@ -635,6 +652,22 @@ def test_marks_of_answers_are_read_or_refused(tmp_path, key, value, weight):
         return
     longest = max(map(json.loads, converted(tmp_path)), key=len)
     assert [message.get("weight") for message in longest] == [None, weight, None, None]
+
+@pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
+@pytest.mark.parametrize("value", [False, 0, 0.0, "0", True, 1, "True", None, 2, "good"])
+def test_marks_of_a_record_are_read(tmp_path, capsys, key, suffix, value):
+    row = {"prompt": "Hi", "completion": "No", key: value}
+    data = {
+        "jsonl": as_json(row), "parquet": as_parquet(pa.Table.from_pylist([row])),
+        "csv": ",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n"}
+    write(tmp_path / "in", {f"a.{suffix}": data[suffix], "b.jsonl": as_json(TALK, [*TALK, *TALK])})
+    found = converted(tmp_path)
+    printed = capsys.readouterr().out
+    is_bad = str(value) in ("False", "0", "0.0")
+    assert len(found) == 3 - is_bad
+    assert is_bad == (f"skipped conversations whose {key} is false: 1, such as " in printed)
+    assert len(converted(tmp_path, "--ignore_keys", key)) == 3
 
 def test_bad_answers_of_preference_data_are_left_out(tmp_path, capsys):
     rows = [{"prompt": "Hi", "completion": f"{label}", "label": label} for label in (0, 1, False)]
@@ -664,6 +697,13 @@ def test_any_question_and_answer_make_a_conversation(tmp_path, asking, answering
     assert short == [{"role": "user", "content": question}, {"role": "assistant", "content": "5"}]
     assert [message["content"] for message in long] == [
         "Be kind", "Hi", "Hello", "Who?", "Me", question, "5"]
+
+def test_a_question_may_be_an_input_alone_and_history_json(tmp_path):
+    row = {"input": "Well?", "output": "So", "history": '[["Hi", "Hello"]]'}
+    write(tmp_path / "in", {"a.jsonl": as_json(row), "b.csv": "context,answer,history\nHi,Hello,\n"})
+    short, long = sorted(map(json.loads, converted(tmp_path)), key=len)
+    assert short == TALK
+    assert [message["content"] for message in long] == ["Hi", "Hello", "Well?", "So"]
 
 def test_two_answers_are_for_the_user_to_choose(tmp_path):
     row = {"prompt": "Hi", "response": "a", "output": "b", "question": ""}
