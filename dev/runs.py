@@ -49,10 +49,10 @@ def loader_of(saved, begins=False):
                         f"{saved['step']} cannot name rows before it; pass one of step {changed} "
                         "or before")
     flags, state = flags_of(saved), json.loads(saved["loader"])
-    config, adjustable = state["config"], state["adjustable"]
+    config = state["config"]
     tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
     loader = PackedLoader(
-        tokenizer, flags.batch_size, adjustable["T"], "train", packing=adjustable["packing"],
+        tokenizer, flags.batch_size, state["T"], "train", packing=state["packing"],
         data_dir=sources_of(flags), rank=0, world_size=1, num_lanes=config["num_lanes"],
         chunk_bytes=config["chunk_bytes"], shuffle_seed=config["shuffle_seed"])
     if not begins:
