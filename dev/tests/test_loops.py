@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 import typing
 from pathlib import Path
 from unittest import mock
@@ -48,11 +49,17 @@ def snippets(title, kind="python"):
 B, T = 2, 16
 SAVE_EVERY = 2    # batches of one process
 
+def with_zeros(model):
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    return model
+
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = torch.nn.Embedding(257, 8)
         self.head = torch.nn.Linear(8, 257)
+        with_zeros(self)
 
     def forward(self, inputs):
         note(inputs)
@@ -64,9 +71,6 @@ class Steady(torch.optim.AdamW):
     def __init__(self, params, **_):
         super().__init__(params, lr=1e-3, weight_decay=0)
         Steady.newest = self
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                torch.nn.init.zeros_(parameter)
 
     def step(self, *args, **kwargs):
         for group in self.param_groups:
@@ -139,7 +143,7 @@ def names_of_the_reader():
     torch.manual_seed(0)
     model = Model()
     optimizer = Steady(model.parameters())
-    return {"__name__": "__main__", "tokenizer": ByteTokenizer(), "model": model, "note": note,
+    return {"__name__": "__main__", "tokenizer": ByteTokenizer(), "model": model, "note": note, "with_zeros": with_zeros,
             "optimizer": optimizer, "train_step": train_step, "B": B, "T": T, "save_every": SAVE_EVERY,
             "device_type": "cpu"}
 
@@ -278,8 +282,8 @@ TRAINER = """
         def forward(self, input_ids, shift_labels, **others):
             note(input_ids)
             return super().forward(input_ids, shift_labels=shift_labels, **others)
-    model = Llama(LlamaConfig(vocab_size=257, hidden_size=8, intermediate_size=8,
-                              num_hidden_layers=1, num_attention_heads=1))
+    model = with_zeros(Llama(LlamaConfig(vocab_size=257, hidden_size=8, intermediate_size=8,
+                                         num_hidden_layers=1, num_attention_heads=1)))
     options = {"save_steps": save_every, "use_cpu": True, "report_to": [], "disable_tqdm": True,
                "lr_scheduler_type": "constant", "learning_rate": 1e-3}
 """
@@ -320,6 +324,31 @@ def test_loop_killed_in_a_save_resumes_with_one_steps_parts(folder, title, befor
 def test_fsdp2_killed_in_each_ranks_save_resumes_on_4_and_1(folder):
     stops = Stop(0, 2, 0), Stop(0, 2, "metadata"), Stop(1, 2, 1), Stop(3, 2, 1), None
     check(script("FSDP2"), (2, 2, 2, 4, 1), stops)
+
+def test_torchtitan_resumes_on_another_number_of_ranks(folder, monkeypatch):
+    """Through DCP, as torchtitan's checkpoints do. Positions begin again at each document."""
+    pytest.importorskip("torchtitan")
+    names = run_here("\n".join(snippets("torchtitan")))
+    build = names["Packed"].Config(dataset_path="my_shards").build
+    arguments = {"tokenizer": None, "seq_len": T, "snapshot_every_n_steps": 1}
+    monkeypatch.setitem(names, "get_tokenizer", lambda path: ByteTokenizer())
+    loaders = [build(dp_world_size=2, dp_rank=rank, local_batch_size=B, **arguments)
+               for rank in range(2)]
+    for loader, (batch, labels) in ((loader, next(iter(loader))) for loader in loaders):
+        assert isinstance(loader, names["BaseDataLoader"])
+        for row, positions in zip(batch["input"], batch["positions"], strict=True):
+            begins = (row == BOS) | (torch.arange(T) == 0)
+            assert torch.equal(positions == 0, begins)
+            assert torch.equal(positions.diff()[~begins[1:]], torch.ones(T - begins.sum().item()))
+        assert labels.shape == batch["input"].shape == (B, T)
+    states = [loader.state_dict() for loader in loaders]
+    assert {key for state in states for key in state} >= {"lanes"}
+    with PackedLoader(ByteTokenizer(), 1, T, "train", data_dir="my_shards") as one:
+        want = [next(one)[0][0].tolist() for _ in range(4 * B)][2 * B:]
+    alone = build(dp_world_size=1, dp_rank=0, local_batch_size=2 * B, **arguments)
+    alone.load_state_dict(names["merge_states"](states))
+    batch, _ = next(iter(alone))
+    assert sorted(batch["input"].tolist()) == sorted(want)
 
 GRADIENT = """
     B = 4 // int(os.environ["WORLD_SIZE"])
@@ -374,6 +403,45 @@ def test_pipeline_stages_without_a_loader_are_not_waited_for(folder):
     steps = [path.parent.name for path in Path("checkpoints").glob("*/loader.json")]
     assert sorted(steps) == ["step-2", "step-4"]
 
+SLOW = """
+import sys
+import time
+import train
+
+def save_slowly(*arguments, save=train.save):
+    time.sleep(3)
+    save(*arguments)
+
+train.save = save_slowly
+sys.exit(train.main())
+"""
+TOY = ("--data my_shards --out run --device cpu --depth 1 --seq_len 32 --batch_size 4 "
+       "--vocab_size 300 --steps 100000 --save_every 100000 --log_every 1 --eval_every 100000")
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_slow_save_under_torchrun_ends_after_a_signal(folder, number):
+    """Without --shutdown-timeout, a save of more than 1 s would be killed here."""
+    write("my_shards", *grouped(grouped(numbered(240 * [9]), 20), 4), [["val", "more"]])
+    Path("slow.py").write_text(SLOW)
+    [command] = snippets("Signals", "bash")
+    words = command.replace("\\\n", " ").replace("train.py", "slow.py").split()
+    words = [sys.executable, "-m", "torch.distributed.run", *words[1:], *TOY.split()]
+    environment = {**os.environ, "PYTHONPATH": str(LOOPS.parents[1]), "OMP_NUM_THREADS": "1",
+                   "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
+    with open("log-torchrun", "w") as log:
+        process = subprocess.Popen(words, env=environment, stdout=log, stderr=log)
+    file = Path("run/log.jsonl")
+    try:
+        while not (file.exists() and file.stat().st_size):
+            assert process.poll() is None, logs()
+            time.sleep(0.05)
+        process.send_signal(number)
+        process.wait(100)
+    finally:
+        process.kill()
+    last = json.loads(file.read_text().splitlines()[-1])
+    assert Path(f"run/step_{last['step'] + 1:07}.pt").exists(), logs()
+
 FAKES = """
 scontrol() { printf 'node1\\nnode2\\n'; }
 python() { echo $RANK $WORLD_SIZE $LOCAL_RANK $MASTER_ADDR $MASTER_PORT $*; }
@@ -421,7 +489,9 @@ def test_each_token_has_the_weight_of_its_document(folder):
 def test_a_random_transform_depends_on_the_document_and_the_epoch(folder):
     """It is the same for a folder that has moved, and loses no token."""
     [code] = snippets("A random transform")
-    names = run_here(code, fim_start=300, fim_end=301, fim_middle=302)
+    tokenizer = ByteTokenizer()
+    tokenizer.get_vocab_size = lambda: 303
+    names = run_here(code, tokenizer=tokenizer, fim_start=300, fim_end=301, fim_middle=302)
     transform, n_changed, n_new = names["fill_in_the_middle"], 0, 0
     for location, text in texts_of("my_shards").items():
         ids = np.array([BOS, *text.encode()])
@@ -589,17 +659,19 @@ def test_tiny_shakespeare_is_cut_at_blank_lines(folder):
     assert all(2000 < len(document) < 2500 for document in for_train[:-1])
     assert "".join(for_train + for_val) == text and for_train[0].endswith("\n\n")
 
-def test_tokens_of_nanogpt_become_shards(folder, tokenizer):
-    """Each document of train.bin and val.bin once, with its end mark in front."""
+@pytest.mark.parametrize("bos_first", [False, True])
+def test_tokens_of_nanogpt_become_shards(folder, tokenizer, bos_first):
+    """Each document of train.bin and val.bin once, with its mark in front; also llm.c's files."""
     tokenizer.save("my_tokenizer")
     bos = tokenizer.get_bos_token_id()
     documents = [tokenizer.encode(f"document {i}") for i in range(1500)]
     parts = {"train": documents[:1400], "val": documents[1400:]}
     for split, part in parts.items():
-        ids = [[*document, bos] for document in part]
-        np.concatenate(ids).astype(np.uint16).tofile(f"{split}.bin")
+        ids = [[bos, *document] if bos_first else [*document, bos] for document in part]
+        header = 1024 * bos_first * b"\1"
+        Path(f"{split}.bin").write_bytes(header + np.concatenate(ids).astype(np.uint16).tobytes())
     [code] = snippets("nanoGPT's tokens")
-    exec(code, {})
+    exec(code.replace("bos_first = False", f"bos_first = {bos_first}"), {})
     for split, part in parts.items():
         [shard] = list_shards("my_gpt", split)
         groups = [shard.read(i).to_pylist() for i in range(len(shard.group_sizes))]
