@@ -143,9 +143,9 @@ def names_of_the_reader():
     torch.manual_seed(0)
     model = Model()
     optimizer = Steady(model.parameters())
-    return {"__name__": "__main__", "tokenizer": ByteTokenizer(), "model": model, "note": note, "with_zeros": with_zeros,
-            "optimizer": optimizer, "train_step": train_step, "B": B, "T": T, "save_every": SAVE_EVERY,
-            "device_type": "cpu"}
+    return {"__name__": "__main__", "tokenizer": ByteTokenizer(), "model": model, "note": note,
+            "optimizer": optimizer, "train_step": train_step, "with_zeros": with_zeros, "B": B,
+            "T": T, "save_every": SAVE_EVERY, "device_type": "cpu"}
 
 def run_here(code, **names):
     """Run code in this process until its first step; returns its names."""
