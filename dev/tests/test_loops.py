@@ -326,7 +326,7 @@ def test_fsdp2_killed_in_each_ranks_save_resumes_on_4_and_1(folder):
     check(script("FSDP2"), (2, 2, 2, 4, 1), stops)
 
 def test_torchtitan_resumes_on_another_number_of_ranks(folder, monkeypatch):
-    """Through DCP, as torchtitan's checkpoints do. Positions begin again at each document."""
+    """From the states of two, merged. Positions begin again at each document."""
     pytest.importorskip("torchtitan")
     names = run_here("\n".join(snippets("torchtitan")))
     build = names["Packed"].Config(dataset_path="my_shards").build
@@ -342,7 +342,6 @@ def test_torchtitan_resumes_on_another_number_of_ranks(folder, monkeypatch):
             assert torch.equal(positions.diff()[~begins[1:]], torch.ones(T - begins.sum().item()))
         assert labels.shape == batch["input"].shape == (B, T)
     states = [loader.state_dict() for loader in loaders]
-    assert {key for state in states for key in state} >= {"lanes"}
     with PackedLoader(ByteTokenizer(), 1, T, "train", data_dir="my_shards") as one:
         want = [next(one)[0][0].tolist() for _ in range(4 * B)][2 * B:]
     alone = build(dp_world_size=1, dp_rank=0, local_batch_size=2 * B, **arguments)
