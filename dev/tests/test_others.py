@@ -124,7 +124,7 @@ def test_a_filter_may_leave_fewer_documents_than_lanes(data):
     assert sorted(rows) == [0, 1, 2, 3, 4]
 
 def test_a_filter_does_not_change_the_proportions(tmp_path):
-    """torchtitan: weights may count attempts; then a filter of 10 % leaves 1 : 10. Ours: rows."""
+    """torchtitan: weights may count attempts; then a filter of 10% leaves 1 : 10. Ours: rows."""
     def transform(ids, location, epoch):
         return None if "even" in location.path and location.row % 10 else ids
 

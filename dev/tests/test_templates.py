@@ -69,7 +69,7 @@ PARTS = [
      "<|start_header_id|>assistant<|end_header_id|>\n\n<|eot_id|>", "<|eot_id|>"),
 ])
 def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
-    """What has no loss at all is no training data."""
+    """A conversation in which all is masked is no training data."""
     tok = tokenizer_for(template)
     ids, mask = tok.render_conversation({"messages": messages})
     assert ids == tok.enc.encode(text, allowed_special="all")

@@ -766,7 +766,7 @@ def test_muon_is_torchs_own_in_float32():
 SHARES = {0: 1 / 30, 14: 0.5, 29: 1, 30: 1, 384: 0.05 + 0.95 * 616 / 650, 675: 0.525, 999: 0.05146}
 
 def test_rates_rise_stay_and_fall_in_any_order_of_optimizers():
-    """Over 3 % of the steps, then until 35 %, then to 5 %. Muon's fields are Muon's alone."""
+    """Over 3% of the steps, then until 35%, then to 5%. Muon's fields are Muon's alone."""
     muon, adamw = optimizers_of(train.GPT(1, 64), lr=0.1)
     parameter = torch.nn.Parameter(torch.zeros(1))
     other = torch.optim.SGD([parameter], lr=0.5, momentum=0.9, weight_decay=0.1)
