@@ -7,7 +7,7 @@ Make shuffled shards from your own text or chats.
     python -m dev.convert chats.jsonl --out my_chats                  # in their usual forms
 
 All text is written twice, so any amount of it is shuffled in bounded memory: 197 MB of JSON lines
-take 3 s of one core, and 260 MB of memory (2 cores, 2026-11).
+take 3 s of one core, and 340 MB of memory (2 cores, 2026-11).
 
 In this order: convert; the shuffle; records of files; which files; the folder and processes; the
 command. dev/records.py makes documents of records.
@@ -462,12 +462,12 @@ def choose_files(given, as_text, report):
             reason = "of other kinds"
         elif reader is read_arrow and is_left_over(path):
             reason = "that the state.json beside them does not name"
+        elif os.path.basename(path) in ABOUT_DATA and not as_text:
+            reason = "about the data"
         elif is_file:
             reason = None
         elif is_hidden and reader is not read_text:    # __init__.py is a file like any other
             reason = "hidden, such as Spark's _temporary"
-        elif os.path.basename(path) in ABOUT_DATA and not as_text:
-            reason = "about the data"
         elif is_ours(path):
             reason = "shards that we wrote, val among them (to read one, name the file)"
         else:
@@ -476,7 +476,9 @@ def choose_files(given, as_text, report):
             report.add(f"ignored files, {reason}", path)
         else:
             chosen.append(path)
-    if not chosen and not is_left_over(given):    # a shell's glob may name some of these
+    # A shell's glob may name files that are left out here.
+    is_left_out = is_left_over(given) or os.path.basename(given) in ABOUT_DATA
+    if not chosen and not is_left_out:
         raise UserError("; ".join([
             f"{given} does not exist or has no files to read", *report.lines(),
             f"expected names with {', '.join(READERS)} (of text also with "

@@ -128,6 +128,9 @@ def find_document(record, flags):
     if text and chat:
         raise UserError(f"it has both {text[0]!r} and {chat[0]!r}; choose: --text_key {text[0]}, "
                         f"or for conversations --messages_key {chat[0]}")
+    if found["chat"] and "chosen" in found["answer"]:
+        raise UserError(f"it has {chat[0]!r} and 'chosen', an answer that is not among them; make it "
+                        "their last message, or leave it out: --ignore_keys chosen")
     if text or chat:
         return ("text", text) if text else ("messages", chat)
     key = flags.text_key or flags.messages_key or "text"

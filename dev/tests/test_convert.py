@@ -705,6 +705,21 @@ def test_a_question_may_be_an_input_alone_and_history_json(tmp_path):
     assert short == TALK
     assert [message["content"] for message in long] == ["Hi", "Hello", "Well?", "So"]
 
+def test_a_chosen_answer_beside_a_conversation_is_an_error(tmp_path):
+    """LLaMA-Factory's preference data of several turns: without it, a bad answer may be learned."""
+    row = {"conversations": [*TALK, USER], "chosen": {"from": "gpt", "value": "Good"}}
+    write(tmp_path / "in", {"a.jsonl": as_json(row, TALK)})
+    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    assert "it has 'conversations' and 'chosen', an answer that" in line
+    assert len(converted(tmp_path, "--ignore_keys", "chosen")) == 2
+
+def test_a_readme_among_files_without_quotes_is_no_document(tmp_path, capsys):
+    write(tmp_path / "in", {"README.md": "about", "a.jsonl": texts_as_json(["a", "b"])})
+    assert command(*glob.glob(f"{tmp_path}/in/*"), "--out", tmp_path / "out") is None
+    assert sorted(read_all(tmp_path / "out")) == ["a", "b"]
+    assert "ignored files, about the data: 1, " in capsys.readouterr().out
+    assert "no files to read; ignored" in command(tmp_path / "in/README.md", "--out", tmp_path / "x")
+
 def test_two_answers_are_for_the_user_to_choose(tmp_path):
     row = {"prompt": "Hi", "response": "a", "output": "b", "question": ""}
     write(tmp_path / "in", {"a.jsonl": as_json(row, {**row, "response": "c"})})
