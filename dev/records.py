@@ -129,8 +129,8 @@ def find_document(record, flags):
         raise UserError(f"it has both {text[0]!r} and {chat[0]!r}; choose: --text_key {text[0]}, "
                         f"or for conversations --messages_key {chat[0]}")
     if found["chat"] and "chosen" in found["answer"]:
-        raise UserError(f"it has {chat[0]!r} and 'chosen', an answer that is not among them; make it "
-                        "their last message, or leave it out: --ignore_keys chosen")
+        raise UserError(f"it has {chat[0]!r} and 'chosen', an answer that is not among them; make "
+                        "it their last message, or leave it out: --ignore_keys chosen")
     if text or chat:
         return ("text", text) if text else ("messages", chat)
     key = flags.text_key or flags.messages_key or "text"
@@ -245,7 +245,7 @@ def clean(messages, ignore_keys):
     return cleaned
 
 def clean_message(message, ignore_keys):
-    """Its role, content and weight. UserError if another key, which may matter, has a value."""
+    """Its role, content and weight. Another key with a value is a UserError: it may matter."""
     message = {key: value for key, value in message.items() if value is not None}    # parquet's
     if "from" in message and "value" in message:
         message["role"] = message.pop("from")
@@ -260,10 +260,8 @@ def clean_message(message, ignore_keys):
         raise UserError("expected a weight of 0 or 1")
     if weights:
         kept["weight"] = min(weights)
-    for key in sorted(message.keys() - kept.keys() - {*WEIGHTS}):
-        if message[key] not in ("", [], {}):
-            raise UserError(f"its {key} would be lost")
-    read = read_message(kept, ALL_ROLES, NANOCHAT)
+    others = {key: message[key] for key in message.keys() - {*WEIGHTS}}
+    read = read_message(others | kept, ALL_ROLES, NANOCHAT)    # refuses other keys
     if read.role != "assistant":
         ((_, kept["content"]),) = read.parts
     return kept
