@@ -83,7 +83,7 @@ def when(name, pattern):    # the times of the lines that match
     except OSError:
         return []
 
-print(f"\n{'run':9}{'k tok/s':>9}{'MFU':>8}{'ms/step':>9}{'best':>9}{'wait ms':>9}{'mem GB':>8}{'loss':>9}{'val bpb':>9}")
+print(f"\n{'run':9}{'k tok/s':>9}{'TFLOP/s':>9}{'ms/step':>9}{'best':>9}{'wait ms':>9}{'mem GB':>8}{'loss':>9}{'val bpb':>9}")
 for name in ("whole", "resumed", "demo"):
     records = read(name)
     steps = [r for r in records if "loss" in r]
@@ -91,10 +91,10 @@ for name in ("whole", "resumed", "demo"):
     if not last:
         print(f"{name:9} failed")
         continue
-    names = ("tokens_per_s", "mfu", "step_ms", "wait_ms", "memory_gb")
-    tok, mfu, ms, wait, gb = (statistics.median(r.get(n, 0) for r in last) for n in names)
+    names = ("tokens_per_s", "tflops", "step_ms", "wait_ms", "memory_gb")
+    tok, tflops, ms, wait, gb = (statistics.median(r.get(n, 0) for r in last) for n in names)
     bpb = next((r["val_bpb"] for r in reversed(records) if "val_bpb" in r), float("nan"))
-    print(f"{name:9}{tok / 1e3:9.1f}{mfu:8.1%}{ms:9.1f}{min(r['step_ms'] for r in last):9.1f}{wait:9.2f}{gb:8.2f}{steps[-1]['loss']:9.4f}{bpb:9.4f}")
+    print(f"{name:9}{tok / 1e3:9.1f}{tflops:9.1f}{ms:9.1f}{min(r['step_ms'] for r in last):9.1f}{wait:9.2f}{gb:8.2f}{steps[-1]['loss']:9.4f}{bpb:9.4f}")
 ours, again = ({r["step"]: r for r in read(name) if "loss" in r} for name in ("whole", "resumed"))
 both = sorted(ours.keys() & again.keys())
 if both:

@@ -116,7 +116,7 @@ def log_of(folder):
     """Its records without headers, what a clock decides, and what one rank counts."""
     records = [record for record in train.read_log(f"{folder}/log.jsonl") if "flags" not in record]
     for record in records:
-        for name in ("tokens_per_s", "step_ms", "wait_ms", "rank_0_since_start"):
+        for name in ("tokens_per_s", "tflops", "step_ms", "wait_ms", "rank_0_since_start"):
             record.pop(name, None)
     return records
 
@@ -145,7 +145,7 @@ def at_call(n, name, action):
 CHOICES = {
     "data": ["a", "a:0.7 b:0.3", "a b"], "packing": [*dataloader.PACKINGS],
     "batch_size": [2, 4, 6], "micro_batch_size": [1, 2, 16], "seq_len": [24, 32, 48],
-    "num_lanes": [2, 4, 8], "seed": [1, 2], "data_seed": [1, 7], "save_every": [1, 2, 3],
+    "num_lanes": [2, 4, 8], "seed": [1, 2], "save_every": [1, 2, 3],
     "eval_every": [2, 3], "eval_bytes": [100, 300], "dtype": ["float32", "bfloat16"]}
 FLAGS = st.fixed_dictionaries(
     {name: st.sampled_from(values) for name, values in CHOICES.items()})
@@ -256,15 +256,6 @@ def test_ranks_compare_their_val_text(command):
     *same, of_one = compared[0]
     assert compared[1][:-1] == same and compared[1][-1] != of_one
 
-def test_data_seed_changes_the_rows_and_not_the_weights(command):
-    seeds = {"one": "--seed 1", "two": "--seed 1 --data_seed 2", "three": "--seed 2 --data_seed 1"}
-    for out, words in seeds.items():
-        command(f"--steps 1 --lr 1e-30 {words} --out {out}")
-    one, two, three = map(newest, seeds)
-    assert one["rows_hash"] == three["rows_hash"] != two["rows_hash"]
-    query, of_two, of_three = [run["model"]["blocks.0.q.weight"] for run in (one, two, three)]
-    assert torch.equal(query, of_two) and not torch.equal(query, of_three)
-
 # --------------------------------------------------------------------------------------------------
 # Signals, pipes and errors
 
@@ -322,9 +313,9 @@ def test_closed_pipe_does_not_end_a_run(monkeypatch):
     (OSError(errno.ENOSPC, "No space left on device"), SystemExit),
     (OSError(errno.EDQUOT, "Disk quota exceeded"), SystemExit),
     (OSError(errno.EACCES, "Permission denied", "run/log.jsonl"), SystemExit),
-    (ConnectionRefusedError("by my own server"), RuntimeError),
+    (ConnectionRefusedError("by my own server"), SystemExit),
     (ValueError("too many values"), ValueError)])
-def test_errors_of_a_disk_are_a_line_and_those_of_users_code_a_traceback(error, kind):
+def test_errors_of_the_system_are_a_line_and_bugs_a_traceback(error, kind):
     def fail():
         raise error
 
@@ -358,25 +349,22 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--eval ''", "error: no checkpoint (a run keeps"),
     ("--tokenizer ''", "error: does not exist, or has no nanoloader.json"),
     ("--step 5", "error: unrecognized arguments: --step 5"),
-    ("--batch_size 0", "error: --batch_size 0: expected a number above 0"),
-    ("--lr nan", "error: --lr nan: expected a number above 0"),
+    ("--batch_size 0", "error: --batch_size: expected a number above 0"),
     ("--data a:0.7 b", "error: --data a:0.7 b: expected each path once, and a weight for each"),
     ("--data a ./a/", "error: --data a ./a/: expected each path once"),
     ("--data nulls --tokenizer other --vocab_size 265", "error: the val split of nulls has no"),
     ("--tokenizer other", "error: --vocab_size 300: other has 265 tokens; leave out one"),
-    ("--ledger", "error: --ledger needs the folder dev/ beside train.py"),
     ("--out run", "error: run/step_0000008.pt is newer than step 0; resume it"),
     ("--resume auto --out mistyped", "error: no checkpoint mistyped/step_*.pt"),
-    ("--resume auto --out run --depth 2 --data_seed 4 --lr 1",
-     "error: run/step_0000008.pt has --depth 1 --data_seed 1; leave out these flags"),
+    ("--resume auto --out run --depth 2 --seed 4 --lr 1",
+     "error: run/step_0000008.pt has --depth 1 --seed 1; leave out these flags"),
     ("--resume run", "error: run cannot be used (IsADirectoryError("),
     ("--init run/step_0000008.pt --data a --depth 2",
      "error: run/step_0000008.pt has --depth 1; leave out these flags"),
     ("--eval old.pt", "error: old.pt cannot be used (ValueError('its version is 2, this code"),
     ("--eval pickled.pt", "error: pickled.pt cannot be used (UnpicklingError")])
-def test_what_is_typed_and_told(command, finished, monkeypatch, words, told):
+def test_what_is_typed_and_told(command, finished, words, told):
     """An error is one line."""
-    monkeypatch.setitem(sys.modules, "dev.ledger", None)
     write("nulls", ["x"] * 9, ["", ""])
     RustBPETokenizer.train_from_iterator(["something else"], 265).save("other")
     torch.save({"version": 2}, "old.pt")
@@ -484,7 +472,7 @@ def tokenizer_of(vocab_size):
 
 @settings(max_examples=20 * TIMES)
 @given(vocab_size=st.sampled_from([265, 275, 290]), T=st.integers(2, 40), micro=st.integers(1, 9),
-       part=st.sampled_from([(1, 2), (31, 6), (0, len(DOCUMENTS))]),
+       part=st.sampled_from([(1, 2), (31, 6), (10**9, len(DOCUMENTS))]),
        device=st.sampled_from(["cpu", "cuda"]))
 def test_drawn_val_is_the_same_bytes_for_every_tokenizer_and_length(
         vocab_size, T, micro, part, device):
@@ -513,7 +501,7 @@ def test_val_asks_only_for_tokens_with_a_loss(monkeypatch):
     bos = tokenizer.get_bos_token_id()
     chat = np.array([bos, ~97, ~98, 99, 100, bos + 1])
     monkeypatch.setattr(train, "documents_of", lambda *_: [chat])
-    flags = SimpleNamespace(seq_len=8, eval_bytes=0, micro_batch_size=1, device="cpu")
+    flags = SimpleNamespace(seq_len=8, eval_bytes=10**9, micro_batch_size=1, device="cpu")
     val = train.val_windows(tokenizer, "chats", flags)
     assert val.inputs.flatten().tolist() == [bos, 97, 98, 99, 100]
     assert val.targets.flatten().tolist() == [-100, -100, 99, 100, -100], "special"
