@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
-from dev.records import ASK, CHATS, NOT_READ, dict_of_pairs, is_needed, load_json, make_document
+from dev.records import NOT_READ, USES, dict_of_pairs, is_needed, load_json, make_document
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -205,12 +205,14 @@ def good_documents(files, flags, report):
 
 # What to do, in addition to what an error says
 ADVICE = {
-    UnicodeDecodeError: "; expected UTF-8: iconv -f LATIN1 -t UTF-8 OLD > NEW (or -f UTF-16)",
+    UnicodeDecodeError:
+        "; expected UTF-8; to see what it is: file OLD; to convert it: iconv -f WINDOWS-1252 (or "
+        "-f UTF-16) -t UTF-8 OLD > NEW",
     UnicodeEncodeError: "; half a surrogate pair (such as \\ud83d) is no text; remove it",
     csv.Error: '; expected quotes around a text, and "" for a quote in it',
     json.JSONDecodeError:
         "; expected one JSON document per line, or one array. If the file was cut off, copy it "
-        "again; if a document has several lines: jq -c . OLD > NEW.jsonl"}
+        "again; if a document has several lines: jq -c . OLD > NEW.jsonl (of arrays: jq -c '.[]')"}
 
 def advice(error, path):
     if isinstance(error, UnicodeDecodeError) and reader_of(path, ()) in (read_parquet, read_arrow):
@@ -413,9 +415,10 @@ COMPRESSED = (".gz", ".zst", ".bz2", ".lz4")
 # --------------------------------------------------------------------------------------------------
 # Which files
 
-# Not documents; all but the first are Hugging Face's
+# Not documents; most are Hugging Face's
 ABOUT_DATA = (
-    dataset.INDEX, "README.md", "dataset_info.json", "dataset_dict.json", "state.json")
+    dataset.INDEX, "README.md", "LICENSE.txt", "LICENSE.md", "dataset_info.json",
+    "dataset_dict.json", "state.json")
 
 def find_files(flags, report):
     """[(number, path, is it for val?), ...], each file once, in the order of folders and names."""
@@ -624,7 +627,7 @@ def main(argv=None):
         help="folder, new or empty (default: where train.py looks)")
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
     add("--messages_key", help="key or column that holds conversations, or their questions "
-        f"(default {', '.join([*CHATS, *ASK])})")
+        f"(default {', '.join([*USES['chat'], *USES['ask']])})")
     add("--keep", **names, metavar="NAME", type=column_to_keep, help="more columns, to keep")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
     add("--delimiter", help="of CSV (default: , ; | or tab, by its first line)")

@@ -1,9 +1,9 @@
 """
 Records of other tools -> the documents of a shard: text, or chats as a list of messages.
 
-dev/convert.py reads records from files, and calls make_document for each. The tables CHATS to
-WEIGHTS have all names of columns and keys that are read. Other columns are dropped, and the report
-says so. Other keys of a message are an error, since they may say not to learn it.
+dev/convert.py reads records from files, and calls make_document for each. The tables USES, SYSTEM,
+WEIGHTS and ROLES have all names that are read. Other columns are dropped, and the report says so.
+Other keys of a message are an error, since they may say not to learn it.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -23,10 +23,12 @@ from tokenizer import ALL_ROLES, NANOCHAT, read_message, read_messages
 REFUSED = (
     "conversations that nanochat's template cannot render; train.py will stop there unless its "
     "tokenizer uses another template (to leave them out: --skip_bad)")
-NAMES = (
+SIGNS = {    # of text that is to be looked at; the names are tiktoken's and Hugging Face's
     "texts with the name of a special token, which is plain text here (if a document ends there: "
-    "--split_at NAME)")
-NAME = re.compile(rb"<\|\w+\|>|</s>|<[be]os>")    # of tiktoken's and Hugging Face's
+    "--split_at NAME; to remove it: sed 's/NAME//g' OLD > NEW)":
+        re.compile(rb"<\|\w+\|>|</s>|<[be]os>"),
+    "texts with NUL bytes, as damaged files have, and those of UTF-16 (iconv -f UTF-16LE -t UTF-8 "
+    "OLD > NEW)": re.compile(rb"\0")}
 
 def make_document(record, flags, place, report):
     """(text as UTF-8, kept values). In the report: its kind and size, and what is dropped of it."""
@@ -55,8 +57,9 @@ def make_document(record, flags, place, report):
     text = text.encode()
     report.add(kind if text else "skipped null or empty documents", place)
     report.counts["bytes"] += len(text)
-    if NAME.search(text):
-        report.add(NAMES, place)
+    for what, sign in SIGNS.items():
+        if sign.search(text):
+            report.add(what, place)
     dropped = record.keys() - columns_of([*columns, *flags.keep])
     if dropped:
         what = f"dropped columns (read: {', '.join(columns)})"
@@ -86,12 +89,13 @@ def as_dict(record, flags):
         raise UserError(f"expected an object such as {{'text': 'Hello'}}; saw {record!r:.200}")
     return record
 
-# What the columns of a conversation are for: one of CHATS has all of it, or one of ASK a question
-# (to which ADD is added) and one of ANSWER its answer.
-CHATS = ("messages", "conversations")
+# What columns are for: one of "chat" has a conversation, or one of "ask" a question (to which "add"
+# is added) and one of "answer" its answer. "chosen" may also answer a conversation.
 ASK = ("prompt", "question", "instruction")
-ADD = ("input", "context")
-ANSWER = ("completion", "response", "answer", "output", "chosen")
+USES = {
+    "text": ("text",), "chat": ("messages", "conversations"), "ask": ASK,
+    "add": ("input", "context"),
+    "answer": ("completion", "response", "answer", "output", "chosen")}
 SYSTEM = ("system", "system_prompt")
 WEIGHTS = ("weight", "loss", "train", "loss_weight", "label")    # learn it? Also keys of a message
 BESIDE = (*SYSTEM, "history", *WEIGHTS)    # history: pairs before the question
@@ -102,11 +106,10 @@ def columns_to_read(flags):
     key = flags.messages_key
     if flags.text_key:
         return {"text": [flags.text_key]}
-    if key in ASK:
-        return {"ask": [key], "add": ADD, "answer": ANSWER}
-    if key:
-        return {"chat": [key]}
-    return {"text": ["text"], "chat": CHATS, "ask": ASK, "add": ADD, "answer": ANSWER}
+    if not key:
+        return USES
+    others = {use: [name for name in USES[use] if name != key] for use in ("add", "answer")}
+    return others | {"chat": {key} - {*ASK}, "ask": [key]}
 
 def is_needed(field, flags):
     """Whether to read a column (a pyarrow.Field). Others may have values that Python lacks."""
@@ -119,52 +122,46 @@ def find_document(record, flags):
     found = collections.defaultdict(list)
     for use, keys in columns_to_read(flags).items():
         for key in keys:
-            if lookup(record, key) is not None:
+            value = lookup(record, key)
+            is_question = use == "chat" and isinstance(value, str) and value[:1] != "["
+            if value is not None and not is_question:
                 found[use].append(key)
     text, chat = found["text"], found["chat"][:1]
-    question = [*find_one(record, found["ask"]), *found["add"]]
-    if not chat and question and found["answer"]:
-        chat = question + find_one(record, found["answer"])
+    question = chat or [*find_one(record, found["ask"]), *found["add"]]
+    answers = [key for key in found["answer"] if key == "chosen" or not chat]
+    if question and answers:
+        chat = question + find_one(record, answers)
     if text and chat:
         raise UserError(f"it has both {text[0]!r} and {chat[0]!r}; choose: --text_key {text[0]}, "
                         f"or for conversations --messages_key {chat[0]}")
-    if found["chat"] and "chosen" in found["answer"]:
-        raise UserError(f"it has {chat[0]!r} and 'chosen', an answer that is not among them; make "
-                        "it their last message, or leave it out: --ignore_keys chosen")
     if text or chat:
         return ("text", text) if text else ("messages", chat)
     key = flags.text_key or flags.messages_key or "text"
-    if is_null(record, key):
+    if lookup(record, key, NOT_READ) is None:
         return "text", [key]
     raise UserError(
-        f"nothing under {key!r}; saw {[*record]!r:.300}; name the key with --text_key (a.b for b "
-        "in a), or for conversations with --messages_key")
+        f"nothing under {key!r}, and no question with an answer; saw {[*record]!r:.300}; name the "
+        "key with --text_key (a.b for b in a), or for conversations or questions with "
+        "--messages_key; an answer under another key: jq -c '.completion = .KEY' OLD > NEW.jsonl; "
+        "all records under a key: jq -c '.KEY[]' OLD > NEW.jsonl")
 
 def find_one(record, names):
     """[the only one with a value], or the first if all are empty"""
-    full = [name for name in names if record[name]]
+    full = [name for name in names if lookup(record, name)]
     if len(full) > 1:
         raise UserError(f"it has {full[0]!r} and {full[1]!r}, which mean the same; to leave out "
                         f"one: --ignore_keys {full[1]}")
     return (full or names)[:1]
 
-def lookup(record, key):
-    """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'; None if there is neither."""
+def lookup(record, key, missing=None):
+    """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'. A null in "a" is one, too."""
     head, _, rest = key.partition(".")
-    value = record.get(key if key in record else head)
+    value = record.get(key if key in record else head, missing)
     if isinstance(value, Exception):    # see dict_of_pairs
         raise value
-    if key in record:
+    if key in record or value is None:
         return value
-    return lookup(value, rest) if isinstance(value, dict) else None
-
-def is_null(record, key):
-    """Whether the value under 'a.b' is a null, or that under 'a'."""
-    if key in record:
-        return record[key] is None
-    head, dot, rest = key.partition(".")
-    inner = record.get(head, ())
-    return dot and (inner is None or (isinstance(inner, dict) and is_null(inner, rest)))
+    return lookup(value, rest, missing) if isinstance(value, dict) else missing
 
 def columns_of(keys):
     """Of a key 'a.b', the column is 'a.b' or 'a'."""
@@ -178,7 +175,9 @@ def columns_of(keys):
 # "weight": 0 is masked. convert checks that some template in tokenizer.py can render its role and
 # parts; encoding checks the tokenizer's own template.
 
-SHAREGPT = {"human": "user", "gpt": "assistant"}    # its names; "User" is "user"
+# Names of ShareGPT's dumps, LLaMA-Factory and Gemini; "User" is "user"
+ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(
+    ["gpt", "chatgpt", "bing", "model", "function_call"], "assistant")
 
 def weight_of(value):
     """0, "0.0", False, "false" -> 0;  1, "1.0", True, "true" -> 1;  others -> None"""
@@ -222,10 +221,15 @@ def read_pair(values, ignore_keys):
         if message["role"] == "assistant":
             message.setdefault("weight", 0)
     answers = clean(as_messages("assistant", answer), ignore_keys)
-    is_whole = any(message["role"] == "user" for message in answers)    # as `chosen` may be
-    return answers if is_whole else questions + answers
+    if any(message["role"] == "user" for message in answers):    # `chosen` may be a whole chat
+        return answers
+    if questions[-1:] and questions[-1]["role"] == "assistant":
+        raise UserError(f"an answer before the answer; saw {questions[-1]!r:.200}; remove one")
+    return questions + answers
 
 def as_messages(role, content):
+    if isinstance(content, dict):
+        return [content]
     return content if isinstance(content, list) else [{"role": role, "content": content}]
 
 def clean(messages, ignore_keys):
@@ -237,7 +241,8 @@ def clean(messages, ignore_keys):
         try:
             cleaned.append(clean_message(message, ignore_keys))
         except Exception as error:
-            problem = f"it has no {error}" if isinstance(error, KeyError) else error
+            problems = {KeyError: f"it has no {error}", UserError: error}
+            problem = problems.get(type(error), "it has another form")
             raise UserError(
                 f"message {i}: {problem}; saw {message!r:.300}, expected something like "
                 "{'role': 'user', 'content': 'Hi'}; to drop other keys, if there is content: "
@@ -254,7 +259,7 @@ def clean_message(message, ignore_keys):
         for key in ignore_keys:
             message.pop(key, None)
     role = message["role"].lower()
-    kept = {"role": SHAREGPT.get(role, role), "content": message["content"]}
+    kept = {"role": ROLES.get(role, role), "content": message["content"]}
     weights = [weight_of(message[key]) for key in WEIGHTS if key in message]
     if None in weights:
         raise UserError("expected a weight of 0 or 1")

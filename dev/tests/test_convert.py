@@ -216,7 +216,7 @@ def test_marks_between_documents_divide_text(tmp_path, capsys):
     found = converted(tmp_path, "--split_at", "<|endoftext|>", "--cut_bytes", "9")
     assert len(found) == 9 * 2 + 3 and found.count("It slept.") == 9
     printed = capsys.readouterr().out
-    assert re.search(r"texts with the name of a special token, .*--split_at NAME\): 2, ", printed)
+    assert re.search(r"texts with the name of a special token, .*--split_at NAME; .*: 2, ", printed)
     lines = [line.split(":")[0] for line in printed.splitlines() if "copies" in line]
     assert lines == ["8 of 21 documents are copies of others, white space aside (--drop_copies "
                      "keeps one of each)"]
@@ -364,7 +364,7 @@ def test_columns_of_csv_are_strings(tmp_path, delimiter):
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 TALK = [USER, ANSWER]
 HIDDEN = {**ANSWER, "weight": 0}
-MISSING = "nothing under 'text'; saw "
+MISSING = "nothing under 'text', and no question with an answer; saw "
 
 BAD = [    # a file, what is said of it, how many documents come before
     ("a.json.gz", gzip.compress(texts_as_json(make_texts(900)))[:-2000],
@@ -377,7 +377,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.json", b"[" * 200_000, "unreadable: maximum recursion depth", 0),
     ("a.csv", b'text\n"one more"\n"never ends\n',
      "unreadable after line 2: unexpected end.*; expected quotes", 1),
-    ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8: iconv -f LATIN1", 0),
+    ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8; .*-f WINDOWS-1252", 0),
     ("a.csv", b"text,text\nx,y\n", r"line 2: a key is there twice: \[.'text', 'x'", 0),
     ("a.parquet", as_parquet(pa.table([["a"], ["b"]], 2 * ["text"])), "unreadable: .*2 times", 0),
     ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: a key is there twi", 1),
@@ -387,16 +387,20 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}\['txt'\]; name", 0),
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one", 1),
     ("a.jsonl", b'\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\]; .*a.b", 0),
+    ("a.jsonl", as_json({"question": "x", "answers": ["y"]}), f"line 1: {MISSING}.*completion = ", 0),
+    ("a.json", b'{"version": 1, "data": [{"text": "x"}]}', f"line 1: {MISSING}.*'.KEY..'", 0),
     ("a.jsonl", b'{"text": ["x"]}\n', "line 1: 'text' holds list, .* add --messages_key text", 0),
     ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: .* surrogates not allowed", 0),
     ("a.json", b'[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
-    ("a.md", "cafe".encode("utf-16"), "byte 0: .*; expected UTF-8: iconv .*UTF-16", 0)]
+    ("a.md", "cafe".encode("utf-16"), "byte 0: .*; expected UTF-8; .*: file OLD.*UTF-16", 0)]
 BAD_CHATS = [    # test_templates.py has more
     ([], r"nothing to learn: expected a message of an assistant, .*; saw \[\]"),
     ([USER, {**ANSWER, "content": ""}], "nothing to learn: .* not empty, of weight 1"),
     ([USER, HIDDEN, USER, HIDDEN], "nothing to learn: .*; saw .*Hi"),
     ('[{"role": "user", "role": "user"}]', "message 0: .*; saw .*a key is there twice: .*"),
     (["Hi"], "message 0: .*; saw 'Hi', expected something like {'role': 'user', 'content': 'Hi'}"),
+    ({"turn_1": "Hi"}, "message 0: it has another form; saw 'turn_1', expected something like"),
+    ([USER, {**ANSWER, "content": True}], "message 1: it has another form; saw"),
     ([{"content": "Hi"}, ANSWER], "message 0: it has no 'role'; saw"),
     ([USER, {**ANSWER, "content": "", "tool_calls": [1]}, USER, ANSWER],
      "message 1: its tool_calls would be lost; saw"),
@@ -425,7 +429,7 @@ def test_bad_document_is_named(tmp_path, capsys, name, data, words, n_before):
     ({"a.jsonl": '{"text": "a"}'}, "", "1 document, but train and val need at least one each"),
     ({"a.txt": "a" * 99}, "", "1 document, but .*to divide .*--split_at .* blank lines: --cut_bytes 2000"),
     ({"a.jsonl": "x"}, "--cut_bytes 9", "divide plain text, and there is none here; select it"),
-    ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*LATIN1"),
+    ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*1252"),
     ({"a.py": "x"}, "", "no files to read; ignored files, of other kinds: 1, .*; unpack archives"),
     ({"a\x1b.jsonl": "x"}, "", r"in/a\\x1b.jsonl, line 1: Expecting value"),
     ({"a.jsonl": "x", "a.jsonl.gz": "x"}, "", "a.jsonl and .*a.jsonl.gz seem to be copies; remov"),
@@ -628,14 +632,14 @@ def test_other_keys_of_messages_are_an_error_unless_they_are_named(tmp_path):
     """Each may say what not to learn. Keys without a value do not count."""
     named = {**ANSWER, "name": "Bob", "refusal": "", "thinking": "so", "audio": None, "calls": []}
     write(tmp_path / "in", {"a.jsonl": as_json({"messages": [USER, named]}, TALK + TALK)})
-    for ignored, lost in (([], "name"), (["name"], "thinking"), (["thinking"], "name")):
+    for ignored, lost in (([], "name, thinking"), (["name"], "thinking"), (["thinking"], "name")):
         words = [word for name in ignored for word in ("--ignore_keys", name)]
         line = command(tmp_path / "in", "--out", tmp_path / "x", *words)
         assert f"a.jsonl, line 1: message 1: its {lost} would be lost; saw " in line
     assert len(converted(tmp_path, "--ignore_keys", "thinking", "name")) == 2
     write(tmp_path / "in", {"b.jsonl": as_json([USER, {**named, "content": ""}])})
     line = command(tmp_path / "in", "--out", tmp_path / "x", "--ignore_keys", "thinking", "name")
-    assert "b.jsonl, line 1: message 1: its name would be lost; saw " in line
+    assert "b.jsonl, line 1: message 1: its name, thinking would be lost; saw " in line
 
 @pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
 @pytest.mark.parametrize("value, weight", [
@@ -705,19 +709,53 @@ def test_a_question_may_be_an_input_alone_and_history_json(tmp_path):
     assert short == TALK
     assert [message["content"] for message in long] == ["Hi", "Hello", "Well?", "So"]
 
-def test_a_chosen_answer_beside_a_conversation_is_an_error(tmp_path):
-    """LLaMA-Factory's preference data of several turns: without it, a bad answer may be learned."""
-    row = {"conversations": [*TALK, USER], "chosen": {"from": "gpt", "value": "Good"}}
-    write(tmp_path / "in", {"a.jsonl": as_json(row, TALK)})
+def test_a_chosen_answer_beside_a_conversation_is_learned(tmp_path, capsys):
+    """LLaMA-Factory's preference data of several turns, and UltraFeedback's."""
+    good = {"from": "gpt", "value": "Good"}
+    rows = [{"conversations": [*TALK, USER], "chosen": good, "rejected": ANSWER},
+            {"messages": TALK, "prompt": "Hi", "chosen": TALK, "rejected": [USER, HIDDEN]}]
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
+    whole, turns = sorted(map(json.loads, converted(tmp_path)), key=len)
+    assert whole == TALK
+    assert turns == [USER, HIDDEN, USER, {"role": "assistant", "content": "Good"}]
+    assert "dropped columns (read: conversations, chosen): 1, " in capsys.readouterr().out
+    write(tmp_path / "in", {"b.jsonl": as_json({"messages": TALK, "chosen": "Good"})})
     line = command(tmp_path / "in", "--out", tmp_path / "x")
-    assert "it has 'conversations' and 'chosen', an answer that" in line
-    assert len(converted(tmp_path, "--ignore_keys", "chosen")) == 2
+    assert "b.jsonl, line 1: an answer before the answer; saw " in line
+
+@pytest.mark.parametrize("key", ["query", "input", "a.b"])
+def test_a_question_may_have_any_name(tmp_path, key):
+    """ms-swift's query, for instance. Under such a name, a list is a conversation."""
+    head, _, rest = key.partition(".")
+    row = {"system": "Be kind", "history": [["Hi", "Hello"]], "response": "So"}
+    rows = [{**row, head: {rest: value} if rest else value} for value in ("Well?", TALK)]
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
+    found = sorted(map(json.loads, converted(tmp_path, "--messages_key", key)), key=str)
+    assert [[message["content"] for message in chat] for chat in found] == [
+        ["Be kind", "Hi", "Hello", "Hi", "Hello"], ["Be kind", "Hi", "Hello", "Well?", "So"]]
+
+def test_roles_have_the_names_of_sharegpt_and_llama_factory(tmp_path):
+    names = ["human", "function_call", "observation", "gpt", "user", "chatgpt", "bing", "model"]
+    row = {"conversations": [{"from": name, "value": "x"} for name in names]}
+    write(tmp_path / "in", {"a.jsonl": as_json(row, TALK)})
+    chat = max(map(json.loads, converted(tmp_path)), key=len)
+    assert [message["role"][0] for message in chat] == [*"uatauaaa"]
+
+def test_signs_of_damaged_text_are_counted(tmp_path, capsys):
+    """UTF-16 without its mark is valid UTF-8, with a NUL in each letter."""
+    write(tmp_path / "in", {
+        "a.txt": "Hello".encode("utf-16-le"), "b.csv": "text\na\0b\n",
+        "c.jsonl": texts_as_json(["fine", "a\0b<|im_end|>"])})
+    assert len(converted(tmp_path)) == 4
+    printed = capsys.readouterr().out
+    assert re.search(r"texts with NUL bytes, .*UTF-16.*: 3, such as .*/in/a.txt, byte 0\n", printed)
+    assert re.search(r"with the name of a special token, .* sed .*: 1, such as .*c.jsonl", printed)
 
 def test_a_readme_among_files_without_quotes_is_no_document(tmp_path, capsys):
-    write(tmp_path / "in", {"README.md": "about", "a.jsonl": texts_as_json(["a", "b"])})
+    write(tmp_path / "in", {"README.md": "about", "LICENSE.txt": "MIT", "a.jsonl": texts_as_json(["a", "b"])})
     assert command(*glob.glob(f"{tmp_path}/in/*"), "--out", tmp_path / "out") is None
     assert sorted(read_all(tmp_path / "out")) == ["a", "b"]
-    assert "ignored files, about the data: 1, " in capsys.readouterr().out
+    assert "ignored files, about the data: 2, " in capsys.readouterr().out
     assert "no files to read; ignored" in command(tmp_path / "in/README.md", "--out", tmp_path / "x")
 
 def test_two_answers_are_for_the_user_to_choose(tmp_path):

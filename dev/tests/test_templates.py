@@ -94,7 +94,7 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     ("nanochat", chat(("system", 5), HI), "message 0: .* saw .*5"),
     ("nanochat", [], "nothing to learn"),
     ("nanochat", chat(("user", PARTS[1:2])), "message 0: expected parts of type text; saw"),
-    ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: expected text;"),
+    ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: expected text in the parts"),
     ("nanochat", ["Hi"], "message 0: .* saw 'Hi'"),
     ("nanochat", [{"a": 1}], "message 0: it has no 'role'"),
     ("chatml", chat(("assistant", None), tool_calls=[1]), "its tool_calls would be lost"),
