@@ -66,11 +66,10 @@ def compare(ours, theirs, is_nfc, path):
     texts = hard_texts(ours.enc, ours.added_tokens)
     if is_nfc:
         texts = [unicodedata.normalize("NFC", text) for text in texts]
-    ids, bounds = ours.encode_documents(texts)
-    encoded = theirs.encode_batch(texts, add_special_tokens=False)
-    for i, (text, want) in enumerate(zip(texts, encoded, strict=True)):
-        found = ids[bounds[i] + 1:bounds[i + 1]].tolist()
-        if found != want.ids or ours.decode(found) != text:
+    wanted = theirs.encode_batch(texts, add_special_tokens=False)
+    for text, found, want in zip(texts, ours.encode_documents(texts), wanted, strict=True):
+        ids = found[1:].tolist()
+        if ids != want.ids or ours.decode(ids) != text:
             raise UserError(
                 f"{path}: we would encode {text[:80]!r} to other ids; nothing was written")
     return len(texts)

@@ -24,7 +24,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dataset import column_views, list_shards
-from tokenizer import Engine, get_tokenizer, join_documents
+from tokenizer import get_tokenizer, make_gigatoken
 
 
 class Job(NamedTuple):
@@ -43,19 +43,20 @@ class Job(NamedTuple):
 # What their users write: text -> ids -> blocks
 
 @functools.cache
-def load_engine(folder):
+def load_engines(folder, engine):
     tokenizer = get_tokenizer(folder)
-    return Engine(tokenizer.enc, uses_gigatoken=False), tokenizer.get_bos_token_id()
+    if engine == "tiktoken":
+        return tokenizer, None
+    return tokenizer, make_gigatoken(tokenizer.enc, tokenizer.added_tokens)
 
 def encode(job, texts):
     """The ids of all texts, BOS before each. Unlike ours, without any check."""
-    engine, bos = load_engine(job.tokenizer)
+    tokenizer, gigatoken = load_engines(job.tokenizer, job.engine)
     documents = [text.encode() for text in texts]
-    if job.engine == "gigatoken":
-        ids, bounds = engine._call_gigatoken(documents)
-    else:
-        ids, bounds = join_documents([*map(engine._call_tiktoken, documents)])
-    return np.insert(ids, bounds[:-1], bos)
+    if not gigatoken:
+        return np.concatenate([*map(tokenizer._call_tiktoken, documents)])
+    ids, bounds = gigatoken(documents)
+    return np.insert(ids, bounds[:-1], tokenizer.get_bos_token_id())
 
 def cut(arrays, size):
     """Concatenate arrays of ids, and cut: int64 arrays of `size`."""

@@ -1,7 +1,6 @@
 """tokenizer.py: tiktoken's ids from both engines, files, the default one, anybody's own."""
 
 import importlib.util
-import itertools
 import json
 import os
 import pickle
@@ -27,7 +26,7 @@ import dataset
 import tokenizer as module
 from dataset import UserError
 from dev.import_tokenizer import HARD, hard_texts
-from tokenizer import Encoder, Engine, RustBPETokenizer, build_encoding, get_tokenizer
+from tokenizer import Encoder, RustBPETokenizer, build_encoding, get_tokenizer
 
 
 def pattern_of(name):
@@ -65,8 +64,8 @@ def pairs(pattern):
     tokens = [bytes([i]) for i in range(256)] + tokens
     return fresh(pattern, {token: i for i, token in enumerate(tokens)})
 
-def split(ids, bounds):
-    return [ids[begin:end].tolist() for begin, end in itertools.pairwise(bounds)]
+def encoded_by(tok, texts):
+    return [ids.tolist() for ids in tok.encode_documents(texts)]
 
 # --------------------------------------------------------------------------------------------------
 # Text to ids and back
@@ -74,11 +73,11 @@ def split(ids, bounds):
 def test_a_tokenizer_of_bytes():
     tok = RustBPETokenizer.train_from_iterator(["hi"], 265)
     assert tok.encode("hi") == [104, 105]
-    assert tok.encode(["hi", ""], prepend="<|bos|>", append=7) == [[256, 104, 105, 7], [256, 7]]
-    ids, bounds = tok.encode_documents(["hi", "", "<|bos|>"])
-    assert split(ids, bounds) == [[256, 104, 105], [256], [256, *b"<|bos|>"]]
+    assert tok.encode(["hi", ""], prepend="<|bos|>") == [[256, 104, 105], [256]]
+    assert tok.encode("hi", prepend=7) == [7, 104, 105]
+    encoded = encoded_by(tok, ["hi", "", "<|bos|>"])
+    assert encoded == [[256, 104, 105], [256], [256, *b"<|bos|>"]]
     assert tok.decode([256, 104, 105]) == "<|bos|>hi"
-    assert tok.id_to_token(104) == "h"
     assert tok.get_special_tokens() == set(module.SPECIAL_TOKENS)
     assert [tok.encode_special(name) for name in module.SPECIAL_TOKENS] == [*range(256, 265)]
     assert tok.token_bytes.tolist() == 256 * [1] + 9 * [0]
@@ -89,7 +88,7 @@ def test_one_of_tiktokens_own(monkeypatch):
     enc = build_encoding(PATTERNS["gpt2"], small().enc._mergeable_ranks, {"<|endoftext|>": 3000})
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": enc}.get)
     tok = RustBPETokenizer.from_pretrained("gpt2")
-    ids, _ = tok.encode_documents(["hello 漢字"])
+    [ids] = tok.encode_documents(["hello 漢字"])
     assert ids.tolist() == [3000, *enc.encode_ordinary("hello 漢字")]
     assert len(tok.token_bytes) == 3001 and tok.token_bytes[ids].sum() == 12
 
@@ -111,41 +110,31 @@ def test_ids_are_tiktokens_for_lists_and_arrays():
     arrays = [pa.array(["x", *texts, "y"]).cast(kind).slice(1, len(texts))
               for kind in (pa.string(), pa.string_view(), pa.dictionary(pa.int16(), pa.string()))]
     for documents in (texts, *arrays):
-        assert split(*tok.encode_documents(documents)) == want
-    ids, bounds = tok.encode_documents(["\ud800"])    # a lone surrogate
-    assert split(ids, bounds) == [[1015, *tok.enc.encode_ordinary("\ufffd")]]
-    assert (ids.dtype, bounds.dtype) == (np.int32, np.int64)
-    ids, bounds = tok.encode_documents([])
-    assert (ids.tolist(), ids.dtype, bounds.tolist()) == ([], np.int32, [0])
+        assert encoded_by(tok, documents) == want
+    [ids] = tok.encode_documents(["\ud800"])    # a lone surrogate
+    assert (ids.tolist(), ids.dtype) == ([1015, *tok.enc.encode_ordinary("\ufffd")], np.int32)
+    assert tok.encode_documents([]) == []
 
+@pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_every_text_can_be_encoded(pattern):
-    """Where tiktoken's regex fails, the module regex splits as tiktoken would."""
-    tok, enc, spaces = fresh(pattern), pairs(pattern).enc, " " * 1_000_000 + "a"
-    with pytest.raises(ValueError, match="stack"):    # else: drop the module regex
-        tok.enc.encode_to_numpy(spaces)
-    for text in (spaces, "a" * 1_000_000):
-        [[bos, *ids]] = split(*tok.encode_documents([text]))
-        assert (bos, tok.decode(ids)) == (70_000, text)
-    failing = SimpleNamespace(
-        encode_to_numpy=lambda text, **_: int("a ValueError"), _pat_str=pattern,
-        _encode_single_piece=enc._encode_single_piece)
-    for text in hard_texts(small().enc) + SOURCES[:5]:
-        assert module.encode_text(failing, text).tolist() == enc.encode_ordinary(text)
-
-@pytest.mark.parametrize("pattern", [r"[a-z&&[^x]]+|x|\s", r"[[a-w][yz]]+|x|\s"])
-def test_sets_of_characters_are_read_as_tiktoken_reads_them(pattern):
-    """The module regex does so only in its version 1."""
-    enc = pairs(pattern).enc
-    want = enc.encode_ordinary("ax abc xyz b")
-    with mock.patch.object(module.tiktoken.Encoding, "encode_to_numpy", side_effect=ValueError):
-        assert module.encode_text(enc, "ax abc xyz b").tolist() == want
-
-def test_a_text_that_no_regex_engine_can_split_is_an_error():
-    enc = fresh(r"[a-z]+").enc    # drops spaces
-    with mock.patch.object(module.tiktoken.Encoding, "encode_to_numpy", side_effect=ValueError), \
-            pytest.raises(UserError, match="cannot split this text"):
-        module.encode_text(enc, "ax b")
+def test_a_million_spaces(pattern, engine):
+    """tiktoken's regex overflows its stack, which is an error with advice. gigatoken's has none."""
+    tok = fresh(pattern)
+    if engine == "tiktoken":
+        tok.why_tiktoken = "asked for"
+    elif tok.why_tiktoken:
+        pytest.skip("no gigatoken")
+    for text in (990_000 * " " + "a", 1_100_000 * "a"):
+        [ids] = tok.encode_documents([text])
+        assert tok.decode(ids[1:]) == text
+    text = 1_000_001 * " " + "a"
+    if engine == "gigatoken":
+        assert tok.decode(tok.encode_documents([text])[0][1:]) == text
+    else:
+        with pytest.raises(UserError, match=r"a million spaces.* pip install gigatoken"):
+            tok.encode_documents([text])
+        with pytest.raises(UserError, match="a million spaces"):
+            tok.encode(text)
 
 # --------------------------------------------------------------------------------------------------
 # Engines
@@ -163,11 +152,11 @@ def test_gigatoken_gives_tiktokens_ids(name):
     texts += [f"a{c}a 1{c}1 {c}{c}'s{c}. {c}\n{c}A" for c in [*map(chr, codes), *newer]]
     want = [[70_000, *ids] for ids in tok.enc.encode_ordinary_batch(texts)]
     for i in range(0, len(texts), 100):
-        assert split(*tok.encode_documents(texts[i:i + 100])) == want[i:i + 100]
+        assert encoded_by(tok, texts[i:i + 100]) == want[i:i + 100]
     assert tok.why_tiktoken is None, "not tested"
     assert module.scheme_of(tok.enc) == name
     text = "".join(texts[-9:])
-    raw, _ = Engine(tok.enc, uses_gigatoken=True)._call_gigatoken([text.encode()])
+    raw, _ = tok.gigatoken([text.encode()])
     assert raw.tolist() != tok.enc.encode_ordinary(text), "they agree: drop NEWER_CHARACTERS"
 
 @needs_gigatoken
@@ -175,30 +164,28 @@ def test_gigatoken_encodes_vocabularies_with_special_tokens_first_and_between():
     ranks = {token: 3 + rank + (rank > 300) for token, rank in small().enc._mergeable_ranks.items()}
     special = {"<|bos|>": 0, "<|pad|>": 304, "<|x|>": 2000}
     tok = RustBPETokenizer(build_encoding(GPT4, ranks, special), "<|bos|>")
-    ids, _ = tok.encode_documents([SOURCES[3]])
+    [ids] = tok.encode_documents([SOURCES[3]])
     assert ids.tolist() == [0, *tok.enc.encode_ordinary(SOURCES[3])]
     assert tok.why_tiktoken is None
 
 ADVICE = "to encode several times as fast: pip install tiktoken==0.14.0 gigatoken==0.10.0"
-RIGHT = Engine._call_gigatoken
+RIGHT = RustBPETokenizer._call_gigatoken
 
-def with_wrong_bounds(engine, documents):
-    ids, bounds = RIGHT(engine, documents)
-    return ids, np.sort(np.append(bounds[:-2], [1, bounds[-1]]))
+def with_wrong_bounds(tok, documents):
+    first, second, *others = RIGHT(tok, documents)
+    return [first[:1], np.append(first[1:], second), *others]
 
-def with_wrong_ids(engine, documents):
+def with_wrong_ids(tok, documents):
     """Where twenty tokens meet; each alone is right."""
-    ids, bounds = RIGHT(engine, documents)
-    lengths = np.diff(bounds)
-    return np.where(lengths.repeat(lengths) > 9, ids ^ 1, ids), bounds
+    return [ids ^ 1 if len(ids) > 9 else ids for ids in RIGHT(tok, documents)]
 
 @needs_gigatoken
 @pytest.mark.parametrize("name, value, reason", [
     ("tokenizer.SCHEMES", {}, "gigatoken does not know this split pattern"),
     ("tokenizer.metadata.version", lambda name: distribution(f"no-{name}"), ADVICE),
     ("tiktoken.__version__", "0.15.1", ADVICE),    # other versions know other characters
-    ("tokenizer.Engine._call_gigatoken", with_wrong_ids, "gigatoken has other ids"),
-    ("tokenizer.Engine._call_gigatoken", with_wrong_bounds, "gigatoken has other ids"),
+    ("tokenizer.RustBPETokenizer._call_gigatoken", with_wrong_ids, "gigatoken has other ids"),
+    ("tokenizer.RustBPETokenizer._call_gigatoken", with_wrong_bounds, "gigatoken has other ids"),
     (None, None, "gigatoken fails with this vocabulary: assertion")])    # a token no merge makes
 def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
     ranks = dict(small().enc._mergeable_ranks)
@@ -208,21 +195,21 @@ def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
         ranks[b" qxzj"] = len(ranks)
     tok = fresh(ranks=ranks)
     assert tok.why_tiktoken.startswith(reason)
-    ids, _ = tok.encode_documents(["x qxzj"])
+    [ids] = tok.encode_documents(["x qxzj"])
     assert ids.tolist() == [70_000, *tok.enc.encode_ordinary("x qxzj")]
 
 @needs_gigatoken
-def test_threads_share_an_engine_with_a_bounded_memory(monkeypatch):
+def test_threads_share_a_gigatoken_of_bounded_memory(monkeypatch):
     monkeypatch.setattr(module, "FORGET_AFTER", 1 << 17)
     tok, together = fresh(), threading.Barrier(3)
-    want = split(*tok.encode_documents(SOURCES[:30]))
+    want = encoded_by(tok, SOURCES[:30])
 
     def encode_all(_):
         engines = []
         for text, ids in zip(SOURCES[:30], want, strict=True):
             together.wait(60)
-            assert split(*tok.encode_documents([text])) == [ids]
-            engines.append(tok.engine.gigatoken)
+            assert encoded_by(tok, [text]) == [ids]
+            engines.append(tok.gigatoken)
         return {*engines}
 
     with ThreadPoolExecutor(3) as pool:
@@ -233,15 +220,17 @@ def test_threads_share_an_engine_with_a_bounded_memory(monkeypatch):
 @needs_gigatoken
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.filterwarnings("ignore")    # this process has threads
-def test_a_child_that_was_forked_while_a_thread_encodes_can_encode():
+def test_a_forked_child_makes_its_own_gigatoken():
+    """A thread that the child lacks may have locked the parent's."""
     tok = fresh()
-    want, _ = tok.encode_documents(["hi"])
-    with tok.engine.lock:
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)    # ends a child that waits
-            ids, _ = tok.encode_documents(["hi"])
-            os._exit(ids.tolist() != want.tolist())
+    want = encoded_by(tok, ["hi"])
+    used = tok.gigatoken
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)    # ends a child that waits
+        is_right = encoded_by(tok, ["hi"]) == want
+        os._exit(not is_right or tok.gigatoken is used)
+    assert tok.gigatoken is used
     _, status = os.waitpid(child, 0)
     assert status == 0
 
@@ -422,8 +411,7 @@ def stub(function=None, **methods):
     return tok
 
 def by_documents(texts):
-    lists = [[256, *text.encode()] for text in texts]
-    return [*itertools.chain(*lists)], np.cumsum([0, *map(len, lists)])
+    return [[256, *text.encode()] for text in texts]
 
 SHARD = SimpleNamespace(kind="text", location=lambda row_group, row: f"row {row}")
 
@@ -468,8 +456,8 @@ def test_an_error_names_its_document():
     (stub(lambda text: [256, 259], get_vocab_size=lambda: 259), r"t < 259, .* saw .*259"),
     (stub(lambda text: [256, *text[:8191]]), "8192 tokens: turn padding and truncation off"),
     (stub(lambda text: [256, *text.ljust(512)]), "have 513, 1121 and 112001 tokens"),
-    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 6])), "expected 4 rising bounds"),
-    (stub(encode_documents=lambda texts: ([256, 1] * 3, [1, 3, 5, 7])), "bounds from 0 to 6")])
+    (stub(encode_documents=lambda texts: [[256, 1], [], [256]]), "BOS .256. first"),
+    (stub(encode_documents=lambda texts: 2 * [[256, 1]]), "expected 3, got 2")])
 def test_a_tokenizer_that_cannot_be_used_is_refused(tok, reason):
     with pytest.raises(UserError, match=reason):
         Encoder(tok)
