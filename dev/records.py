@@ -266,9 +266,9 @@ def clean_message(message, ignore_keys):
     if weights:
         kept["weight"] = min(weights)
     others = {key: message[key] for key in message.keys() - {*WEIGHTS}}
-    read = read_message(others | kept, ALL_ROLES, NANOCHAT)    # refuses other keys
-    if read.role != "assistant":
-        ((_, kept["content"]),) = read.parts
+    role, parts, _ = read_message(others | kept, ALL_ROLES, NANOCHAT)    # refuses other keys
+    if role != "assistant":
+        ((_, kept["content"]),) = parts
     return kept
 
 # --------------------------------------------------------------------------------------------------

@@ -400,7 +400,7 @@ BAD_CHATS = [    # test_templates.py has more
     ('[{"role": "user", "role": "user"}]', "message 0: .*; saw .*a key is there twice: .*"),
     (["Hi"], "message 0: .*; saw 'Hi', expected something like {'role': 'user', 'content': 'Hi'}"),
     ({"turn_1": "Hi"}, "message 0: it has another form; saw 'turn_1', expected something like"),
-    ([USER, {**ANSWER, "content": True}], "message 1: it has another form; saw"),
+    ([USER, {**ANSWER, "content": True}], "message 1: expected text, or parts"),
     ([{"content": "Hi"}, ANSWER], "message 0: it has no 'role'; saw"),
     ([USER, {**ANSWER, "content": "", "tool_calls": [1]}, USER, ANSWER],
      "message 1: its tool_calls would be lost; saw"),

@@ -347,7 +347,7 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--resume ''", "error: no checkpoint (a run keeps"),    # of a shell's empty variable
     ("--init '' --data a", "error: no checkpoint (a run keeps"),
     ("--eval ''", "error: no checkpoint (a run keeps"),
-    ("--tokenizer ''", "error: does not exist, or has no nanoloader.json"),
+    ("--tokenizer ''", "error: has no tokenizer, or a damaged one"),
     ("--step 5", "error: unrecognized arguments: --step 5"),
     ("--batch_size 0", "error: --batch_size: expected a number above 0"),
     ("--data a:0.7 b", "error: --data a:0.7 b: expected each path once, and a weight for each"),
