@@ -226,10 +226,10 @@ def rows_of_one_process(n):
 
 IN_EACH_SAVE = Stop(0, 1, "loader.new"), Stop(1, 2, 0), Stop(0, 3, 1), None
 
-def check(code, worlds=(2, 2, 2, 1), stops=IN_EACH_SAVE, copies=1, values=True):
+def check(code, worlds=(2, 2, 2, 1), stops=IN_EACH_SAVE, copies=1):
     """
     worlds: processes of each start. stops: who is killed in it. copies: processes that get the
-    same rows. values: compare the model and the optimizer, too
+    same rows
     """
     n_steps, n_rows = 0, 0    # made before this start
     wanted = rows_of_one_process(80)
@@ -244,7 +244,7 @@ def check(code, worlds=(2, 2, 2, 1), stops=IN_EACH_SAVE, copies=1, values=True):
             begin = n_rows + number * rows_a_step
             want = wanted[begin:begin + rows_a_step] * copies
             assert sorted(found) == sorted(want), (leg, number, logs())
-            for of_rank in lines if values else ():
+            for of_rank in lines:
                 want = values_after(n_steps + number)
                 assert of_rank[number][1] == pytest.approx(want), (leg, number, logs())
         n_steps += (n_saves - 1) * SAVE_EVERY
@@ -379,7 +379,7 @@ def test_litgpt_killed_in_a_save_resumes_on_another_number_of_ranks(folder):
         assert [json.loads(line) for line in found] == want[:2] + want + want, logs()
 
 def test_fsdp2_killed_in_each_ranks_save_resumes_on_4_and_1(folder):
-    stops = Stop(0, 2, 0), Stop(0, 2, "metadata"), Stop(1, 2, 1), Stop(3, 2, 1), None
+    stops = Stop(0, 1, "metadata"), Stop(0, 2, "loader.new"), Stop(1, 2, 1), Stop(3, 3, 1), None
     check(script("FSDP2"), (2, 2, 2, 4, 1), stops)
 
 def test_torchtitan_resumes_on_another_number_of_ranks(folder, monkeypatch):
@@ -431,7 +431,8 @@ PARALLEL = "Tensor, context and pipeline parallel"
 
 def test_tensor_parallel_ranks_get_the_same_rows(folder):
     first, tensor, _, _ = snippets(PARALLEL)
-    check(FIRST_LINES + first + tensor, (4, 2), (Stop(3, 2, 0), None), copies=2)
+    stops = Stop(0, 1, "loader.new"), Stop(3, 2, 0), Stop(1, 3, 1), None
+    check(FIRST_LINES + first + tensor, (4, 4, 4, 2), stops, copies=2)
 
 @pytest.mark.parametrize("rank, part", [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])])
 def test_context_parallel_parts_have_early_and_late_tokens(rank, part):
@@ -443,21 +444,38 @@ def test_context_parallel_parts_have_early_and_late_tokens(rank, part):
     names = run_here(context, mesh=mesh, loader=[(positions, positions)])
     assert names["my_part"](positions).tolist() == B * [part]
 
+STAGE_SAVED = """
+        file = f"{folder}/stage-{dist.get_rank()}"
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+        dist.barrier()
+"""
+STAGE_LOADED = """
+if folder:
+    for part, state in zip((model, optimizer), torch.load(f"{folder}/stage-{dist.get_rank()}")):
+        part.load_state_dict(state)
+"""
+
 def test_pipeline_stages_without_a_loader_are_not_waited_for(folder):
     """3 stages of 2 ranks: the first and the last one read the same rows, the second none."""
     first, *_, pipeline = snippets(PARALLEL)
     code = FIRST_LINES + first + pipeline
-    want = rows_of_one_process(4 * 6)
-    for leg, stop in enumerate((Stop(0, 2, "loader.new"), None)):
+    before, after = "folder, start = newest()\n", "        dist.barrier()\n"
+    assert before in pipeline and after in pipeline
+    code = code.replace(before, before + STAGE_LOADED).replace(after, STAGE_SAVED)
+    want = rows_of_one_process(4 * 10)
+    n_steps = 0    # before this start
+    for leg, stop in enumerate((Stop(0, 1, "loader.new"), Stop(3, 2, 0), Stop(5, 3, 0), None)):
         found = run(code, 6, leg, stop)
-        for a, b in (found[:2], found[4:]):
-            for number in range(SAVE_EVERY):
+        assert not stop or Path(f"rows-{leg}-{stop.rank}-killed").exists(), logs()
+        for number in range(SAVE_EVERY):
+            begin = 4 * (n_steps + number)
+            for a, b in (found[:2], found[4:]):
                 rows = a[number][0] + b[number][0]
-                begin = 4 * (number + leg * SAVE_EVERY)
                 assert sorted(rows) == sorted(want[begin:begin + 4]), logs()
+            values = pytest.approx(values_after(n_steps + number))
+            assert all(of_rank[number][1] == values for of_rank in found), logs()
         assert all(rows is None for rows, _ in found[2] + found[3])
-    steps = [path.parent.name for path in Path("checkpoints").glob("*/loader.json")]
-    assert sorted(steps) == ["step-2", "step-4"]
+        n_steps += (stop.save - 1) * SAVE_EVERY if stop else 0
 
 SLOW = """
 import sys
@@ -639,6 +657,7 @@ master_process, device, iter_num = os.environ["RANK"] == "0", "cpu", 0
 if os.path.exists("ckpt.pt"):
     checkpoint = torch.load("ckpt.pt")
     iter_num = checkpoint["iter_num"]
+    model.load_state_dict(checkpoint["model"])
 @2
 def estimate_loss():
 @2
@@ -651,17 +670,18 @@ while True:
         estimate_loss()
         if iter_num > 0:
 @2
-                    "optimizer": optimizer.state_dict(), "iter_num": iter_num}
+                    "model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                    "iter_num": iter_num}
 @3
 @2
-        note(X)
+        train_step(X)
     iter_num += 1
 """
 
 def test_nanogpt_resumes_with_the_next_rows(folder):
     """Each evaluation gets the same batches."""
     stops = Stop(0, 1, 0), Stop(0, 2, 1), Stop(0, 3, 0), None
-    check(fill(NANOGPT, "nanoGPT"), stops=stops, values=False)
+    check(fill(NANOGPT, "nanoGPT"), stops=stops)
     lines = "".join(path.read_text() for path in Path().glob("log-*")).splitlines()
     evaluations = [line for line in lines if line.startswith("eval")]
     n = len(evaluations) // 6
@@ -709,7 +729,7 @@ def test_tiny_shakespeare_is_cut_at_blank_lines(folder):
     text = "".join(f"Speaker {i}:\n{40 * 'word '}\n\n" for i in range(100))
     Path("input.txt").write_text(text)
     [code] = snippets("Tiny Shakespeare")
-    exec(code, {})
+    exec(FIRST_LINES + code, {})
     shards = list_shards("shakespeare", "train") + list_shards("shakespeare", "val")
     for_train, for_val = [shard.read(0).to_pylist() for shard in shards]
     assert all(2000 < len(document) < 2500 for document in for_train[:-1])
@@ -727,7 +747,7 @@ def test_tokens_of_nanogpt_become_shards(folder, tokenizer, bos_first):
         header = 1024 * bos_first * b"\1"
         Path(f"{split}.bin").write_bytes(header + np.concatenate(ids).astype(np.uint16).tobytes())
     [code] = snippets("nanoGPT's tokens")
-    exec(code.replace("bos_first = False", f"bos_first = {bos_first}"), {})
+    exec(FIRST_LINES + code.replace("bos_first = False", f"bos_first = {bos_first}"), {})
     for split, part in parts.items():
         [shard] = list_shards("my_gpt", split)
         groups = [shard.read(i).to_pylist() for i in range(len(shard.group_sizes))]

@@ -188,8 +188,6 @@ def test_the_recipe_renders_a_models_own_template():
     learned = f"Yo<|im_end|>{empty}f()<|im_end|>{empty}Oh<|im_end|>"
     assert tok.decode([*itertools.compress(ids, mask)]) == learned
     assert own.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])
-    prompt = own.render_for_completion({"messages": messages})
-    assert prompt == ids[:len(prompt)] and mask[len(prompt) - 1:len(prompt) + 1] == [0, 1]
     messages[1]["weight"] = 0
     ids, mask = own.render_conversation({"messages": messages})
     assert tok.decode([*itertools.compress(ids, mask)]) == learned.removeprefix("Yo<|im_end|>")
