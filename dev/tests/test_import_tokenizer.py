@@ -99,11 +99,13 @@ def test_added_tokens_are_found_in_text_as_by_the_library(
     assert ours.decode(want) == TEXT_WITH_NAMES
     assert ours.token_bytes[want].sum() == len(TEXT_WITH_NAMES.encode())
 
-def test_tokenizers_without_added_tokens_keep_their_fingerprint():
+def test_tokenizers_keep_their_fingerprint():
     """Token shards record it."""
     special = {"<|bos|>": 256, "<think>": 257}
     enc = build_encoding("a", {bytes([i]): i for i in range(256)}, special)
     assert RustBPETokenizer(enc, "<|bos|>").fingerprint().startswith("e394bf7bb5d16b5c")
+    added = RustBPETokenizer(enc, "<|bos|>", ["<think>"])
+    assert added.fingerprint().startswith("6183e645ed6f6ae1")
     fingerprints = {RustBPETokenizer(enc, "<|bos|>", added).fingerprint()
                     for added in ([], ["<think>"], ["<|bos|>"])}
     assert len(fingerprints) == 3
