@@ -25,6 +25,7 @@ from dev.tests.test_train import own_signals  # noqa: F401, a fixture
 from test_dataloader import HERE
 
 README = (HERE / "README.md").read_text(encoding="utf-8")
+LOOPS = (HERE / "dev/loops.md").read_text(encoding="utf-8")
 PAGES = ["README.md", "dev/loops.md", "dev/log.md", "dev/gpu.md"]
 TOY = ["--steps", "2", "--seq_len", "64", "--eval_bytes", "2000"]
 ANSWERS = {"--sample", "--chat"}
@@ -112,8 +113,9 @@ def test_python_works_after_the_commands(reader, monkeypatch):
     for code in blocks("python"):
         exec(compile(code, "README.md", "exec"), names)
     assert names["loss"] > 0
+    late = re.search(r"```python\n(def late.*?)```", LOOPS, re.DOTALL)[1]
+    exec(compile(late, "loops.md", "exec"), names)
     assert [names["late"](row) for row in (0, 1000, 5500, 10_000)] == [0, 0, 0.5, 1]
-    assert ((names["weights"] > 0) == (names["targets"] >= 0)).all()
     loaders = [value for value in names.values() if isinstance(value, PackedLoader)]
     for loader in loaders:
         next(loader)
@@ -145,7 +147,7 @@ def test_files_copied_into_a_package_import_each_other(tmp_path):
         with open(package / f"{name}.py", "a") as file:
             file.write("import dataclasses\nimport datetime\n")
     (package / "other.py").write_text("import dataset\n")
-    sed = re.search(r"^sed -i (.*\\\n)*.*", README, re.MULTILINE)[0]
+    sed = re.search(r"^sed -i (.*\\\n)*.*", LOOPS, re.MULTILINE)[0]
     subprocess.run(sed, shell=True, check=True, cwd=package)
     subprocess.run([sys.executable, "-c", "import mine.data.dataloader"], check=True, cwd=tmp_path)
     assert (package / "other.py").read_text() == "import dataset\n"
