@@ -233,8 +233,8 @@ def write_run(building, rows, keep):
 
 def open_runs(building):
     """Memory-mapped tables, each sorted by key."""
-    folder = f"{building}/runs"
-    return [feather.read_table(f"{folder}/{name}", memory_map=True) for name in os.listdir(folder)]
+    runs = os.scandir(f"{building}/runs")
+    return [feather.read_table(run.path, memory_map=True) for run in runs]
 
 def divide(building, drop_copies, report):
     """
@@ -269,10 +269,9 @@ def divide(building, drop_copies, report):
     return keys[~in_val], keys[in_val]
 
 def plan_shards(train, val, n_bytes):
-    """The keys of each shard. Those of train have the same number of documents."""
+    """The keys of each shard. Those of train have equally many documents, or one more."""
     n_shards = max(4, round(n_bytes / SHARD_BYTES))    # cores share a small corpus, too
-    borders = np.unique(np.linspace(0, len(train), n_shards).astype(int))
-    return [*(train[start:stop] for start, stop in itertools.pairwise(borders)), val]
+    return [*filter(len, np.array_split(train, n_shards - 1)), val]
 
 def gather_shard(number, keys, building, kind):
     """Write the documents with these keys, in row groups, in the order of their keys."""
@@ -434,14 +433,7 @@ def find_files(flags, report):
     if flags.as_text or {"train", None}.isdisjoint(splits):    # code is named for other things
         splits = [None] * len(paths)
     files = []
-    unpacked = {}
     for path, split in zip(paths, splits, strict=True):
-        stem, suffix = os.path.splitext(path)
-        name = stem if suffix in COMPRESSED else path
-        other = unpacked.setdefault(name, path)
-        if other != path:
-            raise UserError(
-                f"{other} and {path} seem to be copies; remove one, or name the files to read")
         if split == "test":
             report.add("ignored files, of a test split beside train", path)
         else:
@@ -461,20 +453,17 @@ def choose_files(given, as_text, report):
         is_hidden = os.path.isdir(given) and dataset.HIDDEN.search(path.removeprefix(given))
         if os.path.isdir(path):
             continue
+        reason = None
         if not reader:
             reason = "of other kinds"
         elif reader is read_arrow and is_left_over(path):
             reason = "that the state.json beside them does not name"
         elif os.path.basename(path) in ABOUT_DATA and not as_text:
             reason = "about the data"
-        elif is_file:
-            reason = None
         elif is_hidden and reader is not read_text:    # __init__.py is a file like any other
             reason = "hidden, such as Spark's _temporary"
-        elif is_ours(path):
+        elif not is_file and is_ours(path):
             reason = "shards that we wrote, val among them (to read one, name the file)"
-        else:
-            reason = None
         if reason:
             report.add(f"ignored files, {reason}", path)
         else:

@@ -108,8 +108,7 @@ def columns_to_read(flags):
         return {"text": [flags.text_key]}
     if not key:
         return USES
-    others = {use: [name for name in USES[use] if name != key] for use in ("add", "answer")}
-    return others | {"chat": {key} - {*ASK}, "ask": [key]}
+    return USES | {"text": [], "chat": {key} - {*ASK}, "ask": [key]}
 
 def is_needed(field, flags):
     """Whether to read a column (a pyarrow.Field). Others may have values that Python lacks."""
@@ -127,8 +126,10 @@ def find_document(record, flags):
             if value is not None and not is_question:
                 found[use].append(key)
     text, chat = found["text"], found["chat"][:1]
-    question = chat or [*find_one(record, found["ask"]), *found["add"]]
-    answers = [key for key in found["answer"] if key == "chosen" or not chat]
+    question = chat or [*dict.fromkeys(find_one(record, found["ask"]) + found["add"])]
+    answers = [key for key in found["answer"] if key not in question]
+    if chat:
+        answers = [key for key in answers if key == "chosen"]
     if question and answers:
         chat = question + find_one(record, answers)
     if text and chat:
@@ -154,7 +155,7 @@ def find_one(record, names):
     return (full or names)[:1]
 
 def lookup(record, key, missing=None):
-    """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'. A null in "a" is one, too."""
+    """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'. A null in "a" is one."""
     head, _, rest = key.partition(".")
     value = record.get(key if key in record else head, missing)
     if isinstance(value, Exception):    # see dict_of_pairs
@@ -241,8 +242,7 @@ def clean(messages, ignore_keys):
         try:
             cleaned.append(clean_message(message, ignore_keys))
         except Exception as error:
-            problems = {KeyError: f"it has no {error}", UserError: error}
-            problem = problems.get(type(error), "it has another form")
+            problem = error if isinstance(error, UserError) else "it lacks a role or content"
             raise UserError(
                 f"message {i}: {problem}; saw {message!r:.300}, expected something like "
                 "{'role': 'user', 'content': 'Hi'}; to drop other keys, if there is content: "
