@@ -431,7 +431,7 @@ def test_bad_document_is_named(tmp_path, capsys, name, data, words, n_before):
     ({"a.jsonl": "x"}, "--cut_bytes 9", "divide plain text, and there is none here; select it"),
     ({"a.txt": b"\xe9"}, "--skip_bad", "0 documents, but .*; skipped .*a.txt, byte 0: .*1252"),
     ({"a.py": "x"}, "", "no files to read; ignored files, of other kinds: 1, .*; unpack archives"),
-    ({"a\x1b.jsonl": "x"}, "", r"in/a\\x1b.jsonl, line 1: Expecting value"),
+    ({"a\x1b.jsonl": "x"}, "", r"in/a .jsonl, line 1: Expecting value"),
     ({"a.parquet": "x", "_delta_log/0.json": "{}"}, "", "holds older versions of its data"),
     ({"a.jsonl": as_json({"text": "a"}, [USER, ANSWER])}, "",
      "line 1 is text, but .*/a.jsonl, line 2 is a conversation; convert conversations separately"),

@@ -4,6 +4,7 @@ download, the commands. Each section begins with its plainest example. Remote en
 127.0.0.1, which answers as the web, as Hugging Face's hub and as S3.
 """
 
+import base64
 import contextlib
 import hashlib
 import http.server
@@ -27,6 +28,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pyarrow.parquet.encryption as encryption
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,11 +70,11 @@ def test_the_last_file_is_val_if_no_name_says_another(tmp_path):
     train, val = list_shards(folder, "train"), list_shards(folder, "val")
     assert [shard.name for shard in train] == ["shard_00000.parquet", "shard_00001.parquet"]
     assert [shard.name for shard in val] == ["shard_06542.parquet"]
-    line = f"{folder}: 3 shards, 2 train, 1 val (shard_06542.parquet)"
-    hint = "; val is the last file (to choose another, name it validation-*)"
-    assert describe(folder) == line + hint
+    assert describe(folder) == (
+        f"{folder}: 3 shards, 2 train, 1 val (shard_06542.parquet, the last file; to choose "
+        "another, name it validation-*)")
     write(folder, "dev-0", "test-0")
-    line = f"{folder}: 5 shards, 3 train, 1 val (dev-0.parquet), 1 test by name (not used)"
+    line = f"{folder}: 5 shards, 3 train, 1 val, 1 test by name (not used)"
     assert describe(folder) == line
     for arguments in ((folder, "test"), ("", "train")):
         with pytest.raises(UserError, match=r"; expected .train. or .val.|empty name"):
@@ -135,8 +137,6 @@ def test_a_shard_gives_back_what_was_written(tmp_path):
     (shard,) = list_shards(folder, "train")
     assert [shard.read(i).to_pylist() for i in range(3)] == groups
     assert (shard.kind, shard.group_sizes, shard.text_bytes) == ("text", (3, 0, 1), 4)
-    batches = list(dataset.parquets_iter_batched("train", data_dir=folder))
-    assert batches == [["a", ""], [], ["ccc"]]
     table = pa.table({"score": [0.5], "text": ["x"], "more": [None]})
     dataset.write_shard(f"{folder}/a.parquet", [table, table])
     assert read(*list_shards(folder, "train")) == ["x", "x"]
@@ -196,6 +196,7 @@ def test_drawn_damage_is_an_error_or_gives_the_same_text(name, place, n, damage)
         data[start:stop] = changes[damage]
         path.write_bytes(data)
         is_read_or_named(folder)
+        Path(folder, "index.json").unlink()
         with contextlib.suppress(SystemExit):
             dataset.main(["index", folder])
         assert is_read_or_named(folder) or name == "a.parquet"
@@ -214,19 +215,14 @@ def test_a_replaced_shard_is_an_error(tmp_path):
             shard.read(1)
         path.write_bytes(complete)
     shard, other = list_shards(folder, "train")
-    footer = dataset.read_footer(folder, shard.name, shard.file_size)
     shard.read(0)
     written = os.stat(path)
     path.write_bytes(Path(other.path).read_bytes())
     with pytest.raises(UserError, match=r"replaced by another .* python dataset.py index \S+$"):
         shard.read(0)
     os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
-    dataset.compare_footer.cache_clear()
-    with (mock.patch("dataset.read_footer", return_value=footer),    # the old footer is known
-          pytest.raises(UserError, match=r"group 0: checksum mismatch: .*verify")):
-        shard.read(0)
-    with pytest.raises(UserError, match=r"replaced by another .* python dataset.py index \S+$"):
-        list_shards(folder, "train")[0].read(0)
+    with pytest.raises(UserError, match=r"group 0: checksum mismatch: .*verify"):
+        shard.read(0)    # its old footer is known
 
 def other_texts(change, n=900):
     rng = random.Random(3)
@@ -287,6 +283,30 @@ def test_no_flipped_bit_of_a_footer_aborts_python(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=HERE, capture_output=True)
     assert done.returncode == 0, done.stderr
 
+class Keys(encryption.KmsClient):
+    def wrap_key(self, key, name):
+        return base64.b64encode(key)
+
+@pytest.mark.parametrize("column, options", [
+    ("text", {"plaintext_footer": True}), ("text", {}), ("n", {"plaintext_footer": True})])
+def test_an_encrypted_column_is_an_error_if_it_is_the_text(tmp_path, column, options):
+    """In a process of its own, which would abort: see the test above."""
+    config = encryption.EncryptionConfiguration("key", column_keys={"key": [column]}, **options)
+    factory = encryption.CryptoFactory(lambda _: Keys())
+    properties = factory.file_encryption_properties(encryption.KmsConnectionConfig(), config)
+    table = pa.table({"text": ["a", "b"] * 9, "n": range(18)})
+    for name in "ab":
+        path = tmp_path / f"{name}.parquet"
+        with pq.ParquetWriter(path, table.schema, encryption_properties=properties) as writer:
+            writer.write_table(table, row_group_size=5)
+    command = [sys.executable, "-m", "dev.prepare", "head", tmp_path]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    if column == "n":
+        assert (done.returncode, done.stderr) == (0, "")
+        return
+    assert done.returncode == 1
+    assert re.fullmatch(r"error: \S+/[ab].parquet, footer: .*crypt.*; if it .*\n", done.stderr)
+
 def test_a_flipped_bit_in_our_own_keys_is_an_error(tmp_path):
     folder = write(tmp_path, "a", "b", groups=[["x" * 99]] * 3)
     path = tmp_path / "a.parquet"
@@ -313,7 +333,7 @@ def test_numbers_of_an_index_are_checked_where_it_is_read(tmp_path, field, value
     index = json.loads((tmp_path / "index.json").read_bytes())
     index["shards"]["a.parquet"][field] = value
     (tmp_path / "index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"index.json: .*; if all files are .* dataset.py index"):
+    with pytest.raises(UserError, match=NO_INDEX):
         list_shards(folder, "train")
 
 @pytest.mark.parametrize("checksums, damage", [(True, b"sacred"), (False, b"s\xffcret")])
@@ -370,14 +390,14 @@ def add_tokens(folder):
 NO_SHARDS = r"/data does not exist, or has no shards; .*dataset.py -n 8, or .*FILES --out NEW_"
 ONE_COLUMN = r"/x.parquet: expected one string column `text` or `messages`; it has: %s. .*--out N"
 OLD_VERSIONS = "older versions of its data; name the folder of one version"
-NO_INDEX = r"/index.json: .*; if all files .* run: python dataset.py index"
-NO_MATCH = r"not match the folder: b.parquet has %s bytes in the index .*dataset.py index"
+NO_INDEX = r"/index.json: .*; if it is damaged or old, remove it and run: python dataset.py index"
+NO_MATCH = r"not match the folder: only one .* b.parquet with \d+ bytes\. .*dataset.py index"
 
 # A folder, the names of its shards, and a change: columns of another program, or a function
 @pytest.mark.parametrize("words, names, change", [
     (NO_SHARDS, "", None),
     (NO_SHARDS, "", lambda folder: folder.write_text("a file")),
-    (r"1 shards, 0 train, 1 val \(a.parquet\); .* --out NEW_FOLDER$", "a", None),
+    (r"1 shards, 0 train, 1 val \(a.parquet, .* --out NEW_FOLDER$", "a", None),
     (r"0 train, 0 val, 2 test by name .* Rename", "test-0 test-1", None),
     ("/train-0.parquet is named for train, but heldout.parquet names no", "train-0 heldout", None),
     (ONE_COLUMN % "n: int64 raw: string", "a", {"n": [1], "raw": ["a"]}),
@@ -395,9 +415,8 @@ NO_MATCH = r"not match the folder: b.parquet has %s bytes in the index .*dataset
     (NO_INDEX, "a index", spoil_index(format=1)),
     (NO_INDEX, "a index", spoil_index(shards={"a.parquet": {"bytes": 1}})),
     (NO_INDEX, "a index", lambda folder: (folder / "index.json").write_text("[" * 200_000)),
-    (NO_MATCH % r"\d+ bytes there, None", "a index", lambda folder: write(folder, "b")),
-    (NO_MATCH % r"None bytes there, \d+", "a b index",
-     lambda folder: os.unlink(folder / "b.parquet")),
+    (NO_MATCH, "a index", lambda folder: write(folder, "b")),
+    (NO_MATCH, "a b index", lambda folder: os.unlink(folder / "b.parquet")),
 ])
 def test_unusable_folder_is_an_error_that_says_what_to_type(tmp_path, words, names, change):
     folder = tmp_path / "data"
@@ -527,7 +546,7 @@ def test_a_remote_folder_costs_one_request_for_each_thing(server):
     assert shard.path == server.web + "/data/c.parquet?token=1"
     assert read(shard) == server.texts[-3:]
     index, *others = server.gets
-    assert index == ("index.json", None)
+    assert index == ("index.json", None)    # with HEAD, fsspec says "not found" for any error
     assert len({asked for _, asked in others} - {None}) == len(others) == 1 + 3
 
 def test_names_on_the_web_may_have_any_characters(server):
@@ -558,11 +577,10 @@ def spoil(server, name, how):
 
 @pytest.mark.parametrize("words, end, n_waits, name, how", [
     ("a.parquet, footer: .*503.*; if it is damaged", "web", 5, "a.parquet", 503),
-    ("a.parquet, footer: .*not found", "web", 5, "a.parquet", "lost"),
+    ("a.parquet, footer: .*Not Found", "web", 5, "a.parquet", "lost"),
     ("index.json: .*403.*; check .* permissions", "web", 5, "index.json", 403),
     ("has no index.json, and web servers do not list files. Make", "web", 0, "index.json", "lost"),
-    ("whole .* lacks range requests", "web", 0, "a.parquet", "no ranges"),
-    ("a.parquet, footer: .*the file has changed", "web", 0, "a.parquet", "grown"),
+    ("doesn't appear to support range requests", "web", 0, "a.parquet", "no ranges"),
     ("a.parquet.*bytes, but .* as listed or in the index", "s3", 0, "a.parquet", "grown")])
 def test_remote_errors_say_what_to_do(server, words, end, n_waits, name, how):
     """... after six attempts with growing waits, or at once if no retry can mend them."""
@@ -619,9 +637,9 @@ def hub(server, tmp_path):
 
 def test_download_from_a_hub_that_misbehaves_ends_complete(hub):
     """Cut connections, a 503, other bytes: repeated. An error while a shard is missing."""
-    hub.faults = {"shard_00000.parquet": ["cut", 503], "shard_06542.parquet": ["flip"]}
+    hub.faults = {"shard_06542.parquet": ["flip", "cut", 503]}
     missing = hub.files.pop("shard_00001.parquet")
-    status, _, err = hub.run("-n", "2", "-w", "1")
+    status, _, err = hub.run("-n", "2")
     assert re.search(r"error: hf://.*00001.parquet, download: .*; the same command resumes\n$", err)
     again = f"python dataset.py -n 2 --out {hub.data}$"
     with pytest.raises(UserError, match=f"is incomplete; to finish it, run: {again}"):
@@ -630,7 +648,7 @@ def test_download_from_a_hub_that_misbehaves_ends_complete(hub):
     hub.files["shard_00001.parquet"] = missing
     hub.gets.clear()
     _, out, err = hub.run("-n", "2")
-    assert f"{hub.data}: 3 shards, 2 train, 1 val (shard_06542.parquet)" in out, err
+    assert f"{hub.data}: 3 shards, 2 train, 1 val (shard_06542.parquet, the last" in out, err
     assert [name for name, _ in hub.gets if "shard" in name] == ["shard_00001.parquet"]
     assert read_all(hub.data) == hub.texts
 
@@ -663,16 +681,15 @@ def test_stopped_download_leaves_at_once(hub):
     assert err.endswith("stopped; run the same command to continue or repeat it\n")
     assert "unfinished" in (hub.data / "index.json").read_text()
 
-@pytest.mark.parametrize("flags, call", [
-    ("-n 3 -w 2", (3, 2)), ("-n -1", (6542, 4)), ("-n 7000", (6542, 4)),
-    ("", None), ("-n -5", None), ("-n1 -w0", None), ("-n 1 --out s3://b/x", None), ("foo a", None),
-    ("-n many\x1b", None), ("index /no\x1bdir", None)])
-def test_a_command_downloads_or_is_an_error_of_one_line(flags, call, capsys):
+@pytest.mark.parametrize("flags, n_train", [
+    ("-n 3", 3), ("-n -1", 6542), ("-n 7000", 6542), ("", None), ("-n -5", None), ("-n1 -w2", None),
+    ("-n 1 --out s3://b/x", None), ("foo a", None), ("-n many\x1b", None),
+    ("index /no\x1bdir", None)])
+def test_a_command_downloads_or_is_an_error_of_one_line(flags, n_train, capsys):
     with mock.patch("dataset.download") as download:
-        if call:
+        if n_train:
             dataset.main(flags.split())
-            n_train, workers = call
-            download.assert_called_once_with(n_train, dataset.default_data_dir(), workers)
+            download.assert_called_once_with(n_train, dataset.default_data_dir())
             return
         with pytest.raises(SystemExit) as ended:
             dataset.main(flags.split(" ") if flags else [])
@@ -682,8 +699,8 @@ def test_a_command_downloads_or_is_an_error_of_one_line(flags, call, capsys):
     assert not download.called
 
 @pytest.mark.parametrize("error, raised, words", [
-    (UserError("a\0\n b"), SystemExit, r"^error: a\\x00 b$"),
-    (OSError("a\0\n b"), SystemExit, r"^error: a\\x00 b \(python -X dev shows where\)$"),
+    (UserError("a\0\x9b\n b"), SystemExit, r"^error: a b$"),
+    (OSError("a\0\n b"), SystemExit, r"^error: a b \(python -X dev shows where\)$"),
     (KeyboardInterrupt(), SystemExit, "130"),
     (ValueError("a bug"), ValueError, "a bug")])
 def test_our_own_errors_are_one_line_and_bugs_keep_their_traceback(error, raised, words):
