@@ -77,8 +77,9 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     assert tok.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])
     lines = [json.dumps(messages)]
     if with_loss:
-        [found] = encode_conversations(tok, lines)
+        found, bounds = encode_conversations(tok, lines)
         assert found.tolist() == np.where(mask, ids, np.invert(ids)).tolist()
+        assert bounds.tolist() == [0, len(ids)]
     else:
         with pytest.raises(UserError, match=r"nothing to learn: .* saw \[{\"role\""):
             encode_conversations(tok, lines)
@@ -142,8 +143,8 @@ def test_any_tokenizer_may_render_by_itself():
         return ([7] + n * [9])[:max_tokens], ([0] + n * [1])[:max_tokens]
 
     own = SimpleNamespace(render_conversation=render_conversation)
-    [ids] = encode_conversations(own, [json.dumps(3000 * ["Hi"])])
-    assert ids.tolist() == [~7, *3000 * [9]]
+    ids, bounds = encode_conversations(own, [json.dumps(3000 * ["Hi"])])
+    assert (ids.tolist(), bounds.tolist()) == ([~7, *3000 * [9]], [0, 3001])
 
 @pytest.mark.parametrize("line", ["{", '{"messages": []}'])
 def test_a_line_that_is_no_list_is_shown(line):

@@ -1,6 +1,7 @@
 """tokenizer.py: tiktoken's ids from both engines, files, the default one, anybody's own."""
 
 import importlib.util
+import itertools
 import json
 import os
 import pickle
@@ -65,7 +66,8 @@ def pairs(pattern):
     return fresh(pattern, {token: i for i, token in enumerate(tokens)})
 
 def encoded_by(tok, texts):
-    return [ids.tolist() for ids in tok.encode_documents(texts)]
+    ids, bounds = tok.encode_documents(texts)
+    return [ids[begin:end].tolist() for begin, end in itertools.pairwise(bounds)]
 
 # --------------------------------------------------------------------------------------------------
 # Text to ids and back
@@ -88,7 +90,7 @@ def test_one_of_tiktokens_own(monkeypatch):
     enc = build_encoding(PATTERNS["gpt2"], small().enc._mergeable_ranks, {"<|endoftext|>": 3000})
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": enc}.get)
     tok = RustBPETokenizer.from_pretrained("gpt2")
-    [ids] = tok.encode_documents(["hello 漢字"])
+    ids, _ = tok.encode_documents(["hello 漢字"])
     assert ids.tolist() == [3000, *enc.encode_ordinary("hello 漢字")]
     assert len(tok.token_bytes) == 3001 and tok.token_bytes[ids].sum() == 12
 
@@ -111,9 +113,11 @@ def test_ids_are_tiktokens_for_lists_and_arrays():
               for kind in (pa.string(), pa.string_view(), pa.dictionary(pa.int16(), pa.string()))]
     for documents in (texts, *arrays):
         assert encoded_by(tok, documents) == want
-    [ids] = tok.encode_documents(["\ud800"])    # a lone surrogate
-    assert (ids.tolist(), ids.dtype) == ([1015, *tok.enc.encode_ordinary("\ufffd")], np.int32)
-    assert tok.encode_documents([]) == []
+    ids, bounds = tok.encode_documents(["\ud800"])    # a lone surrogate
+    assert ids.tolist() == [1015, *tok.enc.encode_ordinary("\ufffd")]
+    assert (ids.dtype, bounds.dtype) == (np.int32, np.int64)
+    ids, bounds = tok.encode_documents([])
+    assert (ids.tolist(), ids.dtype, bounds.tolist()) == ([], np.int32, [0])
 
 @pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
@@ -125,7 +129,7 @@ def test_a_million_spaces(pattern, engine):
     elif tok.why_tiktoken:
         pytest.skip("no gigatoken")
     for text in (990_000 * " " + "a", 1_100_000 * "a"):
-        [ids] = tok.encode_documents([text])
+        ids, _ = tok.encode_documents([text])
         assert tok.decode(ids[1:]) == text
     text = 1_000_001 * " " + "a"
     if engine == "gigatoken":
@@ -164,7 +168,7 @@ def test_gigatoken_encodes_vocabularies_with_special_tokens_first_and_between():
     ranks = {token: 3 + rank + (rank > 300) for token, rank in small().enc._mergeable_ranks.items()}
     special = {"<|bos|>": 0, "<|pad|>": 304, "<|x|>": 2000}
     tok = RustBPETokenizer(build_encoding(GPT4, ranks, special), "<|bos|>")
-    [ids] = tok.encode_documents([SOURCES[3]])
+    ids, _ = tok.encode_documents([SOURCES[3]])
     assert ids.tolist() == [0, *tok.enc.encode_ordinary(SOURCES[3])]
     assert tok.why_tiktoken is None
 
@@ -172,12 +176,14 @@ ADVICE = "to encode several times as fast: pip install tiktoken==0.14.0 gigatoke
 RIGHT = RustBPETokenizer._call_gigatoken
 
 def with_wrong_bounds(tok, documents):
-    first, second, *others = RIGHT(tok, documents)
-    return [first[:1], np.append(first[1:], second), *others]
+    ids, bounds = RIGHT(tok, documents)
+    return ids, np.sort(np.append(bounds[:-2], [1, bounds[-1]]))
 
 def with_wrong_ids(tok, documents):
     """Where twenty tokens meet; each alone is right."""
-    return [ids ^ 1 if len(ids) > 9 else ids for ids in RIGHT(tok, documents)]
+    ids, bounds = RIGHT(tok, documents)
+    lengths = np.diff(bounds)
+    return np.where(lengths.repeat(lengths) > 9, ids ^ 1, ids), bounds
 
 @needs_gigatoken
 @pytest.mark.parametrize("name, value, reason", [
@@ -195,7 +201,7 @@ def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
         ranks[b" qxzj"] = len(ranks)
     tok = fresh(ranks=ranks)
     assert tok.why_tiktoken.startswith(reason)
-    [ids] = tok.encode_documents(["x qxzj"])
+    ids, _ = tok.encode_documents(["x qxzj"])
     assert ids.tolist() == [70_000, *tok.enc.encode_ordinary("x qxzj")]
 
 @needs_gigatoken
@@ -410,7 +416,8 @@ def stub(function=None, **methods):
     return tok
 
 def by_documents(texts):
-    return [[256, *text.encode()] for text in texts]
+    lists = [[256, *text.encode()] for text in texts]
+    return [*itertools.chain(*lists)], np.cumsum([0, *map(len, lists)])
 
 SHARD = SimpleNamespace(kind="text", location=lambda row_group, row: f"row {row}")
 
@@ -455,8 +462,10 @@ def test_an_error_names_its_document():
     (stub(lambda text: [256, 259], get_vocab_size=lambda: 259), r"t < 259, .* saw .*259"),
     (stub(lambda text: [256, *text[:8191]]), "1121 and 8192: expected .* no truncation"),
     (stub(lambda text: [256, *text.ljust(512)]), "'a' has the ids .* no padding"),
-    (stub(encode_documents=lambda texts: [[256, 1], [], [256]]), "BOS .256. first"),
-    (stub(encode_documents=lambda texts: 2 * [[256, 1]]), "expected 3, got 2")])
+    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 2, 6])), r"bounds \[0 2 2 6\]"),
+    (stub(encode_documents=lambda texts: ([256, 1] * 3, [2, 4, 6])), "bounds"),
+    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 4])), "bounds"),
+    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 4, 6])), "expected 3, got 2")])
 def test_a_tokenizer_that_cannot_be_used_is_refused(tok, reason):
     with pytest.raises(UserError, match=reason):
         Encoder(tok)
