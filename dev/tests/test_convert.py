@@ -733,6 +733,15 @@ def test_a_question_may_have_any_name(tmp_path, key):
     assert [[message["content"] for message in chat] for chat in found] == [
         ["Be kind", "Hi", "Hello", "Hi", "Hello"], ["Be kind", "Hi", "Hello", "Well?", "So"]]
 
+@pytest.mark.parametrize("key, row", [
+    ("prompt", {"prompt": [USER], "completion": "Hello"}), ("chosen", {"chosen": TALK}),
+    ("output", {"output": "Hi", "response": "Hello"})])
+def test_a_column_has_one_use(tmp_path, capsys, key, row):
+    write(tmp_path / "in", {"a.jsonl": as_json({**row, "rejected": "No"}, {**row, "system": "Be kind"})})
+    found = sorted(map(json.loads, converted(tmp_path, "--messages_key", key)), key=len)
+    assert found == [TALK, [KIND, *TALK]]
+    assert f"dropped columns (read: {', '.join(row)}): 1, such as " in capsys.readouterr().out
+
 def test_roles_have_the_names_of_sharegpt_and_llama_factory(tmp_path):
     names = ["human", "function_call", "observation", "gpt", "user", "chatgpt", "bing", "model"]
     row = {"conversations": [{"from": name, "value": "x"} for name in names]}
@@ -751,7 +760,8 @@ def test_signs_of_damaged_text_are_counted(tmp_path, capsys):
     assert re.search(r"with the name of a special token, .* sed .*: 1, such as .*c.jsonl", printed)
 
 def test_a_readme_among_files_without_quotes_is_no_document(tmp_path, capsys):
-    write(tmp_path / "in", {"README.md": "about", "LICENSE.txt": "MIT", "a.jsonl": texts_as_json(["a", "b"])})
+    about = {"README.md": "about", "LICENSE.txt": "MIT"}
+    write(tmp_path / "in", {**about, "a.jsonl": texts_as_json(["a", "b"])})
     assert command(*glob.glob(f"{tmp_path}/in/*"), "--out", tmp_path / "out") is None
     assert sorted(read_all(tmp_path / "out")) == ["a", "b"]
     assert "ignored files, about the data: 2, " in capsys.readouterr().out
