@@ -320,9 +320,27 @@ def ours(job, packing="exactfit"):
     return PackedLoader(tokenizer_with(job.engine, job.tokenizer), job.B, job.T, "train",
                         data_dir=data, packing=packing)
 
+def engine_alone(job):
+    """One thread encodes 64 MB of text again and again, and yields once for each batch of tokens."""
+    tokenizer, gigatoken = peers.load_engines(job.tokenizer, job.engine)
+    texts = some_text(itertools.cycle(texts_of(job.text)), 64e6)
+    documents = [text.encode() for text in texts]
+    n_tokens = 0
+    for begin in itertools.cycle(range(0, len(documents), 64)):
+        some = documents[begin:begin + 64]
+        if gigatoken:
+            ids, _ = gigatoken(some)
+        else:
+            ids = np.concatenate([*map(tokenizer._call_tiktoken, some)])
+        n_tokens += len(ids)
+        while n_tokens >= job.B * job.T:
+            n_tokens -= job.B * job.T
+            yield
+
 PEERS = [
     Peer("exactfit", ours, packing="exactfit"),
     Peer("flat", functools.partial(ours, packing="flat")),
+    Peer("engine alone", engine_alone, packing=None),
     *peers.PEERS,
     Peer("exactfit", ours, peers.TOKENS, "exactfit"),
     Peer("a memmap", memmap, peers.TOKENS),

@@ -83,12 +83,12 @@ def test_mixing_prints_a_line_for_each_cell(base, fresh):
 def test_peers_prints_a_line_for_each_and_names_the_missing(base, fresh, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" and find(name))
-    names = ["exactfit", "a plain loop", "Grain", "a memmap"]
+    names = ["exactfit", "engine alone", "Grain", "a memmap"]
     lines = [*bench.measure_peers(
         f"{base}/tokenizer", f"{base}/data", 2, 32, ["tiktoken"], names, 0.01, rounds=2)]
     assert lines[0] == "skipped: Grain, which is not installed"
     loaders = [line[:26].split() for line in lines[3:]]
-    assert loaders == [["exactfit", "tiktoken"], ["a", "plain", "loop", "tiktoken"],
+    assert loaders == [["exactfit", "tiktoken"], ["engine", "alone", "tiktoken"],
                        ["exactfit", "tokens"], ["a", "memmap", "tokens"]]
 
 def test_cut_loses_no_token():
