@@ -101,7 +101,10 @@ def nanochat(job, module="nanochat.dataloader"):
     """The generator of nanochat or of dev/nanochat.py. It is endless."""
     os.environ["NANOLOADER_BASE_DIR"] = os.environ["NANOCHAT_BASE_DIR"] = job.own
     make = importlib.import_module(module).tokenizing_distributed_data_loader_bos_bestfit
-    return make(get_tokenizer(job.tokenizer), job.B, job.T, "train", device="cpu")
+    tokenizer = get_tokenizer(job.tokenizer)
+    if job.engine == "tiktoken":
+        tokenizer.why_tiktoken = "asked for"
+    return make(tokenizer, job.B, job.T, "train", device="cpu")
 
 def write_nanochat(job):
     for name in ("base_data", "base_data_climbmix"):
