@@ -321,7 +321,7 @@ def ours(job, packing="exactfit"):
                         data_dir=data, packing=packing)
 
 def engine_alone(job):
-    """One thread encodes 64 MB of text again and again, and yields once for each batch of tokens."""
+    """One thread encodes 64 MB of text again and again. Yields once for each batch of tokens."""
     tokenizer, gigatoken = peers.load_engines(job.tokenizer, job.engine)
     texts = some_text(itertools.cycle(texts_of(job.text)), 64e6)
     documents = [text.encode() for text in texts]
