@@ -85,37 +85,29 @@ def convert(flags):
     n_processes = min(flags.num_workers or max(1, total // BYTES_PER_PROCESS), cores())
     n_tasks = min(TASKS, len(files))
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
-    with (building_folder(out) as building, errors_of_kept(),
-          mapper(n_processes, flags.dask, building) as run):
+    with building_folder(out) as building, mapper(n_processes, building) as run:
         scatter = functools.partial(
             scatter_files, flags=flags, building=building, longest_val=total // 20)
-        for part in tqdm(run(scatter, tasks), "read", n_tasks, unit=" tasks", delay=1):
+        for part in tqdm(run(scatter, tasks), "read", n_tasks, delay=1):
             report.merge(part)
-        kind = check_documents(report)
-        train, val = divide(building, flags.drop_copies, report)
-        shards = plan_shards(train, val, report.counts["bytes"])
+        for line in report.lines():
+            print(line)
+        kind = kind_of_documents(report)
+        shards = divide(building, flags.drop_copies)
         gather = functools.partial(gather_shard, building=building, kind=kind)
         written = run(gather, range(len(shards)), shards)
-        for _ in tqdm(written, "write", len(shards), unit=" shards", delay=1):
-            pass
+        list(tqdm(written, "write", len(shards), delay=1))
         dataset.write_index(f"{building}/shards")
-        found = dataset.all_shards(f"{building}/shards")
-        n_documents = len(train) + len(val)
-        assert n_documents == sum(sum(shard.group_sizes) for shard in found)
         os.rename(f"{building}/shards", out)
-    n_bytes = sum(shard.text_bytes for shard in found)
-    print(f"{counted(len(files), 'file')} -> {counted(n_documents, 'document')}, "
-          f"{n_bytes / 1e6:,.1f} MB, in {len(shards):,} shards, the last for val "
-          f"({counted(len(val), 'document')}), in {out}")
-    for line in report.lines():
-        print(line)
+    print(f"{counted(len(files), 'file')} -> {counted(sum(map(len, shards)), 'document')} in "
+          f"{len(shards):,} shards, the last for val ({counted(len(shards[-1]), 'document')}), in "
+          f"{out}")
 
 class Report:
     """How often something was read, dropped, skipped or ignored, and the first example of it."""
     def __init__(self):
         self.counts = collections.Counter()
         self.examples = {}
-        self.notes = []    # further lines
 
     def add(self, what, example):
         self.counts[what] += 1
@@ -126,34 +118,17 @@ class Report:
         self.examples = other.examples | self.examples
 
     def lines(self):
-        return self.notes + [
-            f"{what}: {self.counts[what]:,}, such as {printable(example)}"
-            for what, example in self.examples.items() if what not in ("text", "messages")]
+        return [f"{what}: {self.counts[what]:,}, such as {printable(example)}"
+                for what, example in self.examples.items()]
 
-def check_documents(report):
+def kind_of_documents(report):
     """The column of the documents in a shard: 'text' or 'messages'."""
-    text = report.examples.get("text")
-    messages = report.examples.get("messages")
-    if text and messages:
+    kinds = {"text", "messages"} & report.examples.keys()
+    if len(kinds) != 1:
         raise UserError(
-            f"{text} is text, but {messages} is a conversation; convert conversations separately "
-            "(train.py can mix them: --data TEXTS:0.7 CHATS:0.3)")
-    kind = "messages" if messages else "text"
-    n = report.counts[kind]
-    if n < 2:
-        raise UserError("; ".join([
-            f"{counted(n, 'document')}, but train and val need at least one each (to divide plain "
-            "text: --split_at '<|endoftext|>', or at blank lines: --cut_bytes 2000)",
-            *report.lines()]))
-    return kind
-
-@contextlib.contextmanager
-def errors_of_kept():
-    """Arrow's errors that are not of a single record come from --keep."""
-    try:
-        yield
-    except (pa.ArrowException, OverflowError) as error:
-        raise UserError(f"--keep: {error}; expected values of one type") from error
+            f"expected documents of one kind, saw {' and '.join(sorted(kinds)) or 'none'}; convert "
+            "text and conversations separately (train.py can mix them: --data TEXTS:0.7 CHATS:0.3)")
+    return kinds.pop()
 
 # --------------------------------------------------------------------------------------------------
 # The shuffle
@@ -163,25 +138,27 @@ KEY, TEXT_HASH, DOCUMENT = "nanoloader.key", "nanoloader.hash", "nanoloader.docu
 def scatter_files(files, flags, building, longest_val):
     """Write the documents of some files as sorted runs. Returns a Report."""
     report = Report()
-    rows = []
+    rows, texts = [], []
     n_bytes = 0
     for position, text, is_val, kept in good_documents(files, flags, report):
         key = hash_of(b"0 %d %d" % position) // 2 * 2 + is_val    # the last bit: a file for val
         text_hash = hash_of(text.translate(None, b" \t\r\n"))
         if len(text) > longest_val:
             text_hash //= 2    # val takes the largest hashes
-        rows.append((key, text_hash, text, *kept))
+        rows.append({KEY: key, TEXT_HASH: text_hash, **kept})
+        texts.append(text)
         n_bytes += len(text) + len(str(kept))
         if n_bytes >= RUN_BYTES:
-            write_run(building, rows, flags.keep)
-            rows = []
+            write_run(building, rows, texts)
+            rows, texts = [], []
             n_bytes = 0
     if rows:
-        write_run(building, rows, flags.keep)
+        write_run(building, rows, texts)
     return report
 
 def hash_of(data):
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+    """63 bits, a signed integer of Arrow."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") // 2
 
 def good_documents(files, flags, report):
     """
@@ -221,57 +198,51 @@ def advice(error, path):
         return "; decompress it first: zstd -d --long=31"
     return ADVICE.get(type(error), "")
 
-def write_run(building, rows, keep):
-    """rows: (key, hash of the text, text, kept values ...) of each document."""
-    keys, hashes, texts, *kept = zip(*rows, strict=True)
-    keys, hashes = pa.array(keys, pa.uint64()), pa.array(hashes, pa.uint64())
+def write_run(building, rows, texts):
+    """rows: {KEY: key, TEXT_HASH: hash, name: kept value} of each text"""
     texts = pa.array(texts, pa.large_string())
-    kept = map(pa.array, kept)
-    table = pa.table([keys, hashes, texts, *kept], [KEY, TEXT_HASH, DOCUMENT, *keep])
-    path = f"{building}/runs/{keys[0]}"
-    feather.write_feather(table.sort_by(KEY), path, "uncompressed", chunksize=len(rows))
+    table = pa.Table.from_pylist(rows).append_column(DOCUMENT, texts)
+    path = f"{building}/runs/{rows[0][KEY]}"
+    feather.write_feather(table.sort_by(KEY), path, "uncompressed")
 
 def open_runs(building):
     """Memory-mapped tables, each sorted by key."""
     runs = os.scandir(f"{building}/runs")
     return [feather.read_table(run.path, memory_map=True) for run in runs]
 
-def divide(building, drop_copies, report):
+def divide(building, drop_copies):
     """
-    The sorted keys of train and of val, which share no text. If there are files for val, it has
-    their documents, and train leaves out copies of these. Otherwise, val has 1% of the texts, those
-    with the largest hashes (at least VAL_DOCUMENTS of them, or a tenth of all if that is fewer).
+    The sorted keys of each shard. The last is val, and shares no text with train. It has the texts
+    of the files for val, if there are any. Otherwise, it has 1% of the texts, those with the
+    largest hashes (at least VAL_DOCUMENTS of them, or a tenth of all if that is fewer).
     """
-    runs = open_runs(building)
-    keys, hashes = (np.concatenate([run[name] for run in runs]) for name in (KEY, TEXT_HASH))
-    order = keys.argsort()
-    keys, hashes = keys[order], hashes[order]
-    in_val = keys % 2 == 1
-    is_copy_of_val = ~in_val & np.isin(hashes, hashes[in_val])
-    if is_copy_of_val.any():
-        report.notes.append(f"left out of train, because files for val have the same text: "
-                            f"{counted(int(is_copy_of_val.sum()), 'document')}")
-        keys, hashes, in_val = (of_all[~is_copy_of_val] for of_all in (keys, hashes, in_val))
+    table = pa.concat_tables(open_runs(building), promote_options="permissive")
+    for column in table.schema:
+        if pa.types.is_null(column.type):
+            raise UserError(f"--keep {column.name}: no document has a value there")
+    n_shards = max(4, round(table[DOCUMENT].nbytes / SHARD_BYTES))    # cores share a small corpus
+    documents = table.select([KEY, TEXT_HASH]).sort_by(KEY)
+    keys, hashes = documents[KEY].to_numpy(), documents[TEXT_HASH].to_numpy()
     texts, first, copies = np.unique(hashes, return_index=True, return_counts=True)
     if len(texts) < len(keys):
         what_to_do = "dropped" if drop_copies else "--drop_copies keeps one of each"
-        report.notes.append(f"{len(keys) - len(texts):,} of {len(keys):,} documents are copies "
-                            f"of others, white space aside ({what_to_do})")
-    if not in_val.any():
+        print(f"{len(keys) - len(texts):,} of {len(keys):,} documents are copies of others, white "
+              f"space aside; train and val share none ({what_to_do})")
+    in_val = hashes[keys % 2 == 1]
+    if len(in_val) == 0:
         rare = texts[copies <= np.median(copies)]    # a very frequent text would be all of val
         n_val = max(1, len(texts) // 100, min(VAL_DOCUMENTS, len(texts) // 10))
-        in_val = np.isin(hashes, rare[-n_val:])
-    if in_val.all():
-        raise UserError(f"no text is left for train: {counted(len(keys), 'document')} of "
-                        f"{counted(len(texts), 'text')}; train and val need one each")
+        in_val = rare[-n_val:]
     if drop_copies:
-        keys, in_val = keys[np.sort(first)], in_val[np.sort(first)]
-    return keys[~in_val], keys[in_val]
-
-def plan_shards(train, val, n_bytes):
-    """The keys of each shard. Those of train have equally many documents, or one more."""
-    n_shards = max(4, round(n_bytes / SHARD_BYTES))    # cores share a small corpus, too
-    return [*filter(len, np.array_split(train, n_shards - 1)), val]
+        first.sort()
+        keys, hashes = keys[first], hashes[first]
+    is_val = np.isin(hashes, in_val)
+    if is_val.all():
+        raise UserError(
+            f"no text is left for train: {counted(len(keys), 'document')} of "
+            f"{counted(len(texts), 'text')}; train and val need one each (to divide plain text: "
+            "--split_at '<|endoftext|>', or at blank lines: --cut_bytes 2000)")
+    return [*filter(len, np.array_split(keys[~is_val], n_shards - 1)), keys[is_val]]
 
 def gather_shard(number, keys, building, kind):
     """Write the documents with these keys, in row groups, in the order of their keys."""
@@ -282,15 +253,11 @@ def gather_shard(number, keys, building, kind):
         group = keys[begin:begin + size]
         parts = []
         for run, run_keys in runs:
-            start = run_keys.searchsorted(group[0])
-            stop = run_keys.searchsorted(group[-1], side="right")
-            found = run_keys[start:stop]
-            is_in_group = group[group.searchsorted(found)] == found
+            start, stop = run_keys.searchsorted([group[0], group[-1] + 1])
+            is_in_group = np.isin(run_keys[start:stop], group)
             parts.append(run[start:stop].filter(pa.array(is_in_group)))
         table = pa.concat_tables(parts, promote_options="permissive").sort_by(KEY)
-        for column in table.schema:
-            if pa.types.is_null(column.type):
-                raise UserError(f"--keep {column.name}: no document has a value there")
+        assert len(table) == len(group)
         return table.drop_columns([KEY, TEXT_HASH]).rename_columns({DOCUMENT: kind})
 
     tables = map(gather_rows, range(0, len(keys), size))
@@ -337,21 +304,23 @@ def read_json(path, flags):
                 yield f"line {number}", line
 
 def read_csv(path, flags):
-    """By default, the delimiter is the one of , ; | or tab that is most frequent in line 1."""
+    """What divides columns is the one of , ; | or tab that is most frequent in line 1."""
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         header = lines.readline()
-        delimiter = flags.delimiter or max(",;|\t", key=header.count)
+        delimiter = max(",;|\t", key=header.count)
         lines = itertools.chain([header], lines)
         rows = csv.reader(lines, delimiter=delimiter, strict=True)
         names = next(rows, [])
+        if header.startswith("sep="):    # Excel's
+            names = next(rows, [])
         for fields in filter(None, rows):    # None: without empty lines
             record = dict_of_pairs([*zip(names, fields, strict=False)])
             if len(fields) != len(names):
                 record = UserError(
                     f"{counted(len(fields), 'field')}, but {len(names)} in the first line; quote "
-                    "texts, or name what divides columns: --delimiter ';'")
+                    f"texts that have {delimiter!r}")
             yield f"line {rows.line_num}", record
 
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it
@@ -533,6 +502,8 @@ def building_folder(out):
         try:
             os.mkdir(f"{building}/runs")
             yield building
+        except (pa.ArrowException, OverflowError) as error:    # others are of a single record
+            raise UserError(f"--keep: {error}; expected values of one type") from error
         finally:
             with ctrl_c_ignored():
                 shutil.rmtree(building, ignore_errors=True)
@@ -547,12 +518,8 @@ def errors_of_disk(folder):
             f"{error}, in {folder}; to write elsewhere, name another folder with --out") from error
 
 @contextlib.contextmanager
-def mapper(n, dask, building):
-    """`map` itself, or that of n processes or of a Dask cluster."""
-    if dask:
-        with dask_client(dask) as client:
-            yield client.get_executor().map
-        return
+def mapper(n, building):
+    """`map` itself, or that of n processes."""
     if n == 1:
         yield map
         return
@@ -586,21 +553,6 @@ def end_with_parent():
 
     threading.Thread(target=wait, daemon=True).start()
 
-def dask_client(address):
-    """Its workers must see the same files."""
-    from distributed import Client  # pip install distributed
-
-    folder = os.path.dirname(dataset.__file__)
-    try:
-        client = Client(address)
-        client.run_on_scheduler(exec, "import dev.convert")
-        client.run(exec, "import dev.convert")
-    except (OSError, ValueError, ImportError) as error:
-        raise UserError(
-            f"no Dask cluster at {address}: {error}; start a scheduler and workers, with our "
-            f"packages and code: export PYTHONPATH={folder}") from error
-    return client
-
 # --------------------------------------------------------------------------------------------------
 # The command
 
@@ -619,7 +571,6 @@ def main(argv=None):
         f"(default {', '.join([*USES['chat'], *USES['ask']])})")
     add("--keep", **names, metavar="NAME", type=column_to_keep, help="more columns, to keep")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
-    add("--delimiter", help="of CSV (default: , ; | or tab, by its first line)")
     add("--split_at", metavar="MARK", type=str.encode,
         help="a document of plain text ends at each such mark: '<|endoftext|>'")
     add("--cut_bytes", type=at_least_1,
@@ -630,8 +581,6 @@ def main(argv=None):
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
 
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one per core)")
-    add("--dask", metavar="ADDRESS", help="run on a Dask cluster that sees the same files and our "
-        "code: first export PYTHONPATH=HERE, then start its scheduler and workers")
     with errors_in_one_line():
         convert(parser.parse_args(argv))
 

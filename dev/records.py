@@ -33,7 +33,7 @@ SIGNS = {    # of text that is to be looked at; the names are tiktoken's and Hug
 def make_document(record, flags, place, report):
     """(text as UTF-8, kept values). In the report: its kind and size, and what is dropped of it."""
     record = as_dict(record, flags)
-    kept = [lookup(record, name) for name in flags.keep]
+    kept = {name: lookup(record, name) for name in flags.keep}
     record = {key: value for key, value in record.items() if key not in flags.ignore_keys}
     kind, columns = find_document(record, flags)
     if kind == "messages":
@@ -56,7 +56,6 @@ def make_document(record, flags, place, report):
         text = plain_text(lookup(record, columns[0]), columns[0])
     text = text.encode()
     report.add(kind if text else "skipped null or empty documents", place)
-    report.counts["bytes"] += len(text)
     for what, sign in SIGNS.items():
         if sign.search(text):
             report.add(what, place)
