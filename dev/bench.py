@@ -203,7 +203,7 @@ def delivered(job):
 def encoded(job):
     """Yield the numbers of tokens that the encoding threads make."""
     loader = make_loader(job)    # never started
-    n_threads = 1 if loader.encoder.is_multithreaded else job.threads
+    n_threads = 1 if loader.encoder.has_own_threads else job.threads
     with ThreadPoolExecutor(n_threads) as pool:
         waiting = collections.deque()
         for n in itertools.count():

@@ -108,7 +108,7 @@ def encode_ahead(groups, to_read, encoder, threads, batch_size):
                 documents[turn, row] = ids.copy()    # a view would keep all ids
         return (turn, rows[-1] + 1), documents
 
-    n_threads = 1 if encoder.is_multithreaded else threads
+    n_threads = 1 if encoder.has_own_threads else threads
     executor = ThreadPoolExecutor(n_threads)    # its threads end with this generator
     waiting = deque()
     try:

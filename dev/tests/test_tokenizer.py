@@ -434,7 +434,7 @@ def test_every_interface_gives_the_same_documents():
         assert encoded == [[256, 97, 98], None, [256], [256, 195, 169], None]
         assert encode(encoder, [None, None]) == [None, None]
         assert encode(encoder, []) == []
-    assert (documents.is_multithreaded, lists.is_multithreaded) == (False, True)
+    assert (documents.has_own_threads, lists.has_own_threads) == (False, True)
     assert Encoder(small()).fingerprint == small().fingerprint()
     reverse = Encoder(stub(lambda text: [256, *text[::-1]]))
     smaller = Encoder(stub(lambda text: [256, *text], get_vocab_size=lambda: 257))
