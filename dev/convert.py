@@ -22,7 +22,6 @@ import argparse
 import collections
 import contextlib
 import csv
-import fnmatch
 import functools
 import glob
 import gzip
@@ -39,6 +38,7 @@ import signal
 import threading
 from codecs import BOM_UTF8
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
-from dev.records import NOT_READ, USES, dict_of_pairs, is_needed, load_json, make_document
+from dev.records import NOT_READ, USES, dict_of_pairs, load_json, make_document, needed_columns
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -185,6 +185,9 @@ ADVICE = {
     UnicodeDecodeError:
         "; expected UTF-8; to see what it is: file OLD; to convert it: iconv -f WINDOWS-1252 (or "
         "-f UTF-16) -t UTF-8 OLD > NEW",
+    OSError:    # zstd's windows of more than 128 MB are one
+        "; if it is damaged, copy it again; if zstd needs too much memory, decompress it first: "
+        "zstd -d --long=31",
     UnicodeEncodeError: "; half a surrogate pair (such as \\ud83d) is no text; remove it",
     csv.Error: '; expected quotes around a text, and "" for a quote in it',
     json.JSONDecodeError:
@@ -194,8 +197,6 @@ ADVICE = {
 def advice(error, path):
     if isinstance(error, UnicodeDecodeError) and reader_of(path, ()) in (read_parquet, read_arrow):
         return "; the column holds bytes that are not UTF-8; choose another one with --text_key"
-    if "too much memory" in str(error):    # zstd's windows of more than 128 MB
-        return "; decompress it first: zstd -d --long=31"
     return ADVICE.get(type(error), "")
 
 def write_run(building, rows, texts):
@@ -217,9 +218,8 @@ def divide(building, drop_copies):
     largest hashes (at least VAL_DOCUMENTS of them, or a tenth of all if that is fewer).
     """
     table = pa.concat_tables(open_runs(building), promote_options="permissive")
-    for column in table.schema:
-        if pa.types.is_null(column.type):
-            raise UserError(f"--keep {column.name}: no document has a value there")
+    if pa.null() in table.schema.types:
+        raise UserError(f"no document has a value under one of --keep; saw {table.schema}")
     n_shards = max(4, round(table[DOCUMENT].nbytes / SHARD_BYTES))    # cores share a small corpus
     documents = table.select([KEY, TEXT_HASH]).sort_by(KEY)
     keys, hashes = documents[KEY].to_numpy(), documents[TEXT_HASH].to_numpy()
@@ -287,21 +287,22 @@ def open_stream(path):
     decompress = gzip.open if path.endswith(".gz") else pa.input_stream
     return io.BufferedReader(decompress(path), 1 << 16)    # a truncated file loses less than this
 
-ARRAY = re.compile(rb"\s*\[")
-ARRAY_OF_MESSAGES = re.compile(rb'\s*\[\s*{\s*"(role|content|from|value)"')    # one record
-
-def read_json(path, flags):
-    """One array of records, or one record in each line, which may be an array of messages."""
+def read_lines(path, flags):
+    """A record of JSON in each line."""
     with open_stream(path) as stream:
-        begin = stream.peek(100).removeprefix(BOM_UTF8)
-        is_record = ARRAY_OF_MESSAGES.match(begin) and not flags.text_key
-        if ARRAY.match(begin) and not is_record:
-            for number, record in enumerate(load_json(stream.read())):
-                yield f"document {number}", record
-            return
         for number, line in enumerate(stream, 1):
             if not line.isspace():
                 yield f"line {number}", line
+
+def read_json(path, flags):
+    """One array of records, or a record in each line."""
+    with open_stream(path) as stream:
+        begin = stream.peek(100).removeprefix(BOM_UTF8)
+        if begin.lstrip()[:1] != b"[":
+            yield from read_lines(path, flags)
+            return
+        for number, record in enumerate(load_json(stream.read())):
+            yield f"document {number}", record
 
 def read_csv(path, flags):
     """What divides columns is the one of , ; | or tab that is most frequent in line 1."""
@@ -325,25 +326,25 @@ def read_csv(path, flags):
 
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it
 CUT = r"""
-    .{1,SIZE} (?: (?<=\n\n) | (?<=\n\r\n) | \Z )    # after the last blank line, or at the end
-    | .{1,SIZE} (?<=\n)                             # else after the last line
-    | .{1,SIZE} (?<=[ ])                            # else after the last word
-    | .{1,SIZE} (?![\x80-\xbf])                     # else after the last character
-    | .                                             # else after a byte
-    | ^$                                            # an empty file is an empty document
+    .{1,SIZE} (?: (?<=\n\n | \r\r) | (?<=\n\r\n) | \Z )    # after a blank line, or at the end
+    | .{1,SIZE} (?: (?<=\n) | (?<=\r) (?!\n) )               # else after the last line
+    | .{1,SIZE} (?<=[ ])                                     # else after the last word
+    | .{1,SIZE} (?![\x80-\xbf])                              # else after the last character
+    | .                                                      # else after a byte
+    | ^$                                                     # an empty file: one document
 """
 
 def read_text(path, flags):
     """The documents between the marks of split_at, in pieces of about cut_bytes, as CUT says."""
     pattern = CUT.replace("SIZE", str(flags.cut_bytes or 1 << 30)).encode()
     with open_stream(path) as stream:
-        data = stream.read().removeprefix(BOM_UTF8)
-    begin = 0
-    for document in data.split(flags.split_at) if flags.split_at else [data]:
-        text = document.strip() if flags.split_at else document
-        for part in re.finditer(pattern, text, re.DOTALL | re.VERBOSE):
-            yield f"byte {begin + part.start()}", {flags.text_key or "text": part[0]}
-        begin += len(document) + len(flags.split_at or b"")
+        documents = [stream.read().removeprefix(BOM_UTF8)]
+    if flags.split_at:
+        documents = map(bytes.strip, documents[0].split(flags.split_at))
+    numbers = itertools.count()
+    for document in documents:
+        for part in re.finditer(pattern, document, re.DOTALL | re.VERBOSE):
+            yield f"text {next(numbers)}", {flags.text_key or "text": part[0]}
 
 def read_parquet(path, flags):
     file = pq.ParquetFile(path, page_checksum_verification=True)
@@ -365,113 +366,104 @@ def read_arrow(path, flags):
 def rows_of(batches, flags):
     """Columns that are not needed become NOT_READ: Python may have no type for their values."""
     numbers = itertools.count()
+    needed = needed_columns(flags)
     for batch in batches:
         unread = dict.fromkeys(batch.schema.names, NOT_READ)
-        read = [field.name for field in batch.schema if is_needed(field, flags)]
+        read = [name for name in unread if name in needed]
         for row in batch.select(read).to_pylist():
             yield f"row {next(numbers)}", unread | row
 
 # How a file is read, by the end of its name. Compressed text: .jsonl.gz, .txt.zst and so on
 READERS = {
-    ".jsonl": read_json, ".ndjson": read_json, ".json": read_json,
-    ".csv": read_csv, ".tsv": read_csv,
-    ".txt": read_text, ".md": read_text,
-    ".parquet": read_parquet, ".parq": read_parquet, ".pq": read_parquet,
-    ".arrow": read_arrow, ".feather": read_arrow}
-COMPRESSED = (".gz", ".zst", ".bz2", ".lz4")
+    read_lines: ".jsonl .ndjson",
+    read_json: ".json",
+    read_csv: ".csv .tsv",
+    read_text: ".txt .md",
+    read_parquet: ".parquet .parq .pq",
+    read_arrow: ".arrow .feather"}
+SUFFIXES = " ".join(READERS.values())
+
+def reader_of(path, as_text):
+    """How to read a file, by its name, or None. as_text: patterns of names; others are None."""
+    if as_text:
+        return read_text if any(map(Path(path).match, as_text)) else None
+    name = re.sub(r"\.(gz|zst|bz2|lz4)$", "", path)
+    for reader, suffixes in READERS.items():
+        if name.lower().endswith(tuple(suffixes.split())):
+            return reader
 
 # --------------------------------------------------------------------------------------------------
 # Which files
 
 # Not documents; most are Hugging Face's
 ABOUT_DATA = (
-    dataset.INDEX, "README.md", "LICENSE.txt", "LICENSE.md", "dataset_info.json",
-    "dataset_dict.json", "state.json")
+    "README.md LICENSE.txt LICENSE.md index.json dataset_info.json dataset_dict.json state.json")
 
 def find_files(flags, report):
     """[(number, path, is it for val?), ...], each file once, in the order of folders and names."""
     paths = {}    # by real path
     for given in flags.inputs:
-        for path in choose_files(given, flags.as_text, report):
+        for path in expand(given):
             paths.setdefault(os.path.realpath(path), os.path.abspath(path))
-    paths = sorted(paths.values(), key=os.path.split)
-    if not paths:
-        raise UserError("; ".join(["no files to read", *report.lines()]))
-    folder = os.path.commonpath(map(os.path.dirname, paths))
-    splits = [dataset.split_in_name(path.removeprefix(folder)) for path in paths]
-    if flags.as_text or {"train", None}.isdisjoint(splits):    # code is named for other things
-        splits = [None] * len(paths)
+    folder = os.path.commonpath(map(os.path.dirname, paths.values()))
+    splits = {}
+    for path in sorted(paths.values(), key=os.path.split):
+        name = path.removeprefix(folder)
+        reason = why_ignored(path, name, flags.as_text)
+        if reason:
+            report.add(f"ignored files, {reason}", path)
+        else:
+            splits[path] = dataset.split_in_name(name)
+    if not splits:
+        raise UserError("; ".join([
+            "no files to read", *report.lines(),
+            f"expected names with {SUFFIXES} (of text also with .gz, .zst, .bz2 or .lz4); other "
+            "plain text: --as_text '*.SUFFIX'; unpack archives first"]))
+    if flags.as_text or {"train", None}.isdisjoint(splits.values()):
+        splits = dict.fromkeys(splits)    # code is named for other things
     files = []
-    for path, split in zip(paths, splits, strict=True):
+    for path, split in splits.items():
         if split == "test":
             report.add("ignored files, of a test split beside train", path)
         else:
             files.append((len(files), path, split == "val"))
     return files
 
-def choose_files(given, as_text, report):
-    """The paths to read of a file, folder or glob. Others are counted in the report."""
-    is_file = os.path.isfile(given)
-    pattern = glob.escape(given) if is_file else given
+def expand(given):
+    """The paths of a file, folder or glob."""
+    pattern = glob.escape(given) if os.path.exists(given) else given
     if os.path.isdir(given):
         dataset.list_files(given)    # refuses older versions, circular links, unreadable folders
-        pattern = f"{glob.escape(given)}/**"
-    chosen = []
-    for path in glob.glob(pattern, recursive=True):
-        reader = reader_of(path, as_text)
-        is_hidden = os.path.isdir(given) and dataset.HIDDEN.search(path.removeprefix(given))
-        if os.path.isdir(path):
-            continue
-        reason = None
-        if not reader:
-            reason = "of other kinds"
-        elif reader is read_arrow and is_left_over(path):
-            reason = "that the state.json beside them does not name"
-        elif os.path.basename(path) in ABOUT_DATA and not as_text:
-            reason = "about the data"
-        elif is_hidden and reader is not read_text:    # __init__.py is a file like any other
-            reason = "hidden, such as Spark's _temporary"
-        elif not is_file and is_ours(path):
-            reason = "shards that we wrote, val among them (to read one, name the file)"
-        if reason:
-            report.add(f"ignored files, {reason}", path)
-        else:
-            chosen.append(path)
-    # A shell's glob may name files that are left out here.
-    is_left_out = is_left_over(given) or os.path.basename(given) in ABOUT_DATA
-    if not chosen and not is_left_out:
-        raise UserError("; ".join([
-            f"{given} does not exist or has no files to read", *report.lines(),
-            f"expected names with {', '.join(READERS)} (of text also with "
-            f"{', '.join(COMPRESSED)}): a file, a folder or a glob in quotes; other plain text: "
-            "--as_text '*.SUFFIX'; unpack archives first"]))
-    return chosen
+        pattern += "/**"
+    found = glob.glob(pattern, recursive=True)
+    files = [path for path in found if not os.path.isdir(path)]
+    if not files:
+        raise UserError(f"{given} does not exist or has no files; expected a file, a folder or a "
+                        "glob in quotes")
+    return files
 
-def is_left_over(path):
+def why_ignored(path, name, as_text):
+    """The reason not to read a file, or None. name: its path below all inputs' folder."""
+    folder, base = os.path.split(path)
+    reader = reader_of(path, as_text)
+    if not reader:
+        return "of other kinds"
+    if base in ABOUT_DATA.split() and not as_text:
+        return "about the data"
+    if reader is read_text:    # __init__.py is a file like any other
+        return None
+    if dataset.HIDDEN.search(os.path.dirname(name)):
+        return "hidden, such as Spark's _temporary"
+    if reader is read_arrow and is_left_over(folder, base):
+        return "that the state.json beside them does not name"
+    if reader is read_parquet and os.path.exists(f"{folder}/{dataset.INDEX}"):
+        return "beside an index.json, which train.py reads (to convert them: remove it)"
+
+def is_left_over(folder, name):
     """Whether save_to_disk wrote its folder, and it is a cache or of an earlier save."""
-    folder, name = os.path.split(path)
-    try:
-        with open(f"{folder}/state.json", "rb") as file:
-            files = json.load(file)["_data_files"]
-    except (OSError, ValueError, LookupError, TypeError):    # another tool's, or none
-        return False
-    return name not in [file["filename"] for file in files]
-
-def is_ours(path):
-    """Whether it is a shard that we wrote."""
-    with contextlib.suppress(OSError, pa.ArrowException):
-        return dataset.CHECKSUMS.encode() in (pq.read_metadata(path).metadata or {})
-
-def reader_of(path, as_text):
-    """How to read a file, by its name, or None. as_text: patterns of names; others are None."""
-    name = os.path.basename(path)
-    if as_text:
-        is_text = any(fnmatch.fnmatch(name, pattern) for pattern in as_text)
-        return read_text if is_text else None
-    stem, suffix = os.path.splitext(name)
-    if suffix in COMPRESSED:
-        _, suffix = os.path.splitext(stem)
-    return READERS.get(suffix.lower())
+    state = Path(folder, "state.json")
+    text = state.read_text() if state.exists() else ""
+    return "_data_files" in text and f'"{name}"' not in text
 
 # --------------------------------------------------------------------------------------------------
 # The folder that becomes `out`, and processes
@@ -562,8 +554,7 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     names = {"nargs": "+", "action": "extend", "default": []}
-    kinds = ", ".join(READERS)
-    add("inputs", nargs="+", metavar="IN", help=f"files, folders, globs in quotes: {kinds}")
+    add("inputs", nargs="+", metavar="IN", help=f"files, folders, globs in quotes: {SUFFIXES}")
     add("--out", type=dataset.local_folder,
         help="folder, new or empty (default: where train.py looks)")
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")

@@ -1,13 +1,10 @@
 """
 Records of other tools -> the documents of a shard: text, or chats as a list of messages.
 
-dev/convert.py reads records from files, and calls make_document for each. The tables USES, SYSTEM,
-WEIGHTS and ROLES have all names that are read. Other columns are dropped, and the report says so.
+dev/convert.py reads records from files, and calls make_document for each. The tables USES and ROLES
+have all names that are read. Other columns are dropped, and the report says so.
 Other keys of a message are an error, since they may say not to learn it.
 """
-
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("usage: python -m dev.convert FILES --out FOLDER")
 
 import collections
 import itertools
@@ -45,7 +42,7 @@ def make_document(record, flags, place, report):
                 raise
             report.add(REFUSED, f"{place}: {error}")
         text = json.dumps(messages, ensure_ascii=False)
-        for name in WEIGHTS:
+        for name in USES["weight"]:
             weight = weight_of(record.get(name))
             if weight == 0:
                 report.add(f"skipped conversations whose {name} is false", place)
@@ -59,10 +56,11 @@ def make_document(record, flags, place, report):
     for what, sign in SIGNS.items():
         if sign.search(text):
             report.add(what, place)
-    dropped = record.keys() - columns_of([*columns, *flags.keep])
+    read = columns_of([*columns, *flags.keep])
+    dropped = [key for key in record if record[key] and key not in read]
     if dropped:
         what = f"dropped columns (read: {', '.join(columns)})"
-        report.add(what, f"{place}: {', '.join(sorted(dropped))}")
+        report.add(what, f"{place}: {', '.join(dropped)}")
     return text, kept
 
 def plain_text(value, column):
@@ -89,31 +87,32 @@ def as_dict(record, flags):
     return record
 
 # What columns are for: one of "chat" has a conversation, or one of "ask" a question (to which "add"
-# is added) and one of "answer" its answer. "chosen" may also answer a conversation.
-ASK = ("prompt", "question", "instruction")
+# is added) and one of "answer" its answer. "chosen" may also answer a conversation. "history" has
+# pairs before the question. Those of "weight" say whether to learn it, also as keys of a message.
 USES = {
-    "text": ("text",), "chat": ("messages", "conversations"), "ask": ASK,
-    "add": ("input", "context"),
-    "answer": ("completion", "response", "answer", "output", "chosen")}
-SYSTEM = ("system", "system_prompt")
-WEIGHTS = ("weight", "loss", "train", "loss_weight", "label")    # learn it? Also keys of a message
-BESIDE = (*SYSTEM, "history", *WEIGHTS)    # history: pairs before the question
-BESIDE_TYPES = "(large_)?(string|list)|u?int|bool|double"
+    "text": "text",
+    "chat": "messages conversations",
+    "ask": "prompt question instruction",
+    "add": "input context",
+    "answer": "completion response answer output chosen",
+    "system": "system system_prompt",
+    "history": "history",
+    "weight": "weight loss train loss_weight label"}
+USES = {use: names.split() for use, names in USES.items()}
 
 def columns_to_read(flags):
-    """{use: columns}, of documents"""
+    """{use: columns}, of documents. Each column has one use."""
     key = flags.messages_key
     if flags.text_key:
         return {"text": [flags.text_key]}
     if not key:
         return USES
-    return USES | {"text": [], "chat": {key} - {*ASK}, "ask": [key]}
+    uses = {use: [name for name in names if name != key] for use, names in USES.items()}
+    return uses | {"text": [], "chat": {key} - {*USES["ask"]}, "ask": [key]}
 
-def is_needed(field, flags):
-    """Whether to read a column (a pyarrow.Field). Others may have values that Python lacks."""
-    is_beside = field.name in BESIDE and re.match(BESIDE_TYPES, str(field.type))
-    keys = itertools.chain(*columns_to_read(flags).values())
-    return field.name in columns_of([*keys, *flags.keep]) or (is_beside and not flags.text_key)
+def needed_columns(flags):
+    """Others may have values that Python lacks."""
+    return columns_of([*itertools.chain(*columns_to_read(flags).values()), *flags.keep])
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
@@ -124,9 +123,8 @@ def find_document(record, flags):
             is_question = use == "chat" and isinstance(value, str) and value[:1] != "["
             if value is not None and not is_question:
                 found[use].append(key)
-    text, chat = found["text"], found["chat"][:1]
-    question = chat or [*dict.fromkeys(find_one(record, found["ask"]) + found["add"])]
-    answers = [key for key in found["answer"] if key not in question]
+    text, chat, answers = found["text"], found["chat"][:1], found["answer"]
+    question = chat or find_one(record, found["ask"]) + found["add"]
     if chat:
         answers = [key for key in answers if key == "chosen"]
     if question and answers:
@@ -157,8 +155,6 @@ def lookup(record, key, missing=None):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'. A null in "a" is one."""
     head, _, rest = key.partition(".")
     value = record.get(key if key in record else head, missing)
-    if isinstance(value, Exception):    # see dict_of_pairs
-        raise value
     if key in record or value is None:
         return value
     return lookup(value, rest, missing) if isinstance(value, dict) else missing
@@ -171,16 +167,16 @@ def columns_of(keys):
 # Conversations
 #
 # Shards hold them as JSON: [{"role": "user", "content": "Hi"}, {"role": "assistant", ...}, ...].
-# An assistant's content may be a list of parts, {"type": "text", "text": "Hello"}. A message with
+# A content may be a list of parts, {"type": "text", "text": "Hello"}. A message with
 # "weight": 0 is masked. convert checks that some template in tokenizer.py can render its role and
 # parts; encoding checks the tokenizer's own template.
 
 # Names of ShareGPT's dumps, LLaMA-Factory and Gemini; "User" is "user"
-ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(
-    ["gpt", "chatgpt", "bing", "model", "function_call"], "assistant")
+ASSISTANTS = "gpt chatgpt bing model function_call"
+ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(ASSISTANTS.split(), "assistant")
 
 def weight_of(value):
-    """0, "0.0", False, "false" -> 0;  1, "1.0", True, "true" -> 1;  others -> None"""
+    """0 for 0, "0.0", False, "false";  1 for 1, "1.0", True, "true";  None for others"""
     words = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
     return words.get(str(value).lower())
 
@@ -191,17 +187,10 @@ def make_messages(record, columns, ignore_keys):
     history = record.get("history")
     if isinstance(history, str):    # of CSV
         history = load_json(history or "[]")
-    if isinstance(history, list):
+    if history:
         pairs = [read_pair(pair, ignore_keys) for pair in history]
         messages = [*itertools.chain(*pairs), *messages]
         columns = [*columns, "history"]
-    for name in SYSTEM:
-        system = record.get(name, NOT_READ)
-        is_text = system is None or isinstance(system, str)
-        has_system = messages and messages[0]["role"] == "system"
-        if is_text and not has_system:
-            messages = as_messages("system", system) + messages if system else messages
-            columns = [*columns, name]
     learned = [
         message for message in messages
         if message["role"] == "assistant" and message["content"] and message.get("weight", 1)]
@@ -209,6 +198,10 @@ def make_messages(record, columns, ignore_keys):
         raise UserError(
             "nothing to learn: expected a message of an assistant, not empty, of weight 1; saw "
             f"{messages!r:.200}")
+    for name in USES["system"]:
+        if record.get(name) and messages[0]["role"] != "system":
+            messages = clean(as_messages("system", record[name]), ignore_keys) + messages
+            columns = [*columns, name]
     return messages, columns
 
 def read_pair(values, ignore_keys):
@@ -251,7 +244,7 @@ def clean(messages, ignore_keys):
 def clean_message(message, ignore_keys):
     """Its role, content and weight. Another key with a value is a UserError: it may matter."""
     message = {key: value for key, value in message.items() if value is not None}    # parquet's
-    if "from" in message and "value" in message:
+    if "from" in message:
         message["role"] = message.pop("from")
         message["content"] = message.pop("value")
     if message.get("content"):    # otherwise, it may be in the key to ignore
@@ -259,15 +252,12 @@ def clean_message(message, ignore_keys):
             message.pop(key, None)
     role = message["role"].lower()
     kept = {"role": ROLES.get(role, role), "content": message["content"]}
-    weights = [weight_of(message[key]) for key in WEIGHTS if key in message]
+    weights = [weight_of(message.pop(key)) for key in USES["weight"] if key in message]
     if None in weights:
         raise UserError("expected a weight of 0 or 1")
     if weights:
         kept["weight"] = min(weights)
-    others = {key: message[key] for key in message.keys() - {*WEIGHTS}}
-    role, parts, _ = read_message(others | kept, ALL_ROLES, NANOCHAT)    # refuses other keys
-    if role != "assistant":
-        ((_, kept["content"]),) = parts
+    read_message(message | kept, ALL_ROLES, NANOCHAT)    # refuses other keys
     return kept
 
 # --------------------------------------------------------------------------------------------------
@@ -280,8 +270,8 @@ def dict_of_pairs(pairs):
     """If a key is repeated, Python keeps the last value. Here, it is an error."""
     record = dict(pairs)
     if len(record) < len(pairs):
-        return UserError(f"a key is there twice: {pairs!r:.300}; remove one")
+        raise UserError(f"a key is there twice: {pairs!r:.300}; remove one")
     return record
 
-NOT_READ = ()    # neither null nor text
+NOT_READ = ...    # neither null nor text
 
