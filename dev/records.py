@@ -7,6 +7,7 @@ Other keys of a message are an error, since they may say not to learn it.
 """
 
 import collections
+import contextlib
 import itertools
 import json
 import re
@@ -185,10 +186,8 @@ def make_messages(record, columns, ignore_keys):
     values = [lookup(record, column) for column in columns]
     messages = read_pair(values, ignore_keys) if values[1:] else clean(values[0], ignore_keys)
     history = record.get("history")
-    if isinstance(history, str):    # of CSV
-        history = load_json(history or "[]")
-    if history:
-        pairs = [read_pair(pair, ignore_keys) for pair in history]
+    if history and "history" not in columns:
+        pairs = [read_pair(pair, ignore_keys) for pair in read_history(history)]
         messages = [*itertools.chain(*pairs), *messages]
         columns = [*columns, "history"]
     learned = [
@@ -200,9 +199,19 @@ def make_messages(record, columns, ignore_keys):
             f"{messages!r:.200}")
     for name in USES["system"]:
         if record.get(name) and messages[0]["role"] != "system":
-            messages = clean(as_messages("system", record[name]), ignore_keys) + messages
+            messages = clean([{"role": "system", "content": record[name]}], ignore_keys) + messages
             columns = [*columns, name]
     return messages, columns
+
+def read_history(history):
+    """[[question, answer], ...]; CSV has it as JSON."""
+    with contextlib.suppress(TypeError, ValueError):
+        pairs = load_json(history) if isinstance(history, str) else history
+        if all([type(pair), *map(type, pair)] == [list, str, str] for pair in pairs):
+            return pairs
+    raise UserError(
+        f"expected pairs of texts, [['Hi', 'Hello'], ...], under 'history'; saw {history!r:.200}; "
+        "to leave it out: --ignore_keys history")
 
 def read_pair(values, ignore_keys):
     """The messages of a question, what is added to it, and an answer."""

@@ -572,6 +572,7 @@ def test_roles_parts_and_weights_survive(tmp_path):
     found = [json.loads(line) for line in converted(tmp_path, "--messages_key", "text")]
     assert sorted(found, key=len) == [[{"role": "user", "content": parts}, ANSWER], chat]
 
+PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind"}]    # Anthropic's
 KIND, BRIEF = ({"role": "system", "content": f"Be {how}"} for how in ("kind", "brief"))
 
 @pytest.mark.parametrize("suffix, row, expected, dropped", [
@@ -580,6 +581,7 @@ KIND, BRIEF = ({"role": "system", "content": f"Be {how}"} for how in ("kind", "b
     ("jsonl", {"system": "", "instruction": "Hi", "output": "Hello"}, TALK, ""),
     ("parquet", {"system_prompt": "Be kind", "question": "Hi", "response": "Hello"},
      [KIND, *TALK], ""),
+    ("jsonl", {"system": PARTS, "messages": TALK}, [{**KIND, "content": PARTS}, *TALK], ""),
     # Not if it has one itself: then it is reported
     ("jsonl", {"system": "Be kind", "messages": [BRIEF, *TALK]}, [BRIEF, *TALK], "system")])
 def test_a_system_beside_a_conversation_comes_first(
@@ -705,6 +707,23 @@ def test_a_question_may_be_an_input_alone_and_history_json(tmp_path):
     short, long = sorted(map(json.loads, converted(tmp_path)), key=len)
     assert short == TALK
     assert [message["content"] for message in long] == ["Hi", "Hello", "Well?", "So"]
+
+@pytest.mark.parametrize("history", [
+    ["Hello there", "Hi, how can I help?"], ["ab", "cd"], [["Hi"]], [["Hi", "Hello", "Hi"]],
+    TALK, [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+    [{"question": "Hi", "answer": "Hello"}], [["Hi", ["Hello"]]], [1, 2], "edited"])
+@pytest.mark.parametrize("row", [{"question": "Well?", "answer": "So"}, {"messages": TALK}])
+def test_a_history_that_is_no_pairs_of_texts_is_an_error(tmp_path, history, row):
+    write(tmp_path / "in", {"a.jsonl": as_json({**row, "history": history}, [*TALK, *TALK])})
+    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    expected = r"expected pairs of texts, \[\['Hi', 'Hello'\], ...\], under 'history'; saw .*; to leave"
+    assert re.search(f"a.jsonl, line 1: {expected} it out: --ignore_keys history", line)
+    assert len(converted(tmp_path, "--ignore_keys", "history")) == 2
+
+def test_a_history_may_be_the_question(tmp_path):
+    write(tmp_path / "in", {"a.csv": "history,response\nHi,Hello\nHi!,Hello\n"})
+    found = map(json.loads, converted(tmp_path, "--messages_key", "history"))
+    assert sorted(question["content"] for question, _ in found) == ["Hi", "Hi!"]
 
 def test_a_chosen_answer_beside_a_conversation_is_learned(tmp_path, capsys):
     """LLaMA-Factory's preference data of several turns, and UltraFeedback's."""
