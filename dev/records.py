@@ -247,7 +247,8 @@ def clean(messages, ignore_keys):
             raise UserError(
                 f"message {i}: {problem}; saw {message!r:.300}, expected something like "
                 "{'role': 'user', 'content': 'Hi'}; to drop other keys, if there is content: "
-                "--ignore_keys KEY") from error
+                "--ignore_keys KEY (of a part: jq -c 'del(.messages[].content[]?.KEY)' OLD > "
+                "NEW.jsonl)") from error
     return cleaned
 
 def clean_message(message, ignore_keys):

@@ -640,6 +640,22 @@ def test_other_keys_of_messages_are_an_error_unless_they_are_named(tmp_path):
     line = command(tmp_path / "in", "--out", tmp_path / "x", "--ignore_keys", "thinking", "name")
     assert "b.jsonl, line 1: message 1: its name, thinking would be lost; saw " in line
 
+@pytest.mark.parametrize("key, value", [
+    ("weight", 0), ("weight", 1), ("loss", False), ("citations", [1]), ("reasoning", "so")])
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_other_keys_of_parts_are_an_error(tmp_path, suffix, key, value):
+    """A part of weight 0 is a wrong answer."""
+    part = {"type": "text", "text": "No", "annotations": [], "image": None}
+    user = {**USER, "content": [part]}
+    row = {"messages": [user, {**ANSWER, "content": [{**part, key: value}, part]}]}
+    data = as_json(row) if suffix == "jsonl" else as_parquet(pa.Table.from_pylist([row]))
+    good = [user, {**ANSWER, "content": [part]}]
+    write(tmp_path / "in", {f"a.{suffix}": data, "b.jsonl": as_json(TALK, good)})
+    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    expected = rf"message 1: its {key} would be lost; .*--ignore_keys KEY \(of a part: jq -c 'del"
+    assert re.search(expected, line)
+    assert len(converted(tmp_path, "--skip_bad")) == 2
+
 @pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
 @pytest.mark.parametrize("value, weight", [
     (False, 0), (0, 0), (0.0, 0), (True, 1), (1, 1), (1.0, 1), (None, None), (0.5, "error"),
