@@ -19,7 +19,6 @@ if __name__ == "__main__" and not __package__:
     sys.exit("usage: python -m dev.convert FILES --out FOLDER, typed where dataset.py is")
 
 import argparse
-import collections
 import contextlib
 import csv
 import functools
@@ -82,19 +81,25 @@ def convert(flags):
         raise UserError("--cut_bytes and --split_at divide plain text, and there is none here; "
                         "select it with --as_text")
     total = sum(os.path.getsize(path) for _, path, _ in files)
-    n_processes = min(flags.num_workers or max(1, total // BYTES_PER_PROCESS), cores())
+    n_processes = min(flags.num_workers or total // BYTES_PER_PROCESS + 1, cores())
     n_tasks = min(TASKS, len(files))
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
     with building_folder(out) as building, mapper(n_processes, building) as run:
         scatter = functools.partial(
             scatter_files, flags=flags, building=building, longest_val=total // 20)
         for part in tqdm(run(scatter, tasks), "read", n_tasks, delay=1):
-            report.merge(part)
+            for what, (n, example) in part.items():
+                report.add(what, example, n)
         for line in report.lines():
             print(line)
-        kind = kind_of_documents(report)
+        kinds = {"text", "messages"} & report.keys()    # the column of the documents in a shard
+        if len(kinds) != 1:
+            raise UserError(
+                f"expected documents of one kind, saw {' and '.join(sorted(kinds)) or 'none'}; "
+                "convert text and conversations separately (train.py can mix them: --data "
+                "TEXTS:0.7 CHATS:0.3)")
         shards = divide(building, flags.drop_copies)
-        gather = functools.partial(gather_shard, building=building, kind=kind)
+        gather = functools.partial(gather_shard, building=building, kind=kinds.pop())
         written = run(gather, range(len(shards)), shards)
         list(tqdm(written, "write", len(shards), delay=1))
         dataset.write_index(f"{building}/shards")
@@ -103,32 +108,14 @@ def convert(flags):
           f"{len(shards):,} shards, the last for val ({counted(len(shards[-1]), 'document')}), in "
           f"{out}")
 
-class Report:
-    """How often something was read, dropped, skipped or ignored, and the first example of it."""
-    def __init__(self):
-        self.counts = collections.Counter()
-        self.examples = {}
-
-    def add(self, what, example):
-        self.counts[what] += 1
-        self.examples.setdefault(what, example)
-
-    def merge(self, other):
-        self.counts += other.counts
-        self.examples = other.examples | self.examples
+class Report(dict):
+    """{what was read, dropped, skipped or ignored: [how often, the first example]}"""
+    def add(self, what, example, n=1):
+        self.setdefault(what, [0, example])[0] += n
 
     def lines(self):
-        return [f"{what}: {self.counts[what]:,}, such as {printable(example)}"
-                for what, example in self.examples.items()]
-
-def kind_of_documents(report):
-    """The column of the documents in a shard: 'text' or 'messages'."""
-    kinds = {"text", "messages"} & report.examples.keys()
-    if len(kinds) != 1:
-        raise UserError(
-            f"expected documents of one kind, saw {' and '.join(sorted(kinds)) or 'none'}; convert "
-            "text and conversations separately (train.py can mix them: --data TEXTS:0.7 CHATS:0.3)")
-    return kinds.pop()
+        return [f"{what}: {n:,}, such as {printable(example)}"
+                for what, (n, example) in self.items()]
 
 # --------------------------------------------------------------------------------------------------
 # The shuffle
@@ -136,22 +123,37 @@ def kind_of_documents(report):
 KEY, TEXT_HASH, DOCUMENT = "nanoloader.key", "nanoloader.hash", "nanoloader.document"    # of a run
 
 def scatter_files(files, flags, building, longest_val):
-    """Write the documents of some files as sorted runs. Returns a Report."""
+    """
+    Write the good documents of some files as sorted runs. Returns a Report, in which empty and,
+    with skip_bad, bad ones are counted. Without skip_bad, the first bad one is a UserError.
+    """
     report = Report()
     rows, texts = [], []
     n_bytes = 0
-    for position, text, is_val, kept in good_documents(files, flags, report):
-        key = hash_of(b"0 %d %d" % position) // 2 * 2 + is_val    # the last bit: a file for val
-        text_hash = hash_of(text.translate(None, b" \t\r\n"))
-        if len(text) > longest_val:
-            text_hash //= 2    # val takes the largest hashes
-        rows.append({KEY: key, TEXT_HASH: text_hash, **kept})
-        texts.append(text)
-        n_bytes += len(text) + len(str(kept))
-        if n_bytes >= RUN_BYTES:
-            write_run(building, rows, texts)
-            rows, texts = [], []
-            n_bytes = 0
+    for number, path, is_val in files:
+        for index, (what, where, record) in enumerate(records_of(path, flags)):
+            place = f"{path}, {where}"
+            try:
+                text, kept = make_document(record, flags, place, report)
+            except Exception as error:    # bad records may raise any
+                problem = f"{place}: {printable(error)}{ADVICE.get(type(error), '')}"
+                if not flags.skip_bad:
+                    raise UserError(f"{problem} (to skip {what}: --skip_bad)") from error
+                report.add(f"skipped {what}", problem)
+                continue
+            if not text:
+                continue
+            key = hash_of(b"0 %d %d" % (number, index)) // 2 * 2 + is_val    # one bit: for val?
+            text_hash = hash_of(text.translate(None, b" \t\r\n"))
+            if len(text) > longest_val:
+                text_hash //= 2    # val takes the largest hashes
+            rows.append({KEY: key, TEXT_HASH: text_hash, **kept})
+            texts.append(text)
+            n_bytes += len(text) + len(str(kept))
+            if n_bytes >= RUN_BYTES:
+                write_run(building, rows, texts)
+                rows, texts = [], []
+                n_bytes = 0
     if rows:
         write_run(building, rows, texts)
     return report
@@ -159,26 +161,6 @@ def scatter_files(files, flags, building, longest_val):
 def hash_of(data):
     """63 bits, a signed integer of Arrow."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") // 2
-
-def good_documents(files, flags, report):
-    """
-    Yield ((number of its file, number in it), text as UTF-8, whether its file is for val, kept
-    values) for each good document. Count the empty ones and, with skip_bad, the bad ones. Without
-    skip_bad, the first bad document is a UserError.
-    """
-    for number, path, is_val in files:
-        for index, (what, where, record) in enumerate(records_of(path, flags)):
-            place = f"{path}, {where}"
-            try:
-                text, kept = make_document(record, flags, place, report)
-            except Exception as error:    # bad records may raise any
-                problem = f"{place}: {printable(error)}{advice(error, path)}"
-                if not flags.skip_bad:
-                    raise UserError(f"{problem} (to skip {what}: --skip_bad)") from error
-                report.add(f"skipped {what}", problem)
-                continue
-            if text:
-                yield (number, index), text, is_val, kept
 
 # What to do, in addition to what an error says
 ADVICE = {
@@ -192,12 +174,8 @@ ADVICE = {
     csv.Error: '; expected quotes around a text, and "" for a quote in it',
     json.JSONDecodeError:
         "; expected one JSON document per line, or one array. If the file was cut off, copy it "
-        "again; if a document has several lines: jq -c . OLD > NEW.jsonl (of arrays: jq -c '.[]')"}
-
-def advice(error, path):
-    if isinstance(error, UnicodeDecodeError) and reader_of(path, ()) in (read_parquet, read_arrow):
-        return "; the column holds bytes that are not UTF-8; choose another one with --text_key"
-    return ADVICE.get(type(error), "")
+        "again; if a document has several lines, or lines end as on old Macs: jq -c . OLD > "
+        "NEW.jsonl (of arrays: jq -c '.[]')"}
 
 def write_run(building, rows, texts):
     """rows: {KEY: key, TEXT_HASH: hash, name: kept value} of each text"""
@@ -247,7 +225,7 @@ def divide(building, drop_copies):
 def gather_shard(number, keys, building, kind):
     """Write the documents with these keys, in row groups, in the order of their keys."""
     runs = [(run, run[KEY].to_numpy()) for run in open_runs(building)]
-    size = min(ROW_GROUP_DOCUMENTS, max(1, len(keys) // 16))
+    size = min(ROW_GROUP_DOCUMENTS, len(keys) // 16 + 1)
 
     def gather_rows(begin):
         group = keys[begin:begin + size]
@@ -344,7 +322,7 @@ def read_text(path, flags):
     numbers = itertools.count()
     for document in documents:
         for part in re.finditer(pattern, document, re.DOTALL | re.VERBOSE):
-            yield f"text {next(numbers)}", {flags.text_key or "text": part[0]}
+            yield f"text {next(numbers)}", {flags.text_key or "text": part[0].decode()}
 
 def read_parquet(path, flags):
     file = pq.ParquetFile(path, page_checksum_verification=True)
@@ -401,13 +379,10 @@ ABOUT_DATA = (
 
 def find_files(flags, report):
     """[(number, path, is it for val?), ...], each file once, in the order of folders and names."""
-    paths = {}    # by real path
-    for given in flags.inputs:
-        for path in expand(given):
-            paths.setdefault(os.path.realpath(path), os.path.abspath(path))
-    folder = os.path.commonpath(map(os.path.dirname, paths.values()))
+    paths = {os.path.abspath(path) for given in flags.inputs for path in expand(given)}
+    folder = os.path.commonpath(map(os.path.dirname, paths))
     splits = {}
-    for path in sorted(paths.values(), key=os.path.split):
+    for path in sorted(paths, key=os.path.split):
         name = path.removeprefix(folder)
         reason = why_ignored(path, name, flags.as_text)
         if reason:
@@ -497,8 +472,7 @@ def building_folder(out):
         except (pa.ArrowException, OverflowError) as error:    # others are of a single record
             raise UserError(f"--keep: {error}; expected values of one type") from error
         finally:
-            with ctrl_c_ignored():
-                shutil.rmtree(building, ignore_errors=True)
+            shutil.rmtree(building, ignore_errors=True)
 
 @contextlib.contextmanager
 def errors_of_disk(folder):
@@ -516,33 +490,22 @@ def mapper(n, building):
         yield map
         return
     context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
-    pool = ProcessPoolExecutor(n, context, end_with_parent)
-    with ctrl_c_ignored():    # processes inherit it: Ctrl-C is ours
-        for _ in range(n):    # n tasks start n processes
-            pool.submit(int)
+    pool = ProcessPoolExecutor(n, context, start_process)
     try:
         yield pool.map
     except BrokenExecutor as error:
         raise UserError("a worker process was killed; if memory ran out: -w 1") from error
     finally:
-        with ctrl_c_ignored():    # a shutdown that is interrupted may never end
-            shutil.rmtree(building, ignore_errors=True)    # so that processes end soon
-            pool.shutdown(cancel_futures=True)
+        shutil.rmtree(building, ignore_errors=True)    # so that processes end soon
+        pool.shutdown(cancel_futures=True)
 
-@contextlib.contextmanager
-def ctrl_c_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-def end_with_parent():
-    """In a process of ours: it ends if we are killed."""
+def start_process():
+    """Ctrl-C ends a process of ours at once, and so does our own end."""
     def wait():
         multiprocessing.parent_process().join()
         os._exit(1)
 
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     threading.Thread(target=wait, daemon=True).start()
 
 # --------------------------------------------------------------------------------------------------

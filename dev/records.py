@@ -7,7 +7,6 @@ Other keys of a message are an error, since they may say not to learn it.
 """
 
 import collections
-import contextlib
 import itertools
 import json
 import re
@@ -21,12 +20,11 @@ from tokenizer import ALL_ROLES, NANOCHAT, read_message, read_messages
 REFUSED = (
     "conversations that nanochat's template cannot render; train.py will stop there unless its "
     "tokenizer uses another template (to leave them out: --skip_bad)")
-SIGNS = {    # of text that is to be looked at; the names are tiktoken's and Hugging Face's
+SUSPECT = (
     "texts with the name of a special token, which is plain text here (if a document ends there: "
-    "--split_at NAME; to remove it: sed 's/NAME//g' OLD > NEW)":
-        re.compile(rb"<\|\w+\|>|</s>|<[be]os>"),
-    "texts with NUL bytes, as damaged files have, and those of UTF-16 (iconv -f UTF-16LE -t UTF-8 "
-    "OLD > NEW)": re.compile(rb"\0")}
+    "--split_at NAME; to remove it: sed 's/NAME//g' OLD > NEW), or with NUL bytes, as damaged "
+    "files have, and those of UTF-16 (iconv -f UTF-16LE -t UTF-8 OLD > NEW)")
+SIGN = re.compile(rb"<\|\w+\|>|</s>|<[be]os>|\0")    # names of tiktoken and Hugging Face; NUL
 
 def make_document(record, flags, place, report):
     """(text as UTF-8, kept values). In the report: its kind and size, and what is dropped of it."""
@@ -54,9 +52,8 @@ def make_document(record, flags, place, report):
         text = plain_text(lookup(record, columns[0]), columns[0])
     text = text.encode()
     report.add(kind if text else "skipped null or empty documents", place)
-    for what, sign in SIGNS.items():
-        if sign.search(text):
-            report.add(what, place)
+    if SIGN.search(text):
+        report.add(SUSPECT, place)
     read = columns_of([*columns, *flags.keep])
     dropped = [key for key in record if record[key] and key not in read]
     if dropped:
@@ -67,12 +64,11 @@ def make_document(record, flags, place, report):
 def plain_text(value, column):
     if value is None:
         return ""
-    if isinstance(value, bytes):    # plain text; old versions of Hive write it for strings, too
-        return value.decode()
     if not isinstance(value, str):
         raise UserError(
-            f"{column!r} holds {type(value).__name__}, not a string; for conversations, add "
-            f"--messages_key {column}")
+            f"{column!r} holds {type(value).__name__}, not a string; choose another column with "
+            "--text_key, cast bytes to strings, write pandas' columns as records (df.to_json(NEW, "
+            f"orient='records', lines=True)), or for conversations, add --messages_key {column}")
     return value
 
 def as_dict(record, flags):
@@ -122,35 +118,31 @@ def find_document(record, flags):
         for key in keys:
             value = lookup(record, key)
             is_question = use == "chat" and isinstance(value, str) and value[:1] != "["
-            if value is not None and not is_question:
+            if value and not is_question:
                 found[use].append(key)
     text, chat, answers = found["text"], found["chat"][:1], found["answer"]
-    question = chat or find_one(record, found["ask"]) + found["add"]
+    question = chat or found["ask"] + found["add"]
     if chat:
         answers = [key for key in answers if key == "chosen"]
     if question and answers:
-        chat = question + find_one(record, answers)
+        for same in (chat or found["ask"], answers):
+            if len(same) > 1:
+                raise UserError(f"it has {same[0]!r} and {same[1]!r}, which mean the same; to "
+                                f"leave out one: --ignore_keys {same[1]}")
+        chat = question + answers
     if text and chat:
         raise UserError(f"it has both {text[0]!r} and {chat[0]!r}; choose: --text_key {text[0]}, "
                         f"or for conversations --messages_key {chat[0]}")
     if text or chat:
         return ("text", text) if text else ("messages", chat)
     key = flags.text_key or flags.messages_key or "text"
-    if lookup(record, key, NOT_READ) is None:
+    if lookup(record, key, NOT_READ) in (None, ""):
         return "text", [key]
     raise UserError(
         f"nothing under {key!r}, and no question with an answer; saw {[*record]!r:.300}; name the "
         "key with --text_key (a.b for b in a), or for conversations or questions with "
         "--messages_key; an answer under another key: jq -c '.completion = .KEY' OLD > NEW.jsonl; "
         "all records under a key: jq -c '.KEY[]' OLD > NEW.jsonl")
-
-def find_one(record, names):
-    """[the only one with a value], or the first if all are empty"""
-    full = [name for name in names if lookup(record, name)]
-    if len(full) > 1:
-        raise UserError(f"it has {full[0]!r} and {full[1]!r}, which mean the same; to leave out "
-                        f"one: --ignore_keys {full[1]}")
-    return (full or names)[:1]
 
 def lookup(record, key, missing=None):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'. A null in "a" is one."""
@@ -177,17 +169,27 @@ ASSISTANTS = "gpt chatgpt bing model function_call"
 ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(ASSISTANTS.split(), "assistant")
 
 def weight_of(value):
-    """0 for 0, "0.0", False, "false";  1 for 1, "1.0", True, "true";  None for others"""
+    """0 for 0, "0.0", False, "false";  1 for 1, "1.0", True, "true";  others as they are"""
     words = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
-    return words.get(str(value).lower())
+    return words.get(str(value).lower(), value)
 
 def make_messages(record, columns, ignore_keys):
     """(messages as shards hold them, the columns that were read)"""
-    values = [lookup(record, column) for column in columns]
-    messages = read_pair(values, ignore_keys) if values[1:] else clean(values[0], ignore_keys)
+    question, *others = [lookup(record, column) for column in columns]
+    if others:
+        messages = read_pair([question, *others], ignore_keys)
+    else:
+        chat = load_json(question) if isinstance(question, str) else question
+        messages = clean(None, chat, ignore_keys)
     history = record.get("history")
     if history and "history" not in columns:
-        pairs = [read_pair(pair, ignore_keys) for pair in read_history(history)]
+        is_pairs = all(
+            isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in history)
+        if not is_pairs:
+            raise UserError(
+                "expected pairs of texts, [['Hi', 'Hello'], ...], under 'history'; saw "
+                f"{history!r:.200}; to leave it out: --ignore_keys history")
+        pairs = [read_pair(pair, ignore_keys) for pair in history]
         messages = [*itertools.chain(*pairs), *messages]
         columns = [*columns, "history"]
     learned = [
@@ -199,53 +201,40 @@ def make_messages(record, columns, ignore_keys):
             f"{messages!r:.200}")
     for name in USES["system"]:
         if record.get(name) and messages[0]["role"] != "system":
-            messages = clean([{"role": "system", "content": record[name]}], ignore_keys) + messages
+            system = [{"role": "system", "content": record[name]}]
+            messages = clean("system", system, ignore_keys) + messages
             columns = [*columns, name]
     return messages, columns
-
-def read_history(history):
-    """[[question, answer], ...]; CSV has it as JSON."""
-    with contextlib.suppress(TypeError, ValueError):
-        pairs = load_json(history) if isinstance(history, str) else history
-        if all([type(pair), *map(type, pair)] == [list, str, str] for pair in pairs):
-            return pairs
-    raise UserError(
-        f"expected pairs of texts, [['Hi', 'Hello'], ...], under 'history'; saw {history!r:.200}; "
-        "to leave it out: --ignore_keys history")
 
 def read_pair(values, ignore_keys):
     """The messages of a question, what is added to it, and an answer."""
     question, *added, answer = values
-    if any(added):
-        question = "\n\n".join(filter(None, [question, *added]))
-    questions = clean(as_messages("user", question), ignore_keys)
+    if added:
+        question = "\n\n".join([question, *added])
+    questions = clean("user", question, ignore_keys)
     for message in questions:    # TRL's prompt may be a list of messages
         if message["role"] == "assistant":
             message.setdefault("weight", 0)
-    answers = clean(as_messages("assistant", answer), ignore_keys)
+    answers = clean("assistant", answer, ignore_keys)
     if any(message["role"] == "user" for message in answers):    # `chosen` may be a whole chat
         return answers
-    if questions[-1:] and questions[-1]["role"] == "assistant":
+    if questions[-1]["role"] == "assistant":
         raise UserError(f"an answer before the answer; saw {questions[-1]!r:.200}; remove one")
     return questions + answers
 
-def as_messages(role, content):
+def clean(role, content, ignore_keys):
+    """Messages as shards hold them. The content may be a text of this role."""
     if isinstance(content, dict):
-        return [content]
-    return content if isinstance(content, list) else [{"role": role, "content": content}]
-
-def clean(messages, ignore_keys):
-    """Messages as shards hold them."""
-    if isinstance(messages, str | bytes):
-        messages = load_json(messages)
+        content = [content]
+    if not isinstance(content, list):
+        content = [{"role": role, "content": content}]
     cleaned = []
-    for i, message in enumerate(messages):
+    for i, message in enumerate(content):
         try:
             cleaned.append(clean_message(message, ignore_keys))
         except Exception as error:
-            problem = error if isinstance(error, UserError) else "it lacks a role or content"
             raise UserError(
-                f"message {i}: {problem}; saw {message!r:.300}, expected something like "
+                f"message {i}: {error}; saw {message!r:.300}, expected something like "
                 "{'role': 'user', 'content': 'Hi'}; to drop other keys, if there is content: "
                 "--ignore_keys KEY (of a part: jq -c 'del(.messages[].content[]?.KEY)' OLD > "
                 "NEW.jsonl)") from error
@@ -263,11 +252,9 @@ def clean_message(message, ignore_keys):
     role = message["role"].lower()
     kept = {"role": ROLES.get(role, role), "content": message["content"]}
     weights = [weight_of(message.pop(key)) for key in USES["weight"] if key in message]
-    if None in weights:
-        raise UserError("expected a weight of 0 or 1")
     if weights:
         kept["weight"] = min(weights)
-    read_message(message | kept, ALL_ROLES, NANOCHAT)    # refuses other keys
+    read_message(message | kept, ALL_ROLES, NANOCHAT)    # refuses other keys and weights
     return kept
 
 # --------------------------------------------------------------------------------------------------
