@@ -381,27 +381,32 @@ def find_files(flags, report):
     """[(number, path, is it for val?), ...], each file once, in the order of folders and names."""
     paths = {os.path.abspath(path) for given in flags.inputs for path in expand(given)}
     folder = os.path.commonpath(map(os.path.dirname, paths))
-    splits = {}
+    names = {}
     for path in sorted(paths, key=os.path.split):
-        name = path.removeprefix(folder)
+        name = os.path.relpath(path, folder)
         reason = why_ignored(path, name, flags.as_text)
         if reason:
             report.add(f"ignored files, {reason}", path)
         else:
-            splits[path] = dataset.split_in_name(name)
-    if not splits:
+            names[path] = name
+    if not names:
         raise UserError("; ".join([
             "no files to read", *report.lines(),
             f"expected names with {SUFFIXES} (of text also with .gz, .zst, .bz2 or .lz4); other "
             "plain text: --as_text '*.SUFFIX'; unpack archives first"]))
-    if flags.as_text or {"train", None}.isdisjoint(splits.values()):
-        splits = dict.fromkeys(splits)    # code is named for other things
+    splits = [None] * len(names)
+    if not flags.as_text:    # code is named for other things
+        splits = dataset.splits_of(names)
+    has_train = "train" in splits
+    use = "kept out of train"
+    if not has_train:
+        use = "read like all others, since none is named for train"
     files = []
-    for path, split in splits.items():
-        if split == "test":
-            report.add("ignored files, of a test split beside train", path)
-        else:
-            files.append((len(files), path, split == "val"))
+    for path, split in zip(names, splits, strict=True):
+        if split in ("val", "test"):
+            report.add(f"files named for {split}, {use}", path)
+        if split != "test" or not has_train:
+            files.append((len(files), path, has_train and split == "val"))
     return files
 
 def expand(given):

@@ -286,19 +286,40 @@ def test_splits_in_names_mean_the_same_for_all_forms_of_inputs(tmp_path, capsys,
     assert sorted(val) == sorted([
         "validation a 3", *(f"validation {i} {k}" for k in range(9) for i in "ab")])
     printed = capsys.readouterr().out
-    assert "ignored files, of a test split beside train: 2, such as " in printed
+    assert "files named for test, kept out of train: 2, such as " in printed
     assert "\n1 of 99 documents are copies of others" in printed
 
-def test_val_and_test_by_name_beside_files_without_a_split(tmp_path):
-    """As train.py reads shards. If all files are of val or test, they are read like any others."""
-    texts = {name: [f"{name} {i}" for i in range(9)] for name in ("a", "dev", "test-0")}
-    files = {f"{name}.jsonl": texts_as_json(texts[name]) for name in texts}
-    write(tmp_path / "in", files)
+@pytest.mark.parametrize("name", ["dev-guide/a.md", "the-eval.txt", "testing.md", "test-0.jsonl"])
+def test_words_in_names_are_no_splits_unless_a_name_says_train(tmp_path, capsys, name):
+    """Documentation and books have any names."""
+    write(tmp_path / "in", {"a.jsonl": texts_as_json("abc"), name: '{"text": "d"}'})
+    assert len(converted(tmp_path)) == 4
+    said = r"files named for (val|test), read like all others, since none is named for train: 1, "
+    assert re.search(f"\n{said}such as {tmp_path}/in/{name}\n", capsys.readouterr().out)
+
+@pytest.mark.parametrize("train", ["train.jsonl", "trainset.jsonl", "trains/a.jsonl"])
+@pytest.mark.parametrize("other", ["holdout.jsonl", "data.jsonl"])
+def test_a_file_of_no_split_beside_train_is_an_error(tmp_path, train, other):
+    """It may be a test split, or hold all of them."""
+    files = {name: texts_as_json("ab") for name in (train, other, "test.jsonl")}
+    folder = write(tmp_path / "in", files)
+    for words in ([], ["--skip_bad"]):
+        line = command(folder, "--out", tmp_path / "x", *words)
+        assert f"{folder}/{train} is named for train, but {folder}/{other} names no split" in line
+        assert "rename it to train-*, val-* or test-*, or name the files to read; to ignore nam" in line
+
+@pytest.mark.parametrize("train, val, test", [
+    ("train", "dev", "test"), ("trainset", "valset", "testset"), ("trains/a", "devset", "tests/b")])
+def test_splits_in_names_are_kept_apart_and_said(tmp_path, capsys, train, val, test):
+    write(tmp_path / "in", {f"{name}.jsonl": texts_as_json([f"{name} {i}" for i in range(9)])
+                            for name in (train, val, test)})
     converted(tmp_path)
-    train, val = sides(tmp_path / "out")
-    assert (sorted(train), sorted(val)) == (texts["a"], texts["dev"])
-    os.unlink(tmp_path / "in/a.jsonl")
-    assert sorted(converted(tmp_path)) == sorted(texts["dev"] + texts["test-0"])
+    found = [sorted(side) for side in sides(tmp_path / "out")]
+    assert found == [[f"{name} {i}" for i in range(9)] for name in (train, val)]
+    printed = capsys.readouterr().out
+    for split, name in (("val", val), ("test", test)):
+        said = f"files named for {split}, kept out of train: 1, such as {tmp_path}/in/{name}"
+        assert f"\n{said}.jsonl\n" in f"\n{printed}"
 
 @pytest.mark.parametrize("form", ["folder", "glob", "files"])
 def test_caches_of_a_saved_dataset_are_not_read(tmp_path, capsys, form):
@@ -490,7 +511,7 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     """Hidden, about the data, of another kind or split. What a link doubles is said."""
     folder, line = tmp_path / "in", texts_as_json("ab")
     names = ("train-0.jsonl", "test-0.jsonl", "a.rar", ".git/c.jsonl", "index.json", "README.md")
-    write(folder, {**dict.fromkeys(names, line), "deep/c.txt": "c"})
+    write(folder, {**dict.fromkeys(names, line), "deep/dev.txt": "c"})
     os.symlink("..", folder / ".git/circle")
     os.symlink("train-0.jsonl", folder / "train-1.jsonl")
     assert sorted(converted(tmp_path)) == ["a", "a", "b", "b", "c"]
@@ -498,7 +519,7 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     assert "\n2 of 5 documents are copies of others, white space aside; " in printed
     assert f"ignored files, about the data: 2, such as {folder}/" in printed
     assert f"of other kinds: 1, such as {folder}/a.rar\n" in printed
-    assert f"of a test split beside train: 1, such as {folder}/test-0.jsonl\n" in printed
+    assert f"files named for test, kept out of train: 1, such as {folder}/test-0.jsonl\n" in printed
     for name in ("test-0.jsonl", ".git/c.jsonl"):
         shutil.rmtree(tmp_path / "named", ignore_errors=True)
         assert command(folder / name, "--out", tmp_path / "named") is None

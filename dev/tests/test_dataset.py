@@ -71,11 +71,12 @@ def test_the_last_file_is_val_if_no_name_says_another(tmp_path):
     assert [shard.name for shard in train] == ["shard_00000.parquet", "shard_00001.parquet"]
     assert [shard.name for shard in val] == ["shard_06542.parquet"]
     assert describe(folder) == (
-        f"{folder}: 3 shards, 2 train, 1 val (shard_06542.parquet, the last file; to choose "
-        "another, name it validation-*)")
+        f"{folder}: 3 shards, 2 train, 1 val (shard_06542.parquet; chosen by a name such as "
+        "validation-*, otherwise the last file)")
     write(folder, "dev-0", "test-0")
-    line = f"{folder}: 5 shards, 3 train, 1 val, 1 test by name (not used)"
-    assert describe(folder) == line
+    assert describe(folder) == (
+        f"{folder}: 5 shards, 3 train, 1 val (dev-0.parquet; chosen by a name such as "
+        "validation-*, otherwise the last file), 1 test by name (not used)")
     for arguments in ((folder, "test"), ("", "train")):
         with pytest.raises(UserError, match=r"; expected .train. or .val.|empty name"):
             list_shards(*arguments)
@@ -100,6 +101,8 @@ def test_a_val_shard_that_is_in_train_is_a_warning(tmp_path):
     (None, "shard_00000 developer-0 latest contest tester trainer value lang=de/0 prétest"),
     # The innermost name decides, and in it the last word
     ("train", "my_test_run/train-0 val/train/0 unit-test-train-0"),
+    ("train", "trainset trains/0 train_sets"), ("val", "valset devset.0 evals/0"),
+    ("test", "testset tests/0 test-sets"),
     ("val", "train/dev-0 split=train/validation train_dev_0"),
 ])
 def test_a_split_is_a_word_anywhere_in_a_name(split, shards):
@@ -397,9 +400,9 @@ NO_MATCH = r"not match the folder: only one .* b.parquet with \d+ bytes\. .*data
 @pytest.mark.parametrize("words, names, change", [
     (NO_SHARDS, "", None),
     (NO_SHARDS, "", lambda folder: folder.write_text("a file")),
-    (r"1 shards, 0 train, 1 val \(a.parquet, .* --out NEW_FOLDER$", "a", None),
+    (r"1 shards, 0 train, 1 val \(a.parquet; .* --out NEW_FOLDER$", "a", None),
     (r"0 train, 0 val, 2 test by name .* Rename", "test-0 test-1", None),
-    ("/train-0.parquet is named for train, but heldout.parquet names no", "train-0 heldout", None),
+    ("/train-0.parquet is named for train, but .*/heldout.parquet names no", "train-0 heldout", None),
     (ONE_COLUMN % "n: int64 raw: string", "a", {"n": [1], "raw": ["a"]}),
     (ONE_COLUMN % "text: string messages: string", "a", {"text": ["a"], "messages": ["[]"]}),
     (ONE_COLUMN % "messages: list<.*>.*", "a", {"messages": [["a"]]}),
@@ -648,7 +651,7 @@ def test_download_from_a_hub_that_misbehaves_ends_complete(hub):
     hub.files["shard_00001.parquet"] = missing
     hub.gets.clear()
     _, out, err = hub.run("-n", "2")
-    assert f"{hub.data}: 3 shards, 2 train, 1 val (shard_06542.parquet, the last" in out, err
+    assert f"{hub.data}: 3 shards, 2 train, 1 val (shard_06542.parquet; " in out, err
     assert [name for name, _ in hub.gets if "shard" in name] == ["shard_00001.parquet"]
     assert read_all(hub.data) == hub.texts
 
