@@ -295,7 +295,7 @@ def test_words_in_names_are_no_splits_unless_a_name_says_train(tmp_path, capsys,
     write(tmp_path / "in", {"a.jsonl": texts_as_json("abc"), name: '{"text": "d"}'})
     assert len(converted(tmp_path)) == 4
     said = r"files named for (val|test), read like all others, since none is named for train: 1, "
-    assert re.search(f"\n{said}such as {tmp_path}/in/{name}\n", capsys.readouterr().out)
+    assert re.search(f"{said}such as {tmp_path}/in/{name}\n", capsys.readouterr().out)
 
 @pytest.mark.parametrize("train", ["train.jsonl", "trainset.jsonl", "trains/a.jsonl"])
 @pytest.mark.parametrize("other", ["holdout.jsonl", "data.jsonl"])
