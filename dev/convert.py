@@ -90,8 +90,7 @@ def convert(flags):
         for part in tqdm(run(scatter, tasks), "read", n_tasks, delay=1):
             for what, (n, example) in part.items():
                 report.add(what, example, n)
-        for line in report.lines():
-            print(line)
+        print(*report.lines(), sep="\n")
         kinds = {"text", "messages"} & report.keys()    # the column of the documents in a shard
         if len(kinds) != 1:
             raise UserError(
@@ -203,9 +202,8 @@ def divide(building, drop_copies):
     keys, hashes = documents[KEY].to_numpy(), documents[TEXT_HASH].to_numpy()
     texts, first, copies = np.unique(hashes, return_index=True, return_counts=True)
     if len(texts) < len(keys):
-        what_to_do = "dropped" if drop_copies else "--drop_copies keeps one of each"
         print(f"{len(keys) - len(texts):,} of {len(keys):,} documents are copies of others, white "
-              f"space aside; train and val share none ({what_to_do})")
+              "space aside; train and val share none (--drop_copies keeps one of each)")
     in_val = hashes[keys % 2 == 1]
     if len(in_val) == 0:
         rare = texts[copies <= np.median(copies)]    # a very frequent text would be all of val
@@ -225,10 +223,10 @@ def divide(building, drop_copies):
 def gather_shard(number, keys, building, kind):
     """Write the documents with these keys, in row groups, in the order of their keys."""
     runs = [(run, run[KEY].to_numpy()) for run in open_runs(building)]
-    size = min(ROW_GROUP_DOCUMENTS, len(keys) // 16 + 1)
+    n_groups = max(16, len(keys) // ROW_GROUP_DOCUMENTS)    # to be read apart
+    groups = filter(len, np.array_split(keys, n_groups))
 
-    def gather_rows(begin):
-        group = keys[begin:begin + size]
+    def gather_rows(group):
         parts = []
         for run, run_keys in runs:
             start, stop = run_keys.searchsorted([group[0], group[-1] + 1])
@@ -238,8 +236,8 @@ def gather_shard(number, keys, building, kind):
         assert len(table) == len(group)
         return table.drop_columns([KEY, TEXT_HASH]).rename_columns({DOCUMENT: kind})
 
-    tables = map(gather_rows, range(0, len(keys), size))
-    dataset.write_shard(f"{building}/shards/shard_{number:05d}.parquet", tables, kind)
+    path = f"{building}/shards/shard_{number:05d}.parquet"
+    dataset.write_shard(path, map(gather_rows, groups), kind)
 
 # --------------------------------------------------------------------------------------------------
 # Records of a file: readers yield (where, record) of each line, row or text. A record is a dict,
@@ -289,17 +287,17 @@ def read_csv(path, flags):
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         header = lines.readline()
         delimiter = max(",;|\t", key=header.count)
-        lines = itertools.chain([header], lines)
-        rows = csv.reader(lines, delimiter=delimiter, strict=True)
-        names = next(rows, [])
+        rows = csv.DictReader(
+            itertools.chain([header], lines), delimiter=delimiter, strict=True)
         if header.startswith("sep="):    # Excel's
-            names = next(rows, [])
-        for fields in filter(None, rows):    # None: without empty lines
-            record = dict_of_pairs([*zip(names, fields, strict=False)])
-            if len(fields) != len(names):
+            next(rows.reader)
+        names = rows.fieldnames or []
+        dict_of_pairs([*zip(names, names, strict=True)])    # raises if a name is there twice
+        for record in rows:
+            if None in record or None in record.values():
                 record = UserError(
-                    f"{counted(len(fields), 'field')}, but {len(names)} in the first line; quote "
-                    f"texts that have {delimiter!r}")
+                    f"expected {counted(len(names), 'field')}, as in the first line; quote texts "
+                    f"that have {delimiter!r}")
             yield f"line {rows.line_num}", record
 
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it
@@ -434,16 +432,12 @@ def why_ignored(path, name, as_text):
         return None
     if dataset.HIDDEN.search(os.path.dirname(name)):
         return "hidden, such as Spark's _temporary"
-    if reader is read_arrow and is_left_over(folder, base):
+    state = Path(folder, "state.json")    # save_to_disk's; other files are caches or earlier saves
+    saved = state.read_text(errors="replace") if state.exists() else ""
+    if reader is read_arrow and "_data_files" in saved and f'"{base}"' not in saved:
         return "that the state.json beside them does not name"
     if reader is read_parquet and os.path.exists(f"{folder}/{dataset.INDEX}"):
         return "beside an index.json, which train.py reads (to convert them: remove it)"
-
-def is_left_over(folder, name):
-    """Whether save_to_disk wrote its folder, and it is a cache or of an earlier save."""
-    state = Path(folder, "state.json")
-    text = state.read_text() if state.exists() else ""
-    return "_data_files" in text and f'"{name}"' not in text
 
 # --------------------------------------------------------------------------------------------------
 # The folder that becomes `out`, and processes

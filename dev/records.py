@@ -7,6 +7,7 @@ Other keys of a message are an error, since they may say not to learn it.
 """
 
 import collections
+import contextlib
 import itertools
 import json
 import re
@@ -20,6 +21,10 @@ from tokenizer import ALL_ROLES, NANOCHAT, read_message, read_messages
 REFUSED = (
     "conversations that nanochat's template cannot render; train.py will stop there unless its "
     "tokenizer uses another template (to leave them out: --skip_bad)")
+OTHER_TYPES = (
+    "choose another column with --text_key, cast bytes to strings, write pandas' columns as "
+    "records (df.to_json(NEW, orient='records', lines=True)), or for conversations, add "
+    "--messages_key NAME")
 SUSPECT = (
     "texts with the name of a special token, which is plain text here (if a document ends there: "
     "--split_at NAME; to remove it: sed 's/NAME//g' OLD > NEW), or with NUL bytes, as damaged "
@@ -27,13 +32,13 @@ SUSPECT = (
 SIGN = re.compile(rb"<\|\w+\|>|</s>|<[be]os>|\0")    # names of tiktoken and Hugging Face; NUL
 
 def make_document(record, flags, place, report):
-    """(text as UTF-8, kept values). In the report: its kind and size, and what is dropped of it."""
+    """(text as UTF-8, kept values). In the report: its kind, and what is dropped of it."""
     record = as_dict(record, flags)
     kept = {name: lookup(record, name) for name in flags.keep}
     record = {key: value for key, value in record.items() if key not in flags.ignore_keys}
     kind, columns = find_document(record, flags)
     if kind == "messages":
-        messages, columns = make_messages(record, columns, flags.ignore_keys)
+        messages = make_messages(record, columns, flags.ignore_keys)
         try:
             read_messages(messages, NANOCHAT)
         except UserError as error:
@@ -47,9 +52,12 @@ def make_document(record, flags, place, report):
                 report.add(f"skipped conversations whose {name} is false", place)
                 return b"", kept
             if weight == 1:
-                columns = [*columns, name]
+                del record[name]
     else:
-        text = plain_text(lookup(record, columns[0]), columns[0])
+        [column] = columns
+        text = lookup(record, column) or ""
+        if not isinstance(text, str):
+            raise UserError(f"{column!r} holds {type(text).__name__}, not a string; {OTHER_TYPES}")
     text = text.encode()
     report.add(kind if text else "skipped null or empty documents", place)
     if SIGN.search(text):
@@ -60,16 +68,6 @@ def make_document(record, flags, place, report):
         what = f"dropped columns (read: {', '.join(columns)})"
         report.add(what, f"{place}: {', '.join(dropped)}")
     return text, kept
-
-def plain_text(value, column):
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise UserError(
-            f"{column!r} holds {type(value).__name__}, not a string; choose another column with "
-            "--text_key, cast bytes to strings, write pandas' columns as records (df.to_json(NEW, "
-            f"orient='records', lines=True)), or for conversations, add --messages_key {column}")
-    return value
 
 def as_dict(record, flags):
     """Of a record, which may also be a list of messages."""
@@ -133,16 +131,18 @@ def find_document(record, flags):
     if text and chat:
         raise UserError(f"it has both {text[0]!r} and {chat[0]!r}; choose: --text_key {text[0]}, "
                         f"or for conversations --messages_key {chat[0]}")
-    if text or chat:
-        return ("text", text) if text else ("messages", chat)
+    if text:
+        return "text", text
+    if chat:
+        return "messages", chat
     key = flags.text_key or flags.messages_key or "text"
     if lookup(record, key, NOT_READ) in (None, ""):
         return "text", [key]
     raise UserError(
-        f"nothing under {key!r}, and no question with an answer; saw {[*record]!r:.300}; name the "
-        "key with --text_key (a.b for b in a), or for conversations or questions with "
-        "--messages_key; an answer under another key: jq -c '.completion = .KEY' OLD > NEW.jsonl; "
-        "all records under a key: jq -c '.KEY[]' OLD > NEW.jsonl")
+        f"nothing under {key!r}, and no question with an answer, or they are empty; saw "
+        f"{[*record]!r:.300}; name the key with --text_key (a.b for b in a), or for conversations "
+        "or questions with --messages_key; an answer under another key: jq -c '.completion = .KEY' "
+        "OLD > NEW.jsonl; all records under a key: jq -c '.KEY[]' OLD > NEW.jsonl")
 
 def lookup(record, key, missing=None):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'. A null in "a" is one."""
@@ -169,12 +169,13 @@ ASSISTANTS = "gpt chatgpt bing model function_call"
 ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(ASSISTANTS.split(), "assistant")
 
 def weight_of(value):
-    """0 for 0, "0.0", False, "false";  1 for 1, "1.0", True, "true";  others as they are"""
-    words = {"0": 0, "0.0": 0, "false": 0, "1": 1, "1.0": 1, "true": 1}
-    return words.get(str(value).lower(), value)
+    """Of a mark, which may be false, 0, 0.0, true, 1 and their names in CSV. Others stay."""
+    with contextlib.suppress(ValueError):
+        return json.loads(str(value).lower())
+    return value
 
 def make_messages(record, columns, ignore_keys):
-    """(messages as shards hold them, the columns that were read)"""
+    """Messages as shards hold them. What is read beside the columns leaves the record."""
     question, *others = [lookup(record, column) for column in columns]
     if others:
         messages = read_pair([question, *others], ignore_keys)
@@ -183,6 +184,7 @@ def make_messages(record, columns, ignore_keys):
         messages = clean(None, chat, ignore_keys)
     history = record.get("history")
     if history and "history" not in columns:
+        del record["history"]
         is_pairs = all(
             isinstance(pair, list) and [*map(type, pair)] == [str, str] for pair in history)
         if not is_pairs:
@@ -191,7 +193,6 @@ def make_messages(record, columns, ignore_keys):
                 f"{history!r:.200}; to leave it out: --ignore_keys history")
         pairs = [read_pair(pair, ignore_keys) for pair in history]
         messages = [*itertools.chain(*pairs), *messages]
-        columns = [*columns, "history"]
     learned = [
         message for message in messages
         if message["role"] == "assistant" and message["content"] and message.get("weight", 1)]
@@ -201,10 +202,9 @@ def make_messages(record, columns, ignore_keys):
             f"{messages!r:.200}")
     for name in USES["system"]:
         if record.get(name) and messages[0]["role"] != "system":
-            system = [{"role": "system", "content": record[name]}]
+            system = [{"role": "system", "content": record.pop(name)}]
             messages = clean("system", system, ignore_keys) + messages
-            columns = [*columns, name]
-    return messages, columns
+    return messages
 
 def read_pair(values, ignore_keys):
     """The messages of a question, what is added to it, and an answer."""
