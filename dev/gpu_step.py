@@ -10,6 +10,7 @@ if __name__ == "__main__" and not __package__:
 
 import gc
 import os
+import statistics
 import sys
 import time
 from types import SimpleNamespace
@@ -26,10 +27,10 @@ DEPTH, VOCAB, T = (int(n) for n in os.environ.get("SIZE", "12,32768,2048").split
 OUT = os.environ.get("OUT", ".")
 BEGAN = time.time()
 
-def make(device, bf16):
+def make(device, dtype):
     torch.manual_seed(0)
     with torch.device(device):
-        model = train.GPT(DEPTH, VOCAB, bf16=bf16)
+        model = train.GPT(DEPTH, VOCAB, dtype)
     with torch.no_grad():
         for p in model.parameters():
             if not p.count_nonzero():    # else most gradients are 0
@@ -43,13 +44,14 @@ def tokens(rows, length=None):    # as rare and frequent as those of text
 def compare():
     """Losses and gradients beside those of the CPU in float32."""
     ids = tokens(2, 256)
-    reference = make("cpu", False)
+    reference = make("cpu", torch.float32)
     state = reference.state_dict()
     want = reference(ids[:, :-1], ids[:, 1:])
     want.mean().backward()
-    for bf16, compiled in ((False, "off"), (True, "off"), (True, COMPILE)):
+    cases = ((torch.float32, "off"), (torch.bfloat16, "off"), (torch.bfloat16, COMPILE))
+    for dtype, compiled in cases:
         torch._dynamo.reset()
-        model = make("cpu", bf16).to(DEVICE)
+        model = make("cpu", dtype).to(DEVICE)
         model.load_state_dict(state)
         train.compile_parts(model, compiled)
         on_device = ids.to(DEVICE)
@@ -59,22 +61,20 @@ def compare():
                           for (name, p), q in zip(model.named_parameters(), reference.parameters(),
                                                   strict=True))
         error = ((nats.detach().cpu() - want.detach()).norm() / want.norm()).item()
-        print(f"compare: {'bf16' if bf16 else 'fp32'}, compile {compiled}: losses {error:.1e}, "
-              f"gradients at most {worst:.1e} ({name})", flush=True)
+        print(f"compare: {dtype}, compile {compiled}: losses {error:.1e}, gradients at "
+              f"most {worst:.1e} ({name})", flush=True)
+
+def synchronize():
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 def step_ms(name, micro=ROWS, compiled=COMPILE, frozen=(), profiled=False):
     """Of one and of two micro-batches: their difference is a micro-batch, the rest the optimizer"""
     if time.time() - BEGAN > SECONDS:
         return print(f"{name}: skipped", flush=True)
-    torch._dynamo.reset()
-    train.rope_tables.cache_clear()
-    gc.collect()    # the last model
-    sync = torch.cuda.synchronize if DEVICE == "cuda" else lambda: None
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+    forget_the_last_model()
     began = time.time()
-    model = make(DEVICE, DEVICE == "cuda")
+    model = make(DEVICE, torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     for part in frozen:
         getattr(model, part).weight.requires_grad_(False)
     train.compile_parts(model, compiled)
@@ -82,21 +82,17 @@ def step_ms(name, micro=ROWS, compiled=COMPILE, frozen=(), profiled=False):
                             lr=None, init=None)
     optimizers = train.make_optimizers(model, flags, 0)
     train.set_rates(optimizers, 500, 2520)
-    medians = []
-    for n in (1, 2):
-        ids = tokens(n * micro).to(DEVICE)
+
+    def step(ids):
         inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        times = []
-        for i in range(6):
-            sync()
-            start = time.perf_counter()
-            train.train_step(model, optimizers, inputs, targets, targets.numel(), flags)
-            sync()
-            times.append(1e3 * (time.perf_counter() - start))
-            if i == 0 and n == 1:
-                first = time.time() - began
-        medians.append(sorted(times[2:])[1])
-    per_micro, rest = medians[1] - medians[0], 2 * medians[0] - medians[1]
+        train.train_step(model, optimizers, inputs, targets, targets.numel(), flags)
+        synchronize()
+
+    one, two = [tokens(n * micro).to(DEVICE) for n in (1, 2)]
+    step(one)
+    first = time.time() - began
+    of_one, of_two = median_ms(step, one), median_ms(step, two)
+    per_micro, rest = of_two - of_one, 2 * of_one - of_two
     whole = 256 / micro * per_micro + rest
     tokens_per_s = 256 * T / whole * 1e3
     mfu = tokens_per_s * model.flops_per_token(T) / 989e12
@@ -105,19 +101,39 @@ def step_ms(name, micro=ROWS, compiled=COMPILE, frozen=(), profiled=False):
           f"{whole:.0f} ms, {tokens_per_s / 1e3:.0f} k tok/s, MFU {mfu:.1%}; {gb:.1f} GB; first "
           f"step after {first:.0f} s", flush=True)
     if profiled:
-        kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=kinds[:1 + (DEVICE == "cuda")]) as profile:
-            train.train_step(model, optimizers, inputs, targets, targets.numel(), flags)
-            sync()
-        by = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
-        averages = profile.key_averages()
-        with open(f"{OUT}/profile.txt", "w") as file:
-            file.write(averages.table(sort_by=by, row_limit=80, max_name_column_width=110))
-        events = sorted(averages, key=lambda e: -getattr(e, by))
-        total = sum(getattr(e, by) for e in events)
-        for e in events[:22]:
-            print(f"   {getattr(e, by) / 1e3:8.2f} ms {getattr(e, by) / total:6.1%} "
-                  f"{e.count:5d} x {e.key[:90]}", flush=True)
+        profile(step, two)
+
+def forget_the_last_model():
+    torch._dynamo.reset()
+    train.rope_tables.cache_clear()
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+def median_ms(step, ids):
+    step(ids)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        step(ids)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+def profile(step, ids):
+    """A table into profile.txt; the first lines are printed."""
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds[:1 + (DEVICE == "cuda")]) as seen:
+        step(ids)
+    by = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
+    averages = seen.key_averages()
+    with open(f"{OUT}/profile.txt", "w") as file:
+        file.write(averages.table(sort_by=by, row_limit=80, max_name_column_width=110))
+    events = sorted(averages, key=lambda e: -getattr(e, by))
+    total = sum(getattr(e, by) for e in events)
+    for e in events[:22]:
+        print(f"   {getattr(e, by) / 1e3:8.2f} ms {getattr(e, by) / total:6.1%} "
+              f"{e.count:5d} x {e.key[:90]}", flush=True)
 
 compare()
 step_ms("default", profiled=True)

@@ -51,7 +51,7 @@ def cuda_guard(tmp_path_factory):
 
 def fake_model(device):
     with torch.device("meta"):
-        model = train.GPT(12, 32768, bf16=True)
+        model = train.GPT(12, 32768, torch.bfloat16)
     for module in model.modules():
         for name, p in module.named_parameters(recurse=False):
             setattr(module, name, torch.nn.Parameter(torch.empty(p.shape, device=device)))

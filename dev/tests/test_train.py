@@ -169,8 +169,7 @@ def run_until(stop, words):
 
     with at_call(n, place, send), contextlib.suppress(Killed):
         status = train.main(words.split())
-        after_a_signal = 130 if how == signal.SIGINT else 143
-        assert status == (after_a_signal if sent else 0)
+        assert status == (143 if sent else 0)
 
 @settings(max_examples=4 * TIMES, phases=[Phase.generate])    # to shrink takes minutes
 @given(FLAGS, STOP, STOP)
@@ -329,10 +328,9 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     at_exit = []
     monkeypatch.setattr(train.atexit, "register", lambda *work: at_exit.append(work))
     monkeypatch.setattr(train.atexit, "unregister", lambda _: at_exit.clear())
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "0"}.items():
+    variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert "MASTER_ADDR expected, but not set; torchrun sets it" in command("", status=1)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     command("--data nowhere", status=1)
     assert dist.is_initialized() and at_exit == [(os._exit, 1)]
     dist.destroy_process_group()
@@ -528,7 +526,7 @@ def test_a_step_without_a_target_has_no_loss_and_moves_no_weight(command):
         dataset.write_shard(f"chats/{name}.parquet", [pa.array(chats)], "messages")
     words = "--data chats --packing wholefit --batch_size 1 --num_lanes 1 --steps 20 --save_every 1"
     told = command(f"{words} --out run")
-    assert "chats: 40 of 40 chats in val are longer than a row of 32 tokens, which cuts ans" in told
+    assert "chats: 40 chats in val are longer than a row of 32 tokens, which cuts ans" in told
     records = [record for record in log_of("run") if "grad_norm" in record]
     empty = [record for record in records if "loss" not in record]
     assert 0 < len(empty) < 20 and told.count(" no target") == len(empty)
