@@ -715,6 +715,8 @@ def test_marks_of_a_record_are_read(tmp_path, capsys, key, suffix, value):
     is_bad = str(value) in ("False", "0", "0.0")
     assert len(found) == 3 - is_bad
     assert is_bad == (f"skipped conversations whose {key} is false: 1, such as " in printed)
+    is_unread = value in (2, "good") or (value is None and suffix == "csv")
+    assert is_unread == (f": {key}\n" in printed), "of dropped columns"
     assert len(converted(tmp_path, "--ignore_keys", key)) == 3
 
 def test_bad_answers_of_preference_data_are_left_out(tmp_path, capsys):
@@ -872,7 +874,8 @@ def test_workers_end_with_convert(tmp_path, number):
     words = [f"{tmp_path}/in", "--out", f"{tmp_path}/out", "-w", "2"]
     process = subprocess.Popen([sys.executable, "-c", STUCK, *words], cwd=HERE, text=True,
                                stderr=subprocess.PIPE, start_new_session=True)
-    while not glob.glob(f"{tmp_path}/.out.convert/runs/*"):
+    n_runs = 1 if number == signal.SIGKILL else 4    # then, workers wait for tasks
+    while len(glob.glob(f"{tmp_path}/.out.convert/runs/*")) < n_runs:
         assert process.poll() is None
         time.sleep(0.01)
     if number == signal.SIGKILL:
