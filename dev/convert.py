@@ -86,7 +86,7 @@ def convert(flags):
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
     with building_folder(out) as building, mapper(n_processes, building) as run:
         scatter = functools.partial(
-            scatter_files, flags=flags, building=building, longest_val=total // 20)
+            scatter_files, flags=flags, building=building, total=total)
         for part in tqdm(run(scatter, tasks), "read", n_tasks, delay=1):
             for what, (n, example) in part.items():
                 report.add(what, example, n)
@@ -121,7 +121,7 @@ class Report(dict):
 
 KEY, TEXT_HASH, DOCUMENT = "nanoloader.key", "nanoloader.hash", "nanoloader.document"    # of a run
 
-def scatter_files(files, flags, building, longest_val):
+def scatter_files(files, flags, building, total):
     """
     Write the good documents of some files as sorted runs. Returns a Report, in which empty and,
     with skip_bad, bad ones are counted. Without skip_bad, the first bad one is a UserError.
@@ -143,9 +143,9 @@ def scatter_files(files, flags, building, longest_val):
             if not text:
                 continue
             key = hash_of(b"0 %d %d" % (number, index)) // 2 * 2 + is_val    # one bit: for val?
-            text_hash = hash_of(text.translate(None, b" \t\r\n"))
-            if len(text) > longest_val:
-                text_hash //= 2    # val takes the largest hashes
+            # Val takes the largest hashes: hardly that of a text that is most of all text.
+            shift = min(20, 20 * len(text) // total)
+            text_hash = hash_of(text.translate(None, b" \t\r\n")) >> shift
             rows.append({KEY: key, TEXT_HASH: text_hash, **kept})
             texts.append(text)
             n_bytes += len(text) + len(str(kept))
@@ -377,7 +377,7 @@ ABOUT_DATA = (
 
 def find_files(flags, report):
     """[(number, path, is it for val?), ...], each file once, in the order of folders and names."""
-    paths = {os.path.abspath(path) for given in flags.inputs for path in expand(given)}
+    paths = {os.path.abspath(path) for given in flags.inputs for path in expand(given, report)}
     folder = os.path.commonpath(map(os.path.dirname, paths))
     names = {}
     for path in sorted(paths, key=os.path.split):
@@ -407,12 +407,14 @@ def find_files(flags, report):
             files.append((len(files), path, has_train and split == "val"))
     return files
 
-def expand(given):
+def expand(given, report):
     """The paths of a file, folder or glob."""
     pattern = glob.escape(given) if os.path.exists(given) else given
     if os.path.isdir(given):
         dataset.list_files(given)    # refuses older versions, circular links, unreadable folders
         pattern += "/**"
+        for path in glob.glob(f"{pattern}/.*", recursive=True):
+            report.add("ignored, with a dot in front of the name", path)
     found = glob.glob(pattern, recursive=True)
     files = [path for path in found if not os.path.isdir(path)]
     if not files:
@@ -432,10 +434,14 @@ def why_ignored(path, name, as_text):
         return None
     if dataset.HIDDEN.search(os.path.dirname(name)):
         return "hidden, such as Spark's _temporary"
-    state = Path(folder, "state.json")    # save_to_disk's; other files are caches or earlier saves
+    state = Path(folder, "state.json")    # save_to_disk's; other files are of earlier saves
     saved = state.read_text(errors="replace") if state.exists() else ""
-    if reader is read_arrow and "_data_files" in saved and f'"{base}"' not in saved:
-        return "that the state.json beside them does not name"
+    if re.search(r'"_indices_\w*files":\s*\[\s*{', saved):
+        raise UserError(f"{state} selects rows of its files; save it again: "
+                        "DATASET.flatten_indices().save_to_disk(NEW)")
+    is_named = "_data_files" not in saved or f'"{base}"' in saved
+    if reader is read_arrow and (base.startswith("cache-") or not is_named):
+        return "caches of datasets' map, or not named by the state.json beside them"
     if reader is read_parquet and os.path.exists(f"{folder}/{dataset.INDEX}"):
         return "beside an index.json, which train.py reads (to convert them: remove it)"
 

@@ -270,6 +270,14 @@ def test_a_very_frequent_text_is_not_all_of_val(tmp_path):
         _, val = sides(tmp_path / "out")
         assert len(val) == 10
 
+@pytest.mark.parametrize("n_bytes", [1000, 100_000])
+@pytest.mark.parametrize("other", [300, 3])
+def test_a_book_beside_a_note_is_not_val(tmp_path, n_bytes, other):
+    for i in range(20):
+        write(tmp_path / "in", {"book.txt": f"{i} ".ljust(n_bytes, "."), "note.txt": f"{i}" * other})
+        converted(tmp_path)
+        assert sides(tmp_path / "out")[1] == [f"{i}" * other]
+
 @pytest.mark.parametrize("form", ["folder", "glob", "files", "folders"])
 def test_splits_in_names_mean_the_same_for_all_forms_of_inputs(tmp_path, capsys, form):
     names = {"train": 40, "validation": 9, "test": 5}
@@ -332,9 +340,27 @@ def test_caches_of_a_saved_dataset_are_not_read(tmp_path, capsys, form):
     words = [*inputs[form], "--out", tmp_path / "out"]
     assert command(*words) is None
     assert len({*read_all(tmp_path / "out")}) == 4
-    assert "that the state.json beside them does not name: 2, " in capsys.readouterr().out
+    assert "caches of datasets' map, or not named by " in capsys.readouterr().out
     line = command(folder / "cache-1f.arrow", "--out", tmp_path / "x")
-    assert "no files to read; ignored files, that the state.json beside them does not na" in line
+    assert "no files to read; ignored files, caches of datasets' map, or not na" in line
+
+def test_caches_of_map_beside_train_are_not_read(tmp_path, capsys):
+    """In the folder of load_dataset, which has no state.json."""
+    names = ["imdb-train.arrow", "imdb-test.arrow", "cache-1f.arrow"]
+    write(tmp_path / "in", {
+        name: as_arrow(as_table([name, f"{name} b"]), pa.ipc.new_stream) for name in names})
+    assert sorted(converted(tmp_path)) == ["imdb-train.arrow", "imdb-train.arrow b"]
+    assert "ignored files, caches of datasets' map, or not na" in capsys.readouterr().out
+
+def test_a_saved_dataset_that_selects_rows_is_refused(tmp_path):
+    state = {"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "b.arrow"}]}
+    table = as_arrow(as_table("abc"), pa.ipc.new_stream)
+    write(tmp_path / "in", {"a.arrow": table, "state.json": json.dumps(state)})
+    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    assert "/in/state.json selects rows of its files; save it again: DATASET.flatten_indices()" in line
+    state["_indices_data_files"] = None
+    write(tmp_path / "in", {"state.json": json.dumps(state, indent=2)})
+    assert sorted(converted(tmp_path)) == ["a", "b", "c"]
 
 # --------------------------------------------------------------------------------------------------
 # Which columns
@@ -511,7 +537,8 @@ def test_full_disk_is_named(tmp_path):
 def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     """Hidden, about the data, of another kind or split. What a link doubles is said."""
     folder, line = tmp_path / "in", texts_as_json("ab")
-    names = ("train-0.jsonl", "test-0.jsonl", "a.rar", ".git/c.jsonl", "index.json", "README.md")
+    names = ("train-0.jsonl", "test-0.jsonl", "a.rar", ".git/c.jsonl", "deep/.a.jsonl",
+             "index.json", "README.md")
     write(folder, {**dict.fromkeys(names, line), "deep/dev.txt": "c"})
     os.symlink("..", folder / ".git/circle")
     os.symlink("train-0.jsonl", folder / "train-1.jsonl")
@@ -520,6 +547,7 @@ def test_files_that_are_not_read_are_counted(tmp_path, capsys):
     assert "\n2 of 5 documents are copies of others, white space aside; " in printed
     assert f"ignored files, about the data: 2, such as {folder}/" in printed
     assert f"of other kinds: 1, such as {folder}/a.rar\n" in printed
+    assert f"ignored, with a dot in front of the name: 2, such as {folder}/" in printed
     assert f"files named for test, kept out of train: 1, such as {folder}/test-0.jsonl\n" in printed
     for name in ("test-0.jsonl", ".git/c.jsonl"):
         shutil.rmtree(tmp_path / "named", ignore_errors=True)
