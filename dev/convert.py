@@ -170,7 +170,9 @@ ADVICE = {
         "; if it is damaged, copy it again; if zstd needs too much memory, decompress it first: "
         "zstd -d --long=31",
     UnicodeEncodeError: "; half a surrogate pair (such as \\ud83d) is no text; remove it",
-    csv.Error: '; expected quotes around a text, and "" for a quote in it',
+    csv.Error:
+        '; expected quotes around a text, and "" for a quote in it (if quotes mean nothing in a '
+        "file of tabs, name it .tsv)",
     json.JSONDecodeError:
         "; expected one JSON document per line, or one array. If the file was cut off, copy it "
         "again; if a document has several lines, or lines end as on old Macs: jq -c . OLD > "
@@ -280,24 +282,33 @@ def read_json(path, flags):
         for number, record in enumerate(load_json(stream.read())):
             yield f"document {number}", record
 
+QUOTED = re.compile('".*"".*"$')
+
 def read_csv(path, flags):
     """What divides columns is the one of , ; | or tab that is most frequent in line 1."""
+    is_tsv = ".tsv" in os.path.basename(path).lower()
+    quoting = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         header = lines.readline()
-        delimiter = max(",;|\t", key=header.count)
-        rows = csv.DictReader(
-            itertools.chain([header], lines), delimiter=delimiter, strict=True)
+        delimiter = "\t" if is_tsv else max(",;|\t", key=header.count)
+        lines = itertools.chain([header], lines)
+        rows = csv.DictReader(lines, delimiter=delimiter, quoting=quoting, strict=True)
         if header.startswith("sep="):    # Excel's
             next(rows.reader)
         names = rows.fieldnames or []
+        names = [name or f"column {i}" for i, name in enumerate(names, 1)]
+        rows.fieldnames = names
         dict_of_pairs([*zip(names, names, strict=True)])    # raises if a name is there twice
         for record in rows:
-            if None in record or None in record.values():
+            is_bad = None in record or None in record.values()
+            if is_tsv and not is_bad:
+                is_bad = any(map(QUOTED.match, record.values()))
+            if is_bad:
                 record = UserError(
                     f"expected {counted(len(names), 'field')}, as in the first line; quote texts "
-                    f"that have {delimiter!r}")
+                    f"that have {delimiter!r} (a .tsv has no quotes; if yours has, name it .csv)")
             yield f"line {rows.line_num}", record
 
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it

@@ -118,7 +118,7 @@ FORMATS = {
     "comma.csv": lambda texts: BOM_UTF8 + as_csv(texts, ","),
     "pipe.csv": lambda texts: as_csv(texts, "|"),
     "semicolon.csv": lambda texts: as_csv(texts, ";"),
-    "tab.tsv": lambda texts: as_csv(texts, "\t"),
+    "tab.csv": lambda texts: as_csv(texts, "\t"),
     "a.parquet": lambda texts: as_parquet(as_table(texts)),
     "b.pq": lambda texts: as_parquet(as_table(texts, pa.large_string())),
     "c.parquet": lambda texts: as_parquet(as_table(texts, pa.dictionary(pa.int8(), pa.string()))),
@@ -404,6 +404,36 @@ def test_columns_of_csv_are_strings(tmp_path, head, delimiter):
     converted(tmp_path, "--keep", "n")
     rows = sorted(rows_of(tmp_path / "out"), key=str)
     assert rows == [{"text": "word", "n": "007"}, {"text": "world", "n": "007"}]
+
+@pytest.mark.parametrize("name", ["a.tsv", "A.TSV.gz"])
+def test_a_tsv_has_no_quotes(tmp_path, name):
+    """Corpora of linguistics, GLUE's MRPC, Tatoeba. The header may have commas."""
+    texts = ["He stood.", '"I have seen', 'And I say."', '"all"', 'he: "so"', '""', "", ", ; |"]
+    lines = ["id, of a row, a number\ttext", *(f"1,5\t{text}" for text in texts)]
+    data = "\r\n".join(lines).encode()
+    write(tmp_path / "in", {name: gzip.compress(data) if name.endswith("gz") else data})
+    assert sorted(converted(tmp_path)) == sorted(filter(None, texts))
+
+@pytest.mark.parametrize("text", ['she said "so"', '"so"', '"so", she said', "two\nlines", "a\tb"])
+def test_a_tsv_with_quotes_is_an_error(tmp_path, text):
+    """pandas' to_csv(sep="\\t") and Excel write it."""
+    data = io.StringIO(newline="")
+    csv.writer(data, delimiter="\t").writerows([["id", "text"], [7, text], [8, "x"]])
+    write(tmp_path / "in", {"a.tsv": data.getvalue()})
+    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    assert re.search(r"a.tsv, line [23]: expected 2 fields, as in the first line; quote texts that "
+                     r"have '.t' \(a .tsv has no quotes; if yours has, name it .csv\)", line)
+    os.rename(tmp_path / "in/a.tsv", tmp_path / "in/a.csv")
+    assert sorted(converted(tmp_path)) == sorted([text, "x"])
+
+def test_columns_without_a_name_are_dropped_and_said(tmp_path, capsys):
+    """As in the SMS spam collection, whose texts go on there."""
+    write(tmp_path / "in", {"a.csv": "v1,v2,,,\nham,one,,,\nspam,two, and a half,,\nham,three,,,x\n"})
+    assert sorted(converted(tmp_path, "--text_key", "v2")) == ["one", "three", "two"]
+    printed = capsys.readouterr().out
+    assert re.search(r"dropped columns .*: 3, such as .*, line 2: v1\n", printed)
+    assert len(converted(tmp_path, "--text_key", "v2", "--keep", "column 3")) == 3
+    assert " and a half" in [row["column 3"] for row in rows_of(tmp_path / "out")]
 
 # --------------------------------------------------------------------------------------------------
 # What is bad is an error with its file and line, and with --skip_bad counted and shown
