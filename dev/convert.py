@@ -347,7 +347,7 @@ def read_arrow(path, flags):
     elif data[-8:] == END_OF_STREAM:
         reader = pa.ipc.open_stream(data)
     else:
-        raise ValueError("its end is missing; write or copy it again")
+        raise ValueError("its end is missing, or it is of Feather 1; write or copy it again")
     return rows_of(reader.read_all().to_batches(ROW_GROUP_DOCUMENTS), flags)
 
 def rows_of(batches, flags):

@@ -210,6 +210,10 @@ def read_pair(values, ignore_keys):
     """The messages of a question, what is added to it, and an answer."""
     question, *added, answer = values
     if added:
+        if {*map(type, [question, *added])} != {str}:
+            raise UserError(
+                f"expected texts to join, as in {' and '.join(USES['add'])}; saw "
+                f"{[question, *added]!r:.200}; to leave a column out: --ignore_keys NAME")
         question = "\n\n".join([question, *added])
     questions = clean("user", question, ignore_keys)
     for message in questions:    # TRL's prompt may be a list of messages
@@ -261,7 +265,8 @@ def clean_message(message, ignore_keys):
 # JSON
 
 def load_json(text):
-    return json.loads(text, object_pairs_hook=dict_of_pairs)
+    """NaN is null."""
+    return json.loads(text, object_pairs_hook=dict_of_pairs, parse_constant=lambda name: None)
 
 def dict_of_pairs(pairs):
     """If a key is repeated, Python keeps the last value. Here, it is an error."""

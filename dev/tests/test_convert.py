@@ -825,6 +825,26 @@ def test_a_history_that_is_no_pairs_of_texts_is_an_error(tmp_path, history, row)
     assert re.search(f"a.jsonl, line 1: {expected} it out: --ignore_keys history", line)
     assert len(converted(tmp_path, "--ignore_keys", "history")) == 2
 
+@pytest.mark.parametrize("row", [
+    {"question": "Well?", "context": [["Title", ["one", "two"]]]}, {"prompt": [USER], "input": "x"}])
+def test_what_is_added_to_a_question_is_text(tmp_path, row):
+    """HotpotQA's context is a list."""
+    write(tmp_path / "in", {"a.jsonl": as_json({**row, "answer": "So"}, TALK)})
+    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    assert re.search("line 1: expected texts to join, as in input and context; saw .*; to leave a "
+                     "column out: --ignore_keys NAME", line)
+    assert len(converted(tmp_path, "--ignore_keys", "context", "input")) == 2
+
+def test_nan_is_null(tmp_path, capsys):
+    """pandas writes it in place of a missing text."""
+    rows = {"text": "a", "n": 1}, {"text": float("nan")}, {"text": "b"}
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
+    assert sorted(converted(tmp_path)) == ["a", "b"]
+    assert "skipped null or empty documents: 1, " in capsys.readouterr().out
+    write(tmp_path / "in", {"a.jsonl": as_json(
+        {"instruction": "Hi", "input": float("nan"), "output": "Hello"}, [*TALK, *TALK])})
+    assert TALK in map(json.loads, converted(tmp_path))
+
 def test_a_history_may_be_the_question(tmp_path):
     write(tmp_path / "in", {"a.csv": "history,response\nHi,Hello\nHi!,Hello\n"})
     found = map(json.loads, converted(tmp_path, "--messages_key", "history"))
