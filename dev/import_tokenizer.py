@@ -31,6 +31,8 @@ UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
 
+NOT_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))    # no text has them, and GPT-NeoX lacks them
+
 def import_tokenizer(path, out, bos=None):
     """Convert, check and save. Returns lines for the screen; an error says what is in the way."""
     from tokenizers import Tokenizer
@@ -152,7 +154,8 @@ def ranks_of(model, special, check):
                 can_merge = vocab.keys() >= {*pair}
                 check(not can_merge, f"has no merge for {pair}, which tiktoken would merge")
         ranks[bytes(map(BYTE_OF.get, token))] = id
-    check(all(bytes([i]) in ranks for i in range(256)), "lacks tokens of single bytes")
+    is_whole = all(bytes([i]) in ranks or i in NOT_UTF8 for i in range(256))
+    check(is_whole, "lacks tokens of single bytes")
     return ranks
 
 def pattern_of(pre_tokenizer, check):

@@ -66,6 +66,25 @@ def test_imported_tokenizer_gives_the_librarys_ids(tmp_path, convert, pattern, c
     with pytest.raises(SystemExit, match=r"^error: .* has a tokenizer, which"):
         convert(described)
 
+def lack(described, *lost):
+    """Without the tokens of some single bytes."""
+    for name, byte in module.BYTE_OF.items():
+        if byte in lost:
+            del described["model"]["vocab"][name]
+    return described
+
+def test_a_tokenizer_may_lack_bytes_that_no_text_has(tmp_path, convert):
+    """As GPT-NeoX's."""
+    described = lack(train(), 0xC0, 0xC1, *range(0xF5, 0x100))
+    convert(described)
+    theirs = library.Tokenizer.from_str(json.dumps(described))
+    theirs.no_truncation()
+    ours = RustBPETokenizer.from_directory(tmp_path / "out")
+    for text in TEXTS:
+        if "<|" not in text:
+            assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
+            assert ours.decode(ours.encode(text)) == text
+
 TEXT_WITH_NAMES = (
     "<think>\n1</think>\n\n a<think>b <think><think>s <thinks> \u65e5</think>12<|endoftext|>x "
     "   y     z think <think> \t    </thin")
@@ -138,6 +157,7 @@ def changed(part, **changes):
     (lambda described: described.update(model={"type": "WordLevel", "vocab": {"a": 0},
                                                "unk_token": "a"}), "is a WordLevel model"),
     (changed("model", byte_fallback=True), "has byte_fallback, as SentencePiece models do"),
+    (lambda described: lack(described, 0xF4), "lacks tokens of single bytes"),
     (swapped, "has merges that are not in the order"),
     # A word of two tokens that only a lookup finds; tiktoken would merge them anywhere
     (lambda described: described["model"].update(
