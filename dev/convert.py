@@ -176,7 +176,8 @@ ADVICE = {
     json.JSONDecodeError:
         "; expected one JSON document per line, or one array. If the file was cut off, copy it "
         "again; if a document has several lines, or lines end as on old Macs: jq -c . OLD > "
-        "NEW.jsonl (of arrays: jq -c '.[]')"}
+        "NEW.jsonl (of arrays: jq -c '.[]'); what Python printed, with single quotes, is no JSON: "
+        "ast.literal_eval reads it"}
 
 def write_run(building, rows, texts):
     """rows: {KEY: key, TEXT_HASH: hash, name: kept value} of each text"""
@@ -262,7 +263,7 @@ def records_of(path, flags):
 def open_stream(path):
     """Decompressed, by the file's name."""
     # Arrow refuses the zeros that may follow gzip's data.
-    decompress = gzip.open if path.endswith(".gz") else pa.input_stream
+    decompress = gzip.open if path.lower().endswith(".gz") else pa.input_stream
     return io.BufferedReader(decompress(path), 1 << 16)    # a truncated file loses less than this
 
 def read_lines(path, flags):
@@ -374,7 +375,7 @@ def reader_of(path, as_text):
     """How to read a file, by its name, or None. as_text: patterns of names; others are None."""
     if as_text:
         return read_text if any(map(Path(path).match, as_text)) else None
-    name = re.sub(r"\.(gz|zst|bz2|lz4)$", "", path)
+    name = re.sub(r"\.(gz|GZ|zst|bz2|lz4)$", "", path)
     for reader, suffixes in READERS.items():
         if name.lower().endswith(tuple(suffixes.split())):
             return reader
