@@ -334,10 +334,6 @@ MUTANTS = [
      "            drawn, found = self._draw()\n"
      "            self._progress = self._progress._replace(positions=drawn.positions)\n"
      "            batch = self._batch(drawn.batch)\n"),
-    ("progress in two steps",
-     "            self._progress = drawn\n",
-     "            self._progress = self._progress._replace(counts=drawn.counts)\n"
-     "            self._progress = drawn\n"),
     ("drawing moves the loader's positions",
      "positions, counts = progress.positions.copy(), progress",
      "positions, counts = progress.positions, progress"),
