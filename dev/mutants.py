@@ -485,10 +485,6 @@ MUTANTS = [
     ("folders of equal data take one place",
      "if len({source.fingerprint for source in sources}) < len(sources):",
      "if False:"),
-    ("row groups are kept after the end",
-     "                self._maker.clear()\n"
-     "                raise StopIteration",
-     "                raise StopIteration"),
     ("changed folders are not seen",
      "if source not in known and (name in theirs or not known):",
      "if source not in known and not known:"),
