@@ -130,6 +130,7 @@ def scatter_files(files, flags, building, total):
     rows, texts = [], []
     n_bytes = 0
     for number, path, is_val in files:
+        index = 0
         for index, (what, where, record) in enumerate(records_of(path, flags)):
             place = f"{path}, {where}"
             try:
@@ -153,6 +154,8 @@ def scatter_files(files, flags, building, total):
                 write_run(building, rows, texts)
                 rows, texts = [], []
                 n_bytes = 0
+        if flags.split_at and index == 0 and reader_of(path, flags.as_text) is read_text:
+            report.add("files that --split_at does not divide", path)
     if rows:
         write_run(building, rows, texts)
     return report
@@ -404,13 +407,14 @@ def find_files(flags, report):
             "no files to read", *report.lines(),
             f"expected names with {SUFFIXES} (of text also with .gz, .zst, .bz2 or .lz4); other "
             "plain text: --as_text '*.SUFFIX'; unpack archives first"]))
-    splits = [None] * len(names)
-    if not flags.as_text:    # code is named for other things
+    if flags.as_text:    # code is named for other things
+        splits, has_train = map(dataset.split_in_name, names.values()), False
+    else:
         splits = dataset.splits_of(names)
-    has_train = "train" in splits
+        has_train = "train" in splits
     use = "kept out of train"
     if not has_train:
-        use = "read like all others, since none is named for train"
+        use = "read like all others (--as_text, or none is named for train)"
     files = []
     for path, split in zip(names, splits, strict=True):
         if split in ("val", "test"):

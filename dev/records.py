@@ -139,7 +139,7 @@ def find_document(record, flags):
     if lookup(record, key, NOT_READ) in (None, ""):
         return "text", [key]
     raise UserError(
-        f"nothing under {key!r}, and no question with an answer, or they are empty; saw "
+        f"no text or conversation under {key!r}, and no question with an answer; saw "
         f"{[*record]!r:.300}; name the key with --text_key (a.b for b in a), or for conversations "
         "or questions with --messages_key; an answer under another key: jq -c '.completion = .KEY' "
         "OLD > NEW.jsonl; all records under a key: jq -c '.KEY[]' OLD > NEW.jsonl")
@@ -239,7 +239,8 @@ def clean(role, content, ignore_keys):
         except Exception as error:
             raise UserError(
                 f"message {i}: {error}; saw {message!r:.300}, expected something like "
-                "{'role': 'user', 'content': 'Hi'}; to drop other keys, if there is content: "
+                "{'role': 'user', 'content': 'Hi'} (an array of records goes into a file named "
+                ".json); to drop other keys, if there is content: "
                 "--ignore_keys KEY (of a part: jq -c 'del(.messages[].content[]?.KEY)' OLD > "
                 "NEW.jsonl)") from error
     return cleaned

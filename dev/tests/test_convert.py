@@ -302,8 +302,25 @@ def test_words_in_names_are_no_splits_unless_a_name_says_train(tmp_path, capsys,
     """Documentation and books have any names."""
     write(tmp_path / "in", {"a.jsonl": texts_as_json("abc"), name: '{"text": "d"}'})
     assert len(converted(tmp_path)) == 4
-    said = r"files named for (val|test), read like all others, since none is named for train: 1, "
-    assert re.search(f"{said}such as {tmp_path}/in/{name}\n", capsys.readouterr().out)
+    said = r"files named for (val|test), read like all others \(--as_text, or none is named for train\)"
+    assert re.search(f"{said}: 1, such as {tmp_path}/in/{name}\n", capsys.readouterr().out)
+
+def test_with_as_text_names_for_test_are_no_splits_and_said(tmp_path, capsys):
+    """Code is named for other things: train.py, test_loader.py."""
+    write(tmp_path / "in", {f"wiki.{name}.tokens": name for name in ("train", "valid", "test")})
+    assert len(converted(tmp_path, "--as_text", "*.tokens")) == 3
+    printed = capsys.readouterr().out
+    for split, name in (("val", "valid"), ("test", "test")):
+        said = f"files named for {split}, read like all others (--as_text, or none is named for train)"
+        assert f"{said}: 1, such as {tmp_path}/in/wiki.{name}.tokens\n" in printed
+
+def test_a_mark_that_is_not_in_a_file_is_said(tmp_path, capsys):
+    texts = {f"{name}.txt": f"{name}\n{name}{name}\n" for name in "abc"}
+    write(tmp_path / "in", {**texts, "d.jsonl": '{"text": "d"}'})
+    assert len(converted(tmp_path, "--split_at", "\\n")) == 4
+    assert "files that --split_at does not divide: 3, such as " in capsys.readouterr().out
+    assert len(converted(tmp_path, "--split_at", "\n")) == 7
+    assert "does not divide" not in capsys.readouterr().out
 
 @pytest.mark.parametrize("train", ["train.jsonl", "trainset.jsonl", "trains/a.jsonl"])
 @pytest.mark.parametrize("other", ["holdout.jsonl", "data.jsonl"])
@@ -441,7 +458,7 @@ def test_columns_without_a_name_are_dropped_and_said(tmp_path, capsys):
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
 TALK = [USER, ANSWER]
 HIDDEN = {**ANSWER, "weight": 0}
-MISSING = "nothing under 'text', and no question with an answer, or they are empty; saw "
+MISSING = "no text or conversation under 'text', and no question with an answer; saw "
 
 BAD = [    # a file, what is said of it, how many documents come before
     ("a.json.gz", gzip.compress(texts_as_json(make_texts(900)))[:-2000],

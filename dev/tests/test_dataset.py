@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,6 +89,10 @@ def test_a_val_shard_that_is_in_train_is_a_warning(tmp_path):
     pq.write_table(pa.table({"text": ["a"]}), other / "a.parquet")
     shutil.copy(other / "a.parquet", other / "val-0.parquet")
     with pytest.warns(UserWarning, match="a.parquet and .*val-0.parquet look like copies"):
+        dataset.warn_of_copies(dataset.all_shards(str(other)))
+    os.rename(other / "val-0.parquet", other / "test-0.parquet")
+    with warnings.catch_warnings():    # test is not used
+        warnings.simplefilter("error")
         dataset.warn_of_copies(dataset.all_shards(str(other)))
     shutil.copy(f"{folder}/b.parquet", other / "val-0.parquet")
     words = f"--steps 1 --depth 1 --vocab_size 300 --seq_len 8 --device cpu --data {other} {folder}"
