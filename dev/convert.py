@@ -143,6 +143,8 @@ def scatter_files(files, flags, building, total):
                 continue
             if not text:
                 continue
+            if ".tsv" in path.lower() and text[:1] == text[-1:] == b'"':
+                report.add("texts in quotes (if these are not the text's, name it .csv)", place)
             key = hash_of(b"0 %d %d" % (number, index)) // 2 * 2 + is_val    # one bit: for val?
             # Val takes the largest hashes: hardly that of a text that is most of all text.
             shift = min(20, 20 * len(text) // total)
@@ -538,7 +540,8 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     names = {"nargs": "+", "action": "extend", "default": []}
-    add("inputs", nargs="+", metavar="IN", help=f"files, folders, globs in quotes: {SUFFIXES}")
+    add("inputs", nargs="+", metavar="IN", help=f"files, folders, globs in quotes: {SUFFIXES} "
+        "(a .tsv has no quotes around texts)")
     add("--out", type=dataset.local_folder,
         help="folder, new or empty (default: where train.py looks)")
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")

@@ -423,13 +423,14 @@ def test_columns_of_csv_are_strings(tmp_path, head, delimiter):
     assert rows == [{"text": "word", "n": "007"}, {"text": "world", "n": "007"}]
 
 @pytest.mark.parametrize("name", ["a.tsv", "A.tsv.gz", "A.TSV.GZ"])
-def test_a_tsv_has_no_quotes(tmp_path, name):
+def test_a_tsv_has_no_quotes(tmp_path, capsys, name):
     """Corpora of linguistics, GLUE's MRPC, Tatoeba. The header may have commas."""
     texts = ["He stood.", '"I have seen', 'And I say."', '"all"', 'he: "so"', '""', "", ", ; |"]
     lines = ["id, of a row, a number\ttext", *(f"1,5\t{text}" for text in texts)]
     data = "\r\n".join(lines).encode()
     write(tmp_path / "in", {name: gzip.compress(data) if name[5:] else data})
     assert sorted(converted(tmp_path)) == sorted(filter(None, texts))
+    assert "texts in quotes (if these are not the text's, name it .csv): 2, " in capsys.readouterr().out
 
 @pytest.mark.parametrize("text", ['she said "so"', '"so"', '"so", she said', "two\nlines", "a\tb"])
 def test_a_tsv_with_quotes_is_an_error(tmp_path, text):
