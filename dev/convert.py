@@ -143,7 +143,7 @@ def scatter_files(files, flags, building, total):
                 continue
             if not text:
                 continue
-            if ".tsv" in path.lower() and text[:1] == text[-1:] == b'"':
+            if is_tsv(path) and text[:1] == text[-1:] == b'"':
                 report.add("texts in quotes (if these are not the text's, name it .csv)", place)
             key = hash_of(b"0 %d %d" % (number, index)) // 2 * 2 + is_val    # one bit: for val?
             # Val takes the largest hashes: hardly that of a text that is most of all text.
@@ -290,15 +290,17 @@ def read_json(path, flags):
 
 QUOTED = re.compile('".*"".*"$')
 
+def is_tsv(path):
+    return ".tsv" in os.path.basename(path).lower()
+
 def read_csv(path, flags):
     """What divides columns is the one of , ; | or tab that is most frequent in line 1."""
-    is_tsv = ".tsv" in os.path.basename(path).lower()
-    quoting = csv.QUOTE_NONE if is_tsv else csv.QUOTE_MINIMAL
+    quoting = csv.QUOTE_NONE if is_tsv(path) else csv.QUOTE_MINIMAL
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         header = lines.readline()
-        delimiter = "\t" if is_tsv else max(",;|\t", key=header.count)
+        delimiter = "\t" if is_tsv(path) else max(",;|\t", key=header.count)
         lines = itertools.chain([header], lines)
         rows = csv.DictReader(lines, delimiter=delimiter, quoting=quoting, strict=True)
         if header.startswith("sep="):    # Excel's
@@ -309,7 +311,7 @@ def read_csv(path, flags):
         dict_of_pairs([*zip(names, names, strict=True)])    # raises if a name is there twice
         for record in rows:
             is_bad = None in record or None in record.values()
-            if is_tsv and not is_bad:
+            if is_tsv(path) and not is_bad:
                 is_bad = any(map(QUOTED.match, record.values()))
             if is_bad:
                 record = UserError(
