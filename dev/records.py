@@ -67,7 +67,7 @@ def make_document(record, flags, place, report):
             check_verdict(kind, key, value)
             report.add(f"dropped column {key}", place)
     report.add(kind, place)
-    report_signs(text, place, report)
+    report_signs(kind, text, place, report)
     return text, kept
 
 def check_verdict(kind, key, value):
@@ -75,9 +75,9 @@ def check_verdict(kind, key, value):
     if kind == "messages" and value == "rejected":
         raise UserError(f"{key!r} is 'rejected'; to learn it nevertheless: --ignore_keys {key}")
 
-def report_signs(text, place, report):
+def report_signs(kind, text, place, report):
     """What in a text may show damage, or that it holds several documents."""
-    if text.startswith((b'{"', b'[{"')):
+    if kind == "text" and text.startswith((b'{"', b'[{"')):
         report.add("texts that are JSON (if lines of a file are documents, name it .jsonl)", place)
     if b"\0" in text:
         report.add("texts with NUL bytes, as in damaged files or UTF-16 (iconv -f UTF-16LE -t "

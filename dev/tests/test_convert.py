@@ -1084,6 +1084,12 @@ def test_signs_of_damaged_text_are_counted(tmp_path, capsys):
     assert sorted(found) == [("<start_of_turn>", "1"), ("<|im_end|>", "1"), ("<\uff5cend\uff5c>", "1"),
                              ("JSON", "1"), ("NUL", "3")]
 
+def test_chats_show_no_sign_of_damage(tmp_path, capsys):
+    """Shards hold them as JSON."""
+    write(tmp_path / "in", {"a.jsonl": as_json(TALK, [*TALK, *TALK])})
+    assert len(converted(tmp_path)) == 2
+    assert "texts" not in capsys.readouterr().out
+
 def test_a_readme_among_files_without_quotes_is_no_document(tmp_path, capsys):
     about = {"README.txt": "about", "LICENSE.txt": "MIT"}
     write(tmp_path / "in", {**about, "a.jsonl": texts_as_json(["a", "b"])})
