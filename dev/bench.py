@@ -159,8 +159,8 @@ def write_ids(tokens, path):
     with open(path, "wb") as file:
         for shard in list_shards(tokens, "train"):
             for row_group in range(len(shard.group_sizes)):
-                data, offsets = column_views(shard.read(row_group))
-                file.write(data[offsets[0]:offsets[-1]])
+                content, _ = column_views(shard.read(row_group))
+                file.write(content)
 
 def measure(job):
     """One line of the table. One thread means one core as well."""

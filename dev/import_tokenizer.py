@@ -19,8 +19,8 @@ import unicodedata
 
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from dataset import Parser, UserError, errors_in_one_line, local_folder
-from tokenizer import RustBPETokenizer, build_encoding, divide, texts_of_tokens
+from dataset import Parser, UserError, divide, errors_in_one_line, local_folder
+from tokenizer import RustBPETokenizer, build_encoding, texts_of_tokens
 
 BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<|bos|>", "<s>")
 

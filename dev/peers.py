@@ -77,8 +77,8 @@ def read_texts(job):
 def read_ids(shard):
     """The ids of a row group at a time."""
     for row_group in range(len(shard.group_sizes)):
-        data, offsets = column_views(shard.read(row_group))
-        yield np.frombuffer(data[offsets[0]:offsets[-1]], shard.dtype).astype(np.int32)
+        content, _ = column_views(shard.read(row_group))
+        yield np.frombuffer(content, shard.dtype).astype(np.int32)
 
 # --------------------------------------------------------------------------------------------------
 # The loaders, and how each one's own format is written

@@ -174,7 +174,7 @@ def test_files_are_complete_or_absent_also_with_two_writers(tmp_path):
         Path(one).write_text("one")
     assert path.read_text() == "one", "the one that ends last"
     with mock.patch("os.fsync", side_effect=OSError("full")), pytest.raises(OSError, match="full"):
-        dataset.write_atomic(path, b"other")
+        dataset.write_atomic(path, "other")
     assert files_of(path.parent) == {"a": b"one"}
 
 LINES = [f"{i} für 日本\0\n" * (i * i % 40) for i in range(64)]
