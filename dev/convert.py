@@ -43,6 +43,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import feather
+from pyarrow.dataset import InMemoryDataset
 from tqdm import tqdm
 
 import dataset
@@ -193,60 +194,53 @@ def write_run(building, rows, texts):
     feather.write_feather(table.sort_by(KEY), path, "uncompressed")
 
 def open_runs(building):
-    """Memory-mapped tables, each sorted by key."""
-    runs = os.scandir(f"{building}/runs")
-    return [feather.read_table(run.path, memory_map=True) for run in runs]
+    """All runs as one memory-mapped table."""
+    runs = sorted(Path(building, "runs").iterdir())
+    tables = [feather.read_table(run, memory_map=True) for run in runs]
+    return pa.concat_tables(tables, promote_options="permissive")
 
 def divide(building, drop_copies):
     """
-    The sorted keys of each shard. The last is val, and shares no text with train. It has the texts
-    of the files for val, if there are any. Otherwise, it has 1% of the texts, those with the
-    largest hashes (at least VAL_DOCUMENTS of them, or a tenth of all if that is fewer).
+    The rows of each shard in the table of all runs, in the order of their keys. The last shard is
+    val, and shares no text with train. It has the texts of the files for val, if there are any.
+    Otherwise, it has 1% of the texts, those with the largest hashes (at least VAL_DOCUMENTS of
+    them, or a tenth of all if that is fewer).
     """
-    table = pa.concat_tables(open_runs(building), promote_options="permissive")
+    table = open_runs(building)
     if pa.null() in table.schema.types:
         raise UserError(f"no document has a value under one of --keep; saw {table.schema}")
     n_shards = max(4, round(table[DOCUMENT].nbytes / SHARD_BYTES))    # cores share a small corpus
-    documents = table.select([KEY, TEXT_HASH]).sort_by(KEY)
-    keys, hashes = documents[KEY].to_numpy(), documents[TEXT_HASH].to_numpy()
+    keys = table[KEY].to_numpy()
+    rows = keys.argsort()
+    hashes = table[TEXT_HASH].to_numpy()[rows]
     texts, first, copies = np.unique(hashes, return_index=True, return_counts=True)
-    if len(texts) < len(keys):
-        print(f"{len(keys) - len(texts):,} of {len(keys):,} documents are copies of others, white "
+    if len(texts) < len(rows):
+        print(f"{len(rows) - len(texts):,} of {len(rows):,} documents are copies of others, white "
               "space aside; train and val share none (--drop_copies keeps one of each)")
-    in_val = hashes[keys % 2 == 1]
+    in_val = hashes[keys[rows] % 2 == 1]
     if len(in_val) == 0:
         rare = texts[copies <= np.median(copies)]    # a very frequent text would be all of val
         n_val = max(1, len(texts) // 100, min(VAL_DOCUMENTS, len(texts) // 10))
         in_val = rare[-n_val:]
     if drop_copies:
         first.sort()
-        keys, hashes = keys[first], hashes[first]
+        rows, hashes = rows[first], hashes[first]
     is_val = np.isin(hashes, in_val)
     if is_val.all():
         raise UserError(
-            f"no text is left for train: {counted(len(keys), 'document')} of "
+            f"no text is left for train: {counted(len(rows), 'document')} of "
             f"{counted(len(texts), 'text')}; train and val need one each (to divide plain text: "
             "--split_at '<|endoftext|>', or '\\n' at lines, or at blank lines: --cut_bytes 2000)")
-    return [*filter(len, np.array_split(keys[~is_val], n_shards - 1)), keys[is_val]]
+    return [*filter(len, np.array_split(rows[~is_val], n_shards - 1)), rows[is_val]]
 
-def gather_shard(number, keys, building, kind):
-    """Write the documents with these keys, in row groups, in the order of their keys."""
-    runs = [(run, run[KEY].to_numpy()) for run in open_runs(building)]
-    n_groups = max(16, len(keys) // ROW_GROUP_DOCUMENTS)    # to be read apart
-    groups = filter(len, np.array_split(keys, n_groups))
-
-    def gather_rows(group):
-        parts = []
-        for run, run_keys in runs:
-            start, stop = run_keys.searchsorted([group[0], group[-1] + 1])
-            is_in_group = np.isin(run_keys[start:stop], group)
-            parts.append(run[start:stop].filter(pa.array(is_in_group)))
-        table = pa.concat_tables(parts, promote_options="permissive").sort_by(KEY)
-        assert len(table) == len(group)
-        return table.drop_columns([KEY, TEXT_HASH]).rename_columns({DOCUMENT: kind})
-
+def gather_shard(number, rows, building, kind):
+    """Write these rows of all runs, in row groups."""
+    table = open_runs(building).drop_columns([KEY, TEXT_HASH]).rename_columns({DOCUMENT: kind})
+    documents = InMemoryDataset(table)    # its take() copies these rows only, unlike a table's
+    n_groups = max(16, len(rows) // ROW_GROUP_DOCUMENTS)    # to be read apart
+    groups = filter(len, np.array_split(rows, n_groups))
     path = f"{building}/shards/shard_{number:05d}.parquet"
-    dataset.write_shard(path, map(gather_rows, groups), kind)
+    dataset.write_shard(path, map(documents.take, groups), kind)
 
 # --------------------------------------------------------------------------------------------------
 # Records of a file: readers yield (where, record) of each line, row or text. A record is a dict,
