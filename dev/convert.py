@@ -74,16 +74,15 @@ def convert(flags):
     UserError names file and line of the first bad document; with skip_bad, bad documents and
     unreadable files are counted instead.
     """
-    out = check_out(flags.out or dataset.default_data_dir())
+    out = os.path.realpath(flags.out or dataset.default_data_dir())    # a link stays
     report = Report()
     files = find_files(flags, report)
-    total = sum(os.path.getsize(path) for _, path, _ in files)
+    total = sum(os.path.getsize(path) for _, path, *_ in files)
     n_processes = min(flags.num_workers or total // BYTES_PER_PROCESS + 1, cores())
     n_tasks = min(TASKS, len(files))
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
-    with building_folder(out) as building, mapper(n_processes, building) as run:
-        scatter = functools.partial(
-            scatter_files, flags=flags, building=building, total=total)
+    with errors_of_disk(out), workshop(out, n_processes) as (building, run):
+        scatter = functools.partial(scatter_files, building, flags, total)
         for part in tqdm(run(scatter, tasks), "read", n_tasks, delay=1):
             for what, (n, example) in part.items():
                 report.add(what, example, n)
@@ -96,7 +95,7 @@ def convert(flags):
                 "expected documents of one kind, saw text and conversations; convert them "
                 "separately (train.py can mix them: --data TEXTS:0.7 CHATS:0.3)")
         shards = divide(building, flags.drop_copies)
-        gather = functools.partial(gather_shard, building=building, kind=kinds.pop())
+        gather = functools.partial(gather_shard, building, kinds.pop())
         written = run(gather, range(len(shards)), shards)
         list(tqdm(written, "write", len(shards), delay=1))
         dataset.write_index(f"{building}/shards")
@@ -119,17 +118,17 @@ class Report(dict):
 
 KEY, TEXT_HASH, DOCUMENT = "nanoloader.key", "nanoloader.hash", "nanoloader.document"    # of a run
 
-def scatter_files(files, flags, building, total):
+def scatter_files(building, flags, total, files):
     """
     Write the good documents of some files as sorted runs. Returns a Report, in which empty and,
     with skip_bad, bad ones are counted. Without skip_bad, the first bad one is a UserError.
     """
     report = Report()
-    rows, texts = [], []
-    n_bytes = 0
-    for number, path, is_val in files:
+    rows, n_bytes = [], 0
+    for number, path, read, is_val in files:
         index = 0
-        for index, (what, where, record) in enumerate(records_of(path, flags)):
+        records = records_of(path, read, flags)
+        for index, (what, where, record) in enumerate(records):
             place = f"{path}, {where}"
             try:
                 text, kept = make_document(record, flags, place, report)
@@ -141,26 +140,23 @@ def scatter_files(files, flags, building, total):
                 continue
             if not text:
                 continue
-            if is_tsv(path) and text[:1] == text[-1:] == b'"':
+            if read is read_tsv and text[:1] == text[-1:] == b'"':
                 report.add("texts in quotes (if these are not the text's, name it .csv)", place)
             key = hash_of(b"0 %d %d" % (number, index)) // 2 * 2 + is_val    # one bit: for val?
             # Val takes the largest hashes: hardly that of a text that is most of all text.
             shift = min(20, 20 * len(text) // total)
             text_hash = hash_of(text.translate(None, b" \t\r\n")) >> shift
-            rows.append({KEY: key, TEXT_HASH: text_hash, **kept})
-            texts.append(text)
+            rows.append({KEY: key, TEXT_HASH: text_hash, DOCUMENT: text, **kept})
             n_bytes += len(text) + len(str(kept))
             if n_bytes >= RUN_BYTES:
-                write_run(building, rows, texts)
-                rows, texts = [], []
-                n_bytes = 0
-        is_text = reader_of(path, flags.as_text) is read_text
-        is_whole = not is_text or (flags.split_at and index == 0)
+                write_run(building, rows)
+                rows, n_bytes = [], 0
+        is_whole = read is not read_text or (flags.split_at and index == 0)
         if is_whole and (flags.split_at or flags.cut_bytes):
             report.add("files that --split_at or --cut_bytes does not divide (they divide plain "
                        "text; --as_text '*.SUFFIX' reads others as such)", path)
     if rows:
-        write_run(building, rows, texts)
+        write_run(building, rows)
     return report
 
 def hash_of(data):
@@ -186,10 +182,11 @@ ADVICE = {
         "NEW.jsonl (of arrays: jq -c '.[]'); what Python printed, with single quotes, is no JSON: "
         "ast.literal_eval reads it"}
 
-def write_run(building, rows, texts):
-    """rows: {KEY: key, TEXT_HASH: hash, name: kept value} of each text"""
-    texts = pa.array(texts, pa.large_string())
-    table = pa.Table.from_pylist(rows).append_column(DOCUMENT, texts)
+def write_run(building, rows):
+    """rows: [{KEY: key, TEXT_HASH: hash, DOCUMENT: text, name: kept value}, ...]"""
+    texts = [row.pop(DOCUMENT) for row in rows]
+    table = pa.Table.from_pylist(rows)
+    table = table.append_column(DOCUMENT, pa.array(texts, pa.large_string()))
     path = f"{building}/runs/{rows[0][KEY]}"
     feather.write_feather(table.sort_by(KEY), path, "uncompressed")
 
@@ -210,22 +207,21 @@ def divide(building, drop_copies):
     if pa.null() in table.schema.types:
         raise UserError(f"no document has a value under one of --keep; saw {table.schema}")
     n_shards = max(4, round(table[DOCUMENT].nbytes / SHARD_BYTES))    # cores share a small corpus
-    keys = table[KEY].to_numpy()
+    keys, hashes = table[KEY].to_numpy(), table[TEXT_HASH].to_numpy()
     rows = keys.argsort()
-    hashes = table[TEXT_HASH].to_numpy()[rows]
-    texts, first, copies = np.unique(hashes, return_index=True, return_counts=True)
+    texts, first, copies = np.unique(
+        hashes[rows], return_index=True, return_counts=True)
     if len(texts) < len(rows):
         print(f"{len(rows) - len(texts):,} of {len(rows):,} documents are copies of others, white "
               "space aside; train and val share none (--drop_copies keeps one of each)")
-    in_val = hashes[keys[rows] % 2 == 1]
+    in_val = hashes[keys % 2 == 1]
     if len(in_val) == 0:
         rare = texts[copies <= np.median(copies)]    # a very frequent text would be all of val
         n_val = max(1, len(texts) // 100, min(VAL_DOCUMENTS, len(texts) // 10))
         in_val = rare[-n_val:]
     if drop_copies:
-        first.sort()
-        rows, hashes = rows[first], hashes[first]
-    is_val = np.isin(hashes, in_val)
+        rows = rows[np.sort(first)]
+    is_val = np.isin(hashes[rows], in_val)
     if is_val.all():
         raise UserError(
             f"no text is left for train: {counted(len(rows), 'document')} of "
@@ -233,10 +229,11 @@ def divide(building, drop_copies):
             "--split_at '<|endoftext|>', or '\\n' at lines, or at blank lines: --cut_bytes 2000)")
     return [*filter(len, np.array_split(rows[~is_val], n_shards - 1)), rows[is_val]]
 
-def gather_shard(number, rows, building, kind):
+def gather_shard(building, kind, number, rows):
     """Write these rows of all runs, in row groups."""
-    table = open_runs(building).drop_columns([KEY, TEXT_HASH]).rename_columns({DOCUMENT: kind})
-    documents = InMemoryDataset(table)    # its take() copies these rows only, unlike a table's
+    table = open_runs(building).drop_columns([KEY, TEXT_HASH])
+    # Unlike a table's, its take() copies no other rows.
+    documents = InMemoryDataset(table.rename_columns({DOCUMENT: kind}))
     n_groups = max(16, len(rows) // ROW_GROUP_DOCUMENTS)    # to be read apart
     groups = filter(len, np.array_split(rows, n_groups))
     path = f"{building}/shards/shard_{number:05d}.parquet"
@@ -246,9 +243,8 @@ def gather_shard(number, rows, building, kind):
 # Records of a file: readers yield (where, record) of each line, row or text. A record is a dict,
 # JSON as bytes, or an error.
 
-def records_of(path, flags):
+def records_of(path, read, flags):
     """(what is bad if the record is, where, record) of each. An error of the file is the last."""
-    read = reader_of(path, flags.as_text)
     rest = "unreadable"
     try:
         with open(path, "rb") as file:
@@ -276,30 +272,24 @@ def read_lines(path, flags):
 def read_json(path, flags):
     """One array of records, or a record in each line."""
     with open_stream(path) as stream:
-        begin = stream.peek(100).removeprefix(BOM_UTF8)
-        if begin.lstrip()[:1] != b"[":
+        if re.match(rb"(\xef\xbb\xbf)?\s*\[", stream.peek(100)):    # after a BOM, if any
+            for number, record in enumerate(load_json(stream.read())):
+                yield f"document {number}", record
+        else:
             yield from read_lines(path, flags)
-            return
-        for number, record in enumerate(load_json(stream.read())):
-            yield f"document {number}", record
 
-def is_tsv(path):
-    return ".tsv" in os.path.basename(path).lower()
-
-def read_csv(path, flags):
-    """What divides columns is the one of , ; | or tab that is most frequent in line 1."""
-    quoting = csv.QUOTE_NONE if is_tsv(path) else csv.QUOTE_MINIMAL
+def read_csv(path, flags, delimiters=",;|\t", quoting=csv.QUOTE_MINIMAL):
+    """What divides columns is the one of the delimiters that is most frequent in line 1."""
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
         lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
         header = next(filter(str.strip, lines), "")    # the first line that is not blank
-        delimiter = "\t" if is_tsv(path) else max(",;|\t", key=header.count)
+        delimiter = max(delimiters, key=header.count)
         lines = itertools.chain([header], lines)
         rows = csv.DictReader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-        names = rows.fieldnames or []
-        names = [name or f"column {i}" for i, name in enumerate(names, 1)]
-        rows.fieldnames = names
-        dict_of_pairs([*zip(names, names, strict=True)])    # raises if a name is there twice
+        names = [
+            (name or f"column {i}", i) for i, name in enumerate(rows.fieldnames, 1)]
+        rows.fieldnames = [*dict_of_pairs(names)]    # raises if a name is there twice
         for record in rows:
             if None in record or None in record.values():
                 record = UserError(
@@ -307,40 +297,42 @@ def read_csv(path, flags):
                     f"that have {delimiter!r} (a .tsv has no quotes; if yours has, name it .csv)")
             yield f"line {rows.line_num}", record
 
+def read_tsv(path, flags):
+    return read_csv(path, flags, "\t", csv.QUOTE_NONE)
+
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it
-CUT = r"""
-    .{1,SIZE} (?: (?<=\n\n | \r\r) | (?<=\n\r\n) | \Z )    # after a blank line, or at the end
-    | .{1,SIZE} (?: (?<=\n) | (?<=\r) (?!\n) )               # else after the last line
-    | .{1,SIZE} (?<=[ ])                                     # else after the last word
-    | .{1,SIZE} (?![\x80-\xbf])                              # else after the last character
-    | .                                                      # else after a byte
-    | ^$                                                     # an empty file: one document
+CUT = rb"""(?sx)
+    .{1,%(SIZE)d} (?: (?<=\n\n | \r\r) | (?<=\n\r\n) | \Z )    # after a blank line, or at the end
+    | .{1,%(SIZE)d} (?: (?<=\n) | (?<=\r) (?!\n) )               # else after the last line
+    | .{1,%(SIZE)d} (?<=[ ])                                     # else after the last word
+    | .{1,%(SIZE)d} (?![\x80-\xbf])                              # else after the last character
+    | .                                                          # else after a byte
+    | ^$                                                         # an empty file: one document
 """
 
 def read_text(path, flags):
     """The documents between the marks of split_at, in pieces of about cut_bytes, as CUT says."""
-    pattern = CUT.replace("SIZE", str(flags.cut_bytes or 1 << 30)).encode()
+    pattern = CUT % {b"SIZE": flags.cut_bytes or 1 << 30}
     with open_stream(path) as stream:
-        documents = [stream.read().removeprefix(BOM_UTF8)]
+        text = stream.read().removeprefix(BOM_UTF8)
+    documents = [text]
     if flags.split_at:
-        documents = map(bytes.strip, documents[0].split(flags.split_at))
+        documents = map(bytes.strip, text.split(flags.split_at))
     numbers = itertools.count()
     for document in documents:
-        for part in re.finditer(pattern, document, re.DOTALL | re.VERBOSE):
+        for part in re.finditer(pattern, document):
             yield f"text {next(numbers)}", {flags.text_key or "text": part[0].decode()}
 
 def read_parquet(path, flags):
     file = pq.ParquetFile(path, page_checksum_verification=True)
     return rows_of(file.iter_batches(ROW_GROUP_DOCUMENTS, use_threads=False), flags)
 
-END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"    # Arrow itself reads a stream without it
-
 def read_arrow(path, flags):
     """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
     data = pa.memory_map(path).read_buffer()
     if data[:6] == b"ARROW1":
         reader = pa.ipc.open_file(data)
-    elif data[-8:] == END_OF_STREAM:
+    elif data[-8:] == b"\xff\xff\xff\xff\0\0\0\0":    # Arrow itself reads a stream without its end
         reader = pa.ipc.open_stream(data)
     else:
         raise ValueError("its end is missing, or it is of Feather 1; write or copy it again")
@@ -349,31 +341,20 @@ def read_arrow(path, flags):
 def rows_of(batches, flags):
     """Columns that are not needed become NOT_READ: Python may have no type for their values."""
     numbers = itertools.count()
-    needed = needed_columns(flags)
     for batch in batches:
         unread = dict.fromkeys(batch.schema.names, NOT_READ)
-        read = [name for name in unread if name in needed]
-        for row in batch.select(read).to_pylist():
+        needed = unread.keys() & needed_columns(flags)
+        for row in batch.select([*needed]).to_pylist():
             yield f"row {next(numbers)}", unread | row
 
-# How a file is read, by the end of its name. Compressed text: .jsonl.gz, .txt.zst and so on
+# Compressed text: .jsonl.gz, .txt.zst and so on
 READERS = {
-    read_lines: ".jsonl .ndjson",
-    read_json: ".json",
-    read_csv: ".csv .tsv",
-    read_text: ".txt .md",
-    read_parquet: ".parquet .parq .pq",
-    read_arrow: ".arrow .feather"}
-SUFFIXES = " ".join(READERS.values())
-
-def reader_of(path, as_text):
-    """How to read a file, by its name, or None. as_text: patterns of names; others are None."""
-    if as_text:
-        return read_text if any(map(Path(path).match, as_text)) else None
-    name = re.sub(r"\.(gz|GZ|zst|bz2|lz4)$", "", path)
-    for reader, suffixes in READERS.items():
-        if name.lower().endswith(tuple(suffixes.split())):
-            return reader
+    ".jsonl": read_lines, ".ndjson": read_lines, ".json": read_json,
+    ".csv": read_csv, ".tsv": read_tsv,
+    ".txt": read_text, ".md": read_text,
+    ".parquet": read_parquet, ".parq": read_parquet, ".pq": read_parquet,
+    ".arrow": read_arrow, ".feather": read_arrow}
+SUFFIXES = " ".join(READERS)
 
 # --------------------------------------------------------------------------------------------------
 # Which files
@@ -384,37 +365,39 @@ ABOUT_DATA = (
     "dataset_infos.json dataset_dict.json state.json")
 
 def find_files(flags, report):
-    """[(number, path, is it for val?), ...], each file once, in the order of folders and names."""
+    """
+    [(number, path, reader, is it for val?), ...], each file once, in the order of folders and
+    names.
+    """
     paths = {os.path.abspath(path) for given in flags.inputs for path in expand(given, report)}
     folder = os.path.commonpath(map(os.path.dirname, paths))
-    names = {}
+    names, readers = {}, {}
     for path in sorted(paths, key=os.path.split):
-        name = os.path.relpath(path, folder)
-        reason = why_ignored(path, name, flags.as_text)
-        if reason:
-            report.add(f"ignored files, {reason}", path)
+        name = path.removeprefix(folder)
+        read = choose_reader(path, name, flags.as_text)
+        if callable(read):
+            names[path], readers[path] = name, read
         else:
-            names[path] = name
+            report.add(f"ignored files, {read}", path)
     if not names:
-        raise UserError("; ".join([
-            "no files to read", *report.lines(),
-            f"expected names with {SUFFIXES} (of text also with .gz, .zst, .bz2 or .lz4); other "
-            "plain text: --as_text '*.SUFFIX'; name lines of JSON .jsonl; unpack archives first"]))
-    readers = [reader_of(path, flags.as_text) for path in names]
-    if flags.as_text:
-        splits = [*map(dataset.split_in_name, names.values())]
-    else:
-        splits = dataset.splits_of(names)
+        raise UserError(
+            f"no files to read; {'; '.join(report.lines())}; expected names with {SUFFIXES} (of "
+            "text also with .gz, .zst, .bz2 or .lz4); other plain text: --as_text '*.SUFFIX'; name "
+            "lines of JSON .jsonl; unpack archives first")
+    if not flags.as_text:
+        dataset.splits_of(names)    # UserError if train is beside a file of no split
+    splits = [*map(dataset.split_in_name, names.values())]
     is_split = "train" in splits
     if None in splits:    # code and notes are named for other things: train.py, testing.md
-        is_split = read_text not in readers
+        is_split = read_text not in readers.values()
     use = "kept out of train" if is_split else "read like all others"
     files = []
     for path, split in zip(names, splits, strict=True):
         if split in ("val", "test"):
             report.add(f"files named for {split}, {use}", path)
         if split != "test" or not is_split:
-            files.append((len(files), path, is_split and split == "val"))
+            is_val = is_split and split == "val"
+            files.append((len(files), path, readers[path], is_val))
     return files
 
 def expand(given, report):
@@ -426,22 +409,25 @@ def expand(given, report):
         for path in glob.glob(f"{pattern}/.*", recursive=True):
             report.add("ignored, with a dot in front of the name", path)
     found = glob.glob(pattern, recursive=True)
-    files = [path for path in found if not os.path.isdir(path)]
+    files = [*itertools.filterfalse(os.path.isdir, found)]
     if not files:
         raise UserError(f"{given} does not exist or has no files; expected a file, a folder or a "
                         "glob in quotes")
     return files
 
-def why_ignored(path, name, as_text):
-    """The reason not to read a file, or None. name: its path below all inputs' folder."""
+def choose_reader(path, name, as_text):
+    """The function that reads a file, or why it is ignored. name: its path below all inputs"""
     folder, base = os.path.split(path)
-    reader = reader_of(path, as_text)
-    if not reader:
-        return "of other kinds"
-    if base in ABOUT_DATA.split() and not as_text:
+    if as_text:
+        return read_text if any(map(Path(path).match, as_text)) else "of other kinds"
+    if base in ABOUT_DATA.split():
         return "about the data (to read them: --as_text README.md)"
-    if reader is read_text:    # __init__.py is a file like any other
-        return None
+    suffix = Path(re.sub(r"\.(gz|GZ|zst|bz2|lz4)$", "", base)).suffix
+    read = READERS.get(suffix.lower())
+    if not read:
+        return "of other kinds"
+    if read is read_text:    # __init__.py is a file like any other
+        return read
     if dataset.HIDDEN.search(os.path.dirname(name)):
         return "hidden, such as Spark's _temporary"
     state = Path(folder, "state.json")    # save_to_disk's; other files are of earlier saves
@@ -450,43 +436,45 @@ def why_ignored(path, name, as_text):
         raise UserError(f"{state} selects rows of its files; save it again: "
                         "DATASET.flatten_indices().save_to_disk(NEW)")
     is_named = "_data_files" not in saved or f'"{base}"' in saved
-    if reader is read_arrow and (base.startswith("cache-") or not is_named):
+    if read is read_arrow and (base.startswith("cache-") or not is_named):
         return "caches of datasets' map, or not named by the state.json beside them"
-    if reader is read_parquet and os.path.exists(f"{folder}/{dataset.INDEX}"):
+    if read is read_parquet and os.path.exists(f"{folder}/{dataset.INDEX}"):
         return "beside an index.json, which train.py may read (to convert them: copy them)"
+    return read
 
 # --------------------------------------------------------------------------------------------------
 # The folder that becomes `out`, and processes
 
-def check_out(out):
-    """If `out` is a link, the result appears at its target."""
-    out = os.path.realpath(out)
-    try:
-        os.rmdir(out)    # what cannot be removed cannot be replaced: a mount point, too
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        raise UserError(f"{error}; name a new folder with --out, or remove it first") from error
-    return out
-
 @contextlib.contextmanager
-def building_folder(out):
-    """A hidden folder next to `out`, removed at the end."""
-    folder, name = os.path.split(out)
-    building = f"{folder}/.{name}.convert"
-    with errors_of_disk(building):
-        try:
-            os.makedirs(f"{building}/runs")
-        except FileExistsError as error:
-            raise UserError(
-                f"{building} exists: another convert writes {out}, or was killed; wait for it, or "
-                f"rm -r {shlex.quote(building)}") from error
-        try:
-            yield building
-        except (pa.ArrowException, OverflowError) as error:    # others are of a single record
-            raise UserError(f"--keep: {error}; expected values of one type") from error
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+def workshop(out, n):
+    """
+    A hidden folder next to `out`, and `map`, or that of n processes. Both are gone at the end.
+    UserError if `out` has files.
+    """
+    if os.path.exists(out):
+        os.rmdir(out)    # what cannot be removed cannot be replaced: a mount point, too
+    building = f"{os.path.dirname(out)}/.{os.path.basename(out)}.convert"
+    try:
+        os.makedirs(f"{building}/runs")
+    except FileExistsError as error:
+        raise UserError(
+            f"{building} exists: another convert writes {out}, or was killed; wait for it, or "
+            f"rm -r {shlex.quote(building)}") from error
+    pool = None
+    if n > 1:
+        # pyarrow's threads do not survive a fork
+        pool = ProcessPoolExecutor(n, multiprocessing.get_context("spawn"), start_process)
+    try:
+        yield building, pool.map if pool else map
+    except BrokenExecutor as error:
+        raise UserError("a worker process was killed; if memory ran out: -w 1") from error
+    except (pa.ArrowException, OverflowError) as error:    # others are of a single record
+        raise UserError(f"--keep: {error}; expected values of one type") from error
+    finally:
+        if pool:
+            shutil.rmtree(building, ignore_errors=True)    # so that processes end soon
+            pool.shutdown(cancel_futures=True)
+        shutil.rmtree(building, ignore_errors=True)
 
 @contextlib.contextmanager
 def errors_of_disk(folder):
@@ -495,23 +483,7 @@ def errors_of_disk(folder):
         yield
     except OSError as error:
         raise UserError(
-            f"{error}, in {folder}; to write elsewhere, name another folder with --out") from error
-
-@contextlib.contextmanager
-def mapper(n, building):
-    """`map` itself, or that of n processes."""
-    if n == 1:
-        yield map
-        return
-    context = multiprocessing.get_context("spawn")    # pyarrow's threads do not survive a fork
-    pool = ProcessPoolExecutor(n, context, start_process)
-    try:
-        yield pool.map
-    except BrokenExecutor as error:
-        raise UserError("a worker process was killed; if memory ran out: -w 1") from error
-    finally:
-        shutil.rmtree(building, ignore_errors=True)    # so that processes end soon
-        pool.shutdown(cancel_futures=True)
+            f"{error}, in {folder}; to write elsewhere, name a new folder with --out") from error
 
 def start_process():
     """Ctrl-C ends a process of ours at once, and so does our own end."""
@@ -538,7 +510,7 @@ def main(argv=None):
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
     add("--messages_key", help="key or column that holds conversations, or their questions "
         f"(default {', '.join([*USES['chat'], *USES['ask']])})")
-    add("--keep", **names, metavar="NAME", type=column_to_keep, help="more columns, to keep")
+    add("--keep", **names, metavar="NAME", help="more columns, to keep")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
     add("--split_at", metavar="MARK", type=lambda mark: mark.replace("\\n", "\n").encode(),
         help="a document of plain text ends at each such mark: '<|endoftext|>'")
@@ -550,13 +522,11 @@ def main(argv=None):
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
 
     add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one per core)")
+    flags = parser.parse_args(argv)
+    if {"text", "messages", "tokens"} & {*flags.keep}:
+        parser.error("--keep: the names text, messages and tokens are reserved for the documents")
     with errors_in_one_line():
-        convert(parser.parse_args(argv))
-
-def column_to_keep(name):
-    if name in ("text", "messages", "tokens"):
-        raise argparse.ArgumentTypeError(f"{name}: this column name is reserved for the documents")
-    return name
+        convert(flags)
 
 def at_least_1(text):
     if not text.isdecimal() or int(text) < 1:

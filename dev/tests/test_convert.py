@@ -502,7 +502,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.csv", b'text\n"one more"\n"never ends\n',
      "unreadable after line 2: unexpected end.*; expected quotes", 1),
     ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8; .*-f WINDOWS-1252", 0),
-    ("a.csv", b"text,text\nx,y\n", "unreadable: a key is there twice: .*'text', 'text'", 0),
+    ("a.csv", b"text,text\nx,y\n", "unreadable: a key is there twice: .*'text', 1.*'text', 2", 0),
     ("a.parquet", as_parquet(pa.table([["a"], ["b"]], 2 * ["text"])), "unreadable: .*2 times", 0),
     ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: a key is there twi", 1),
     ("a.csv", b"n,text\n1,x\n2,Well, I said\n",
@@ -601,7 +601,7 @@ def test_out_that_cannot_be_made_is_refused(tmp_path, monkeypatch, out):
     write(tmp_path, {"a.jsonl": texts_as_json("ab"), "full/x": ""})
     monkeypatch.chdir(tmp_path)
     line = command("a.jsonl", "--out", out)
-    assert re.search(f"{out.strip('.')}'; name a new folder with --out, or remove it first$", line)
+    assert re.search(f"{out.strip('.')}; to write elsewhere, name a new folder with --out$", line)
     assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "full"]
 
 def test_out_may_be_empty_or_a_link(tmp_path):
@@ -617,7 +617,7 @@ def test_full_disk_is_named(tmp_path):
     words = f"-m dev.convert {tmp_path}/a.txt --cut_bytes 999 --out {tmp_path}/out"
     ended = subprocess.run(["bash", "-c", f"ulimit -f 8; {sys.executable} {words}"], cwd=HERE,
                            text=True, capture_output=True, timeout=300)
-    expected = rf"error: .*, in {tmp_path}/.out.convert; to write elsewhere, name another folder "
+    expected = rf"error: .*, in {tmp_path}/out; to write elsewhere, name a new folder with --out"
     assert re.search(expected, ended.stderr)
     assert os.listdir(tmp_path) == ["a.txt"]
 
