@@ -368,6 +368,12 @@ def test_checksum_differs_for_other_documents_and_never_changes():
     array = pa.Array.from_buffers(pa.string(), 2, buffers)
     assert dataset.checksum(array) == dataset.checksum(pa.array([None, "a"]))
 
+def test_the_content_of_a_slice_begins_at_0():
+    array = pa.array(["x", "ab", "", "c", "y"], pa.large_string())
+    for part, expected in ((array[1:4], (b"abc", [0, 2, 2, 3])), (array[2:2], (b"", [0]))):
+        content, bounds = dataset.column_views(part)
+        assert (bytes(content), bounds.tolist()) == expected
+
 # --------------------------------------------------------------------------------------------------
 # Folders, and the index
 
