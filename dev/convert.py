@@ -62,9 +62,9 @@ VAL_DOCUMENTS = 64                 # at least, if there are ten times as many
 #
 # A document's key is a hash of its position in the inputs. The shards hold all documents in the
 # order of their keys: a shuffle that is the same for any number of processes. First, processes
-# parse the files into runs on disk, RUN_BYTES of text each, sorted by key. All keys, and a hash of
-# each text (8 bytes each), decide which documents a shard holds. Then each shard collects its
-# documents from all runs.
+# parse the files into runs on disk, RUN_BYTES of text each, sorted by key. All runs are one table,
+# of which memory holds only the keys and a hash of each text (8 bytes each). They decide which rows
+# a shard has. Then each shard collects its rows.
 
 def convert(flags):
     """
@@ -74,7 +74,7 @@ def convert(flags):
     UserError names file and line of the first bad document; with skip_bad, bad documents and
     unreadable files are counted instead.
     """
-    out = os.path.realpath(flags.out or dataset.default_data_dir())    # a link stays
+    out = os.path.realpath(flags.out or dataset.default_data_dir())    # not the link, its target
     report = Report()
     files = find_files(flags, report)
     total = sum(os.path.getsize(path) for _, path, *_ in files)
@@ -187,8 +187,7 @@ def write_run(building, rows):
     texts = [row.pop(DOCUMENT) for row in rows]
     table = pa.Table.from_pylist(rows)
     table = table.append_column(DOCUMENT, pa.array(texts, pa.large_string()))
-    path = f"{building}/runs/{rows[0][KEY]}"
-    feather.write_feather(table.sort_by(KEY), path, "uncompressed")
+    feather.write_feather(table.sort_by(KEY), f"{building}/runs/{rows[0][KEY]}", "uncompressed")
 
 def open_runs(building):
     """All runs as one memory-mapped table."""
@@ -215,7 +214,7 @@ def divide(building, drop_copies):
         print(f"{len(rows) - len(texts):,} of {len(rows):,} documents are copies of others, white "
               "space aside; train and val share none (--drop_copies keeps one of each)")
     in_val = hashes[keys % 2 == 1]
-    if len(in_val) == 0:
+    if in_val.size == 0:
         rare = texts[copies <= np.median(copies)]    # a very frequent text would be all of val
         n_val = max(1, len(texts) // 100, min(VAL_DOCUMENTS, len(texts) // 10))
         in_val = rare[-n_val:]
@@ -416,7 +415,10 @@ def expand(given, report):
     return files
 
 def choose_reader(path, name, as_text):
-    """The function that reads a file, or why it is ignored. name: its path below all inputs"""
+    """
+    The function that reads a file, or as a text, why it is ignored. name: its path in the folder
+    of all inputs
+    """
     folder, base = os.path.split(path)
     if as_text:
         return read_text if any(map(Path(path).match, as_text)) else "of other kinds"
@@ -448,8 +450,8 @@ def choose_reader(path, name, as_text):
 @contextlib.contextmanager
 def workshop(out, n):
     """
-    A hidden folder next to `out`, and `map`, or that of n processes. Both are gone at the end.
-    UserError if `out` has files.
+    (A hidden folder next to `out`, `map` or that of n processes). At the end, both are gone.
+    OSError if `out` has files.
     """
     if os.path.exists(out):
         os.rmdir(out)    # what cannot be removed cannot be replaced: a mount point, too
