@@ -511,7 +511,7 @@ def main(argv=None):
         help="folder, new or empty (default: where train.py looks)")
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
     add("--messages_key", help="key or column that holds conversations, or their questions "
-        f"(default {', '.join([*USES['chat'], *USES['ask']])})")
+        f"(default {', '.join(name for name, use in USES.items() if use in ('chat', 'ask'))})")
     add("--keep", **names, metavar="NAME", help="more columns, to keep")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
     add("--split_at", metavar="MARK", type=lambda mark: mark.replace("\\n", "\n").encode(),

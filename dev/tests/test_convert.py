@@ -513,8 +513,8 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one", 1),
     ("a.jsonl", b'\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\] .*a.b", 0),
     ("a.jsonl", as_json({"question": "x", "answers": ["y"]}),
-     r"line 1: 'question' is a question, but there is no answer, such as 'completion'; saw "
-     r"\['question', 'answers'\]; .*see Other forms of data in dev/loops.md", 0),
+     rf"line 1: {MISSING}\['question', 'answers'\] .* a question such as 'prompt' needs an answer "
+     "such as 'completion'.*see Other forms of data in dev/loops.md", 0),
     ("a.jsonl", as_json({"question": "x", "answer": ["y"]}),
      r"line 1: expected a text, or messages .*; saw \['y'\]; .* see Other forms of data in dev", 0),
     ("a.jsonl", as_json({"question": "x", "answer": 0}), "line 1: expected a text, .*; saw 0; ", 0),
@@ -540,9 +540,9 @@ BAD_CHATS = [    # test_templates.py has more
     ([USER, HIDDEN, USER, HIDDEN], "expected an assistant.*; saw .*Hi"),
     ('[{"role": "user", "role": "user"}]', "a key is there twice: .*; remove one"),
     (["Hi"], r"expected a text, or messages such as {'role': .*; saw \['Hi'\]; "),
-    ({"turn_1": "Hi"}, "expected a text, or messages .*; saw .*{'turn_1': 'Hi'}"),
+    ({"turn_1": "Hi"}, "message 0: expected a message of role .*; saw .*{'turn_1': 'Hi'"),
     ([USER, {**ANSWER, "content": True}], "message 1: expected text, or parts"),
-    ([{"content": "Hi"}, ANSWER], "expected a text, or messages such as {'role.*; saw .*Hi"),
+    ([{"content": "Hi"}, ANSWER], "message 0: expected a message of role .*; saw .*Hi"),
     ([USER, {**ANSWER, "role": "critic"}], "message 1: expected a message of role .* see Other forms"),
     ([USER, {"role": "model", "parts": [{"text": "Yo"}]}], "message 1: expected text, .* saw .*Yo"),
     ([USER, {**ANSWER, "content": "", "tool_calls": [1]}, USER, ANSWER],
@@ -704,7 +704,7 @@ def test_text_beside_a_conversation_is_for_the_user_to_choose(tmp_path):
     table = pa.Table.from_pylist([other])
     write(tmp_path / "in", {"a.jsonl": as_json(record), "b.parquet": as_parquet(table)})
     line = command(tmp_path / "in", "--out", tmp_path / "out")
-    assert "it has both 'text' and 'instruction'; choose: --text_key text, or " in line
+    assert "it has 'text' and 'instruction', of which one is read; to leave out one: --ignore_k" in line
     found = sorted(converted(tmp_path, "--messages_key", "instruction"), key=len)
     there = {"role": "user", "content": "Hi\n\nthere"}
     assert [json.loads(text) for text in found] == [[USER, ANSWER], [there, ANSWER]]
@@ -954,7 +954,7 @@ def test_a_chosen_answer_beside_a_conversation_is_learned(tmp_path, capsys):
     assert found == [("rejected", "2"), ("prompt", "1")]
     write(tmp_path / "in", {"b.jsonl": as_json({"messages": TALK, "chosen": "Good"})})
     line = command(tmp_path / "in", "--out", tmp_path / "x")
-    assert "b.jsonl, line 1: ['Good'] does not answer ['Hi', 'Hello']; to leave out one of" in line
+    assert re.search("b.jsonl, line 1: .*'Good'}] does not answer .*'Hi'.*'Hello'}]; to leave out", line)
     assert json.loads(converted(tmp_path, "--ignore_keys", "chosen", "--skip_bad")[0]) == TALK
 
 @pytest.mark.parametrize("key", ["query", "input", "a.b", "chosen.b"])
@@ -970,12 +970,20 @@ def test_a_question_may_have_any_name(tmp_path, key):
 
 @pytest.mark.parametrize("key, row", [
     ("prompt", {"prompt": [USER], "completion": "Hello"}), ("chosen", {"chosen": TALK}),
-    ("output", {"output": "Hi", "response": "Hello"})])
+    ("output", {"output": "Hi", "response": "Hello"}),
+    ("system_prompt", {"system_prompt": "Hi", "response": "Hello"})])
 def test_a_column_has_one_use(tmp_path, capsys, key, row):
     write(tmp_path / "in", {"a.jsonl": as_json({**row, "rejected": "No"}, {**row, "system": "Be kind"})})
     found = sorted(map(json.loads, converted(tmp_path, "--messages_key", key)), key=len)
     assert found == [TALK, [KIND, *TALK]]
     assert re.findall("dropped column (.*): 1, such as", capsys.readouterr().out) == ["rejected"]
+
+def test_a_question_may_look_like_a_mark(tmp_path):
+    """... that says not to learn it."""
+    rows = [{"label": label, "response": "Hello"} for label in ("0", "Hi")]
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
+    found = map(json.loads, converted(tmp_path, "--messages_key", "label"))
+    assert sorted(question["content"] for question, _ in found) == ["0", "Hi"]
 
 def test_files_become_lines_of_json_by_the_commands_of_loops_md(tmp_path):
     text = LOOPS_MD[LOOPS_MD.index("## Other forms"):]
@@ -1056,10 +1064,20 @@ def test_a_prompt_is_never_lost(tmp_path):
     for question in ("Ho", [KIND, USER]):
         write(tmp_path / "in", {"a.jsonl": as_json({"prompt": question, "chosen": TALK})})
         line = command(tmp_path / "in", "--out", tmp_path / "x")
-        assert "line 1: ['Hi', 'Hello'] does not answer [" in line
+        assert re.search(r"line 1: .*'Hi'.*'Hello'}\] does not answer \[{", line)
     write(tmp_path / "in", {"a.jsonl": as_json({"prompt": "Ho", "chosen": TALK}, [ANSWER, *TALK])})
     found = converted(tmp_path, "--messages_key", "chosen")
     assert sorted(map(json.loads, found), key=len) == [TALK, [ANSWER, *TALK]]
+
+def test_an_answer_may_repeat_its_question(tmp_path):
+    """Only a chat that begins with the messages of its prompt is a whole one."""
+    rows = [{"prompt": "Hi", "completion": "Hi"}, {"messages": [USER], "chosen": "Hi"},
+            {"prompt": "Hi", "completion": "Hi", "history": [["So", "So"]]}]
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
+    found = sorted(map(json.loads, converted(tmp_path)), key=len)
+    echo = [USER, {**ANSWER, "content": "Hi"}]
+    earlier = [{**message, "content": "So"} for message in TALK]
+    assert found == [echo, echo, earlier + echo]
 
 def test_roles_have_the_names_of_sharegpt_and_llama_factory(tmp_path):
     names = ["human", "function_call", "observation", "gpt", "user", "chatgpt", "bing", "model",
