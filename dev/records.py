@@ -1,8 +1,8 @@
 """
 Records of other tools -> the documents of a shard: text, or chats as a list of messages.
 
-dev/convert.py reads records from files, and calls make_document for each. The tables USES and ROLES
-have all names that are read. Other columns are dropped, and the report says so.
+dev/convert.py reads records from files, and calls make_document for each. USES, SYSTEM, WEIGHTS
+and ROLES have all names that are read. Other columns are dropped, and the report says so.
 Other keys of a message are an error, since they may say not to learn it.
 """
 
@@ -100,20 +100,24 @@ def by_name(table):
     return {name: use for use, names in table.items() for name in names.split()}
 
 # What columns are for: one of "chat" has a conversation, or one of "ask" a question (to which "add"
-# is added) and one of "answer" its answer. "chosen" may also answer a conversation.
+# is added) and one of "answer" its answer. "chosen" may also answer a conversation. In this order,
+# a record's columns are looked for.
 USES = by_name({
     "text": "text",
     "chat": "messages conversations",
     "ask": "prompt question instruction",
     "answer": "completion response answer output chosen",
     "add": "input context"})
-# Beside a conversation: "history" has pairs of texts before it. Those of WEIGHTS say whether to
-# learn it, also as keys of a message.
+# Beside a conversation, one of SYSTEM has the system's message, and "history" pairs of texts that
+# come before it. Those of WEIGHTS say whether to learn it, also as keys of a message.
 SYSTEM = ["system", "system_prompt"]
 WEIGHTS = ["weight", "loss", "train", "loss_weight", "label"]
 
 def columns_to_read(flags):
-    """{column: use}, of documents. Each column has one use."""
+    """
+    {column: use}. Under --messages_key, a list of messages is a conversation, but a question under
+    a name such as "prompt". A text is a question.
+    """
     key = flags.messages_key
     if flags.text_key:
         return {flags.text_key: "text"}
@@ -130,11 +134,11 @@ def needed_columns(flags):
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
-    found, empty = collections.defaultdict(list), []
+    found, empty = collections.defaultdict(list), []    # found: {use: columns with a value}
     text, chat, answers = found["text"], found["chat"], found["answer"]
     for column, use in columns_to_read(flags).items():
         value = lookup(record, column, NOT_READ)
-        if value is NOT_READ or (chat and column != "chosen"):    # which may answer a chat
+        if value is NOT_READ or (chat and column != "chosen"):
             continue
         if use == "chat" and isinstance(value, str) and not CHAT.match(value):
             use = "ask" if flags.messages_key else "none"
@@ -188,7 +192,7 @@ ROLES = by_name({
 CHAT = re.compile(r"""\s*\[\s*\{.*["'](role|from)["']\s*:""", re.DOTALL)    # written as a text
 
 def make_messages(values, record, flags, place, report):
-    """Messages as shards hold them. What is read of the record leaves it."""
+    """Messages as shards hold them. What is read of the record, beside the values, leaves it."""
     messages = read_turns(values, flags.ignore_keys)
     begin = int(messages[0]["role"] == "system")
     for pair in reversed(record.pop("history", None) or []):
