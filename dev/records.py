@@ -16,9 +16,6 @@ from tokenizer import ALL_ROLES, EMPTY, NANOCHAT, read_messages
 # --------------------------------------------------------------------------------------------------
 # Documents
 
-REFUSED = (
-    "conversations that nanochat's template cannot render; train.py will stop there unless its "
-    "tokenizer uses another template (to leave them out: --skip_bad)")
 OTHER_TYPES = (
     "choose another column with --text_key, cast bytes to strings, write pandas' columns as "
     "records (df.to_json(NEW, orient='records', lines=True)), or for conversations, add "
@@ -97,7 +94,9 @@ def as_dict(record, flags):
 
 def by_name(table):
     """{"user": "human bob"} -> {"human": "user", "bob": "user"}"""
-    return {name: use for use, names in table.items() for name in names.split()}
+    return {
+        name: use for use, names in table.items()
+        for name in names.split()}
 
 # What columns are for: one of "chat" has a conversation, or one of "ask" a question (to which "add"
 # is added) and one of "answer" its answer. "chosen" may also answer a conversation. In this order,
@@ -212,17 +211,18 @@ def make_messages(values, record, flags, place, report):
         if flags.skip_bad:
             raise
         read_messages(messages, NANOCHAT._replace(roles=ALL_ROLES))    # no template has others
-        report.add(REFUSED, f"{place}: {error}")
+        report.add(
+            "conversations that nanochat's template cannot render; train.py will stop there unless "
+            "its tokenizer uses another template (to leave them out: --skip_bad)",
+            f"{place}: {error}")
     learned = [
         message["content"] for message in messages
         if message["role"] == "assistant" and message.get("weight", 1)]
-    if not (learned and all(learned)):
+    if not learned or not all(learned):
         raise UserError(
             "expected an assistant's message to learn, and none that is empty, unless its weight "
             f"is 0; saw {messages!r:.200}")
-    return [
-        {key: message[key] for key in ("role", "content", "weight") if key in message}
-        for message in messages]
+    return messages
 
 def read_turns(values, ignore_keys):
     """The messages of a question, of what is added to it, and of an answer; or of a chat alone."""
@@ -250,7 +250,7 @@ def read_turns(values, ignore_keys):
     return questions + answers
 
 def clean(role, content, ignore_keys):
-    """Messages with our names of roles and keys. The content may be a text of this role."""
+    """Messages as shards hold them, before they are checked. The content may be a text."""
     if isinstance(content, str):
         if CHAT.match(content):
             content = load_json(content.encode())
@@ -266,15 +266,17 @@ def clean(role, content, ignore_keys):
         message = {    # parquet has null for what others have
             key: value for key, value in message.items()
             if value is not None and key not in ignore_keys}
-        for name, ours in ("from", "role"), ("value", "content"):
-            if name in message and ours not in message:
-                message[ours] = message.pop(name)
-        role = str(message.get("role")).lower()
-        message["role"] = ROLES.get(role, role)
+        for theirs, name in ("from", "role"), ("value", "content"):
+            if theirs in message and name not in message:
+                message[name] = message.pop(theirs)
+        role = str(message.pop("role", None)).lower()
+        ours = {
+            "role": ROLES.get(role, role), "content": message.get("content")}
         weights = [weight_of(message.pop(key)) for key in WEIGHTS if key in message]
         if weights:
-            message["weight"] = min(weights)
-        cleaned.append(message)
+            ours["weight"] = min(weights)
+        cleaned.append(ours | {    # read_messages refuses other keys: they may matter
+            key: value for key, value in message.items() if value not in EMPTY})
     return cleaned
 
 def weight_of(value):

@@ -540,7 +540,7 @@ BAD_CHATS = [    # test_templates.py has more
     ([USER, HIDDEN, USER, HIDDEN], "expected an assistant.*; saw .*Hi"),
     ('[{"role": "user", "role": "user"}]', "a key is there twice: .*; remove one"),
     (["Hi"], r"expected a text, or messages such as {'role': .*; saw \['Hi'\]; "),
-    ({"turn_1": "Hi"}, "message 0: expected a message of role .*; saw .*{'turn_1': 'Hi'"),
+    ({"turn_1": "Hi"}, "message 0: expected a message of role .*; saw .*'turn_1': 'Hi'}"),
     ([USER, {**ANSWER, "content": True}], "message 1: expected text, or parts"),
     ([{"content": "Hi"}, ANSWER], "message 0: expected a message of role .*; saw .*Hi"),
     ([USER, {**ANSWER, "role": "critic"}], "message 1: expected a message of role .* see Other forms"),
@@ -1071,7 +1071,8 @@ def test_a_prompt_is_never_lost(tmp_path):
 
 def test_an_answer_may_repeat_its_question(tmp_path):
     """Only a chat that begins with the messages of its prompt is a whole one."""
-    rows = [{"prompt": "Hi", "completion": "Hi"}, {"messages": [USER], "chosen": "Hi"},
+    whole = [{**USER, "tool_calls": []}, {**ANSWER, "content": "Hi"}]
+    rows = [{"prompt": "Hi", "completion": "Hi"}, {"messages": [USER], "chosen": whole},
             {"prompt": "Hi", "completion": "Hi", "history": [["So", "So"]]}]
     write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
     found = sorted(map(json.loads, converted(tmp_path)), key=len)
