@@ -481,6 +481,7 @@ def test_columns_without_a_name_are_dropped_and_said(tmp_path, capsys):
     assert re.search(r"dropped column column 5: 1, such as .*, line 4\n", printed)
     assert len(converted(tmp_path, "--text_key", "v2", "--keep", "column 3")) == 3
     assert " and a half" in [row["column 3"] for row in rows_of(tmp_path / "out")]
+    assert "dropped column column 3" not in capsys.readouterr().out
 
 # --------------------------------------------------------------------------------------------------
 # What is bad is an error with its file and line, and with --skip_bad counted and shown
@@ -520,6 +521,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.jsonl", as_json({"question": "x", "answer": 0}), "line 1: expected a text, .*; saw 0; ", 0),
     ("a.json", b'["x"]', "document 0: .*array of texts: jq -c '.* {text: .}'", 0),
     ("a.jsonl", as_json({"text": 0}), "line 1: 'text' holds int, ", 0),
+    ("a.jsonl", as_json({"context": "", "body": "x"}), rf"line 1: {MISSING}\['context', 'body'\] ", 0),
     ("a.json", json.dumps([{"text": "x"}]).encode("utf-16"), "line 1: 'utf-8' .*expected UTF-8; .*iconv", 0),
     ("a.json", b'{"version": 1, "data": [{"text": "x"}]}', f"line 1: {MISSING}.*see Other forms", 0),
     ("a.jsonl", b'{"text": ["x"]}\n', "line 1: 'text' holds list, .* --messages_key NAME; for ids of", 0),
@@ -580,6 +582,7 @@ def test_bad_document_is_named(tmp_path, capsys, name, data, words, n_before):
     ({"a.jsonl": as_json({"text": "a"}, [USER, ANSWER])}, "",
      "one kind, saw text and conversations; convert them separately"),
     ({"a.jsonl": b'{"a": {"b": "x"}, "a": {"b": "y"}}'}, "--text_key a.b", "line 1: a key is"),
+    ({"a.jsonl": as_json({"a": "x"})}, "--text_key a.b", r"no text or .* under 'a.b' .None.; saw .'a'"),
     ({"a.jsonl": as_json({"text": "a", "n": 1}, {"text": "b", "n": "a"})}, "--keep n",
      "error: --keep: .*; expected values of one type"),
     ({"a.jsonl": as_json({"text": "a"}, {"text": "b"})}, "--keep n",
@@ -977,6 +980,12 @@ def test_a_column_has_one_use(tmp_path, capsys, key, row):
     found = sorted(map(json.loads, converted(tmp_path, "--messages_key", key)), key=len)
     assert found == [TALK, [KIND, *TALK]]
     assert re.findall("dropped column (.*): 1, such as", capsys.readouterr().out) == ["rejected"]
+
+def test_a_text_under_messages_is_no_conversation(tmp_path, capsys):
+    row = {"messages": "Two.", "prompt": "Hi", "answer": "Hello"}
+    write(tmp_path / "in", {"a.jsonl": as_json(row, [*TALK, *TALK])})
+    assert TALK in map(json.loads, converted(tmp_path))
+    assert "dropped column messages: 1, " in capsys.readouterr().out
 
 def test_a_question_may_look_like_a_mark(tmp_path):
     """... that says not to learn it."""
