@@ -48,7 +48,7 @@ from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
-from dev.records import NOT_READ, USES, dict_of_pairs, load_json, make_document, needed_columns
+from dev.records import NOT_READ, dict_of_pairs, load_json, make_document, needed_columns
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -511,7 +511,7 @@ def main(argv=None):
         help="folder, new or empty (default: where train.py looks)")
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
     add("--messages_key", help="key or column that holds conversations, or their questions "
-        f"(default {', '.join(name for name, use in USES.items() if use in ('chat', 'ask'))})")
+        "(default: messages, conversations, prompt, question, instruction)")
     add("--keep", **names, metavar="NAME", help="more columns, to keep")
     add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
     add("--split_at", metavar="MARK", type=lambda mark: mark.replace("\\n", "\n").encode(),
