@@ -150,9 +150,9 @@ def find_document(record, flags):
         for same in text + question[:1], found["ask"], answers:
             if len(same) > 1:
                 raise UserError(
-                    f"it has {same[0]!r} and {same[1]!r}, of which one is read; to leave out one: "
-                    f"--ignore_keys {same[0]} or --ignore_keys {same[1]}; to read one as text: "
-                    "--text_key NAME")
+                    f"it has {same[0]!r} and {same[1]!r}, of which one is read; to read one as "
+                    "text: --text_key NAME; to leave out one: "
+                    f"--ignore_keys {same[0]} or --ignore_keys {same[1]}")
         return "messages", question + answers
     if text or empty:
         return "text", text or empty[:1]

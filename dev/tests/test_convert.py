@@ -707,7 +707,7 @@ def test_text_beside_a_conversation_is_for_the_user_to_choose(tmp_path):
     table = pa.Table.from_pylist([other])
     write(tmp_path / "in", {"a.jsonl": as_json(record), "b.parquet": as_parquet(table)})
     line = command(tmp_path / "in", "--out", tmp_path / "out")
-    assert "it has 'text' and 'instruction', of which one is read; to leave out one: --ignore_k" in line
+    assert "it has 'text' and 'instruction', of which one is read; to read one as text: --" in line
     found = sorted(converted(tmp_path, "--messages_key", "instruction"), key=len)
     there = {"role": "user", "content": "Hi\n\nthere"}
     assert [json.loads(text) for text in found] == [[USER, ANSWER], [there, ANSWER]]
