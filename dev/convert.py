@@ -35,20 +35,18 @@ import shlex
 import shutil
 import signal
 import threading
-from codecs import BOM_UTF8
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
-from pyarrow import feather
+from pyarrow import feather, ipc, parquet
 from pyarrow.dataset import InMemoryDataset
 from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
-from dev.records import NOT_READ, dict_of_pairs, load_json, make_document, needed_columns
+from dev.records import NOT_READ, by_name, dict_of_pairs, load_json, make_document, needed_columns
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -77,7 +75,7 @@ def convert(flags):
     out = os.path.realpath(flags.out or dataset.default_data_dir())    # not the link, its target
     report = Report()
     files = find_files(flags, report)
-    total = sum(os.path.getsize(path) for _, path, *_ in files)
+    total = sum(os.path.getsize(path) for path, *_ in files)
     n_processes = min(flags.num_workers or total // BYTES_PER_PROCESS + 1, cores())
     n_tasks = min(TASKS, len(files))
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
@@ -124,25 +122,27 @@ def scatter_files(building, flags, total, files):
     with skip_bad, bad ones are counted. Without skip_bad, the first bad one is a UserError.
     """
     report = Report()
+
+    def say(what, problem=""):
+        report.add(what, f"{place}{problem}")
+
     rows, n_bytes = [], 0
-    for number, path, read, is_val in files:
-        index = 0
+    for path, read, is_val, number in files:
         records = records_of(path, read, flags)
-        for index, (what, where, record) in enumerate(records):
-            place = f"{path}, {where}"
+        for index, (what, place, record) in enumerate(records):
             try:
-                text, kept = make_document(record, flags, place, report)
+                text, kept = make_document(record, flags, say)
             except Exception as error:    # bad records may raise any
-                problem = f"{place}: {printable(error)}{ADVICE.get(type(error), '')}"
+                problem = f": {error}{ADVICE.get(type(error), '')}"
                 if not flags.skip_bad:
-                    raise UserError(f"{problem} (to skip {what}: --skip_bad)") from error
-                report.add(f"skipped {what}", problem)
+                    raise UserError(f"{place}{problem} (to skip {what}: --skip_bad)") from error
+                say(f"skipped {what}", problem)
                 continue
             if not text:
                 continue
             if read is read_tsv and text[:1] == text[-1:] == b'"':
-                report.add("texts in quotes (if these are not the text's, name it .csv)", place)
-            key = hash_of(b"0 %d %d" % (number, index)) // 2 * 2 + is_val    # one bit: for val?
+                say("texts in quotes (if these are not the text's, name it .csv)")
+            key = hash_of(b"0 %d %d" % (number, index)) + is_val
             # Val takes the largest hashes: hardly that of a text that is most of all text.
             shift = min(20, 20 * len(text) // total)
             text_hash = hash_of(text.translate(None, b" \t\r\n")) >> shift
@@ -160,8 +160,8 @@ def scatter_files(building, flags, total, files):
     return report
 
 def hash_of(data):
-    """63 bits, a signed integer of Arrow."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") // 2
+    """63 bits, a signed integer of Arrow. The last one is 0: in a key, 1 means val."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") // 4 * 2
 
 # What to do, in addition to what an error says
 ADVICE = {
@@ -191,8 +191,8 @@ def write_run(building, rows):
 
 def open_runs(building):
     """All runs as one memory-mapped table."""
-    runs = sorted(Path(building, "runs").iterdir())
-    tables = [feather.read_table(run, memory_map=True) for run in runs]
+    runs = sorted(os.listdir(f"{building}/runs"))
+    tables = [feather.read_table(f"{building}/runs/{run}", memory_map=True) for run in runs]
     return pa.concat_tables(tables, promote_options="permissive")
 
 def divide(building, drop_copies):
@@ -235,23 +235,23 @@ def gather_shard(building, kind, number, rows):
     documents = InMemoryDataset(table.rename_columns({DOCUMENT: kind}))
     n_groups = max(16, len(rows) // ROW_GROUP_DOCUMENTS)    # to be read apart
     groups = filter(len, np.array_split(rows, n_groups))
-    path = f"{building}/shards/shard_{number:05d}.parquet"
-    dataset.write_shard(path, map(documents.take, groups), kind)
+    dataset.write_shard(
+        f"{building}/shards/shard_{number:05d}.parquet", map(documents.take, groups), kind)
 
 # --------------------------------------------------------------------------------------------------
 # Records of a file: readers yield (where, record) of each line, row or text. A record is a dict,
 # JSON as bytes, or an error.
 
 def records_of(path, read, flags):
-    """(what is bad if the record is, where, record) of each. An error of the file is the last."""
-    rest = "unreadable"
+    """(what is bad if the record is, place, record) of each. An error of the file is the last."""
+    rest = f"{path}, unreadable"
     try:
         with open(path, "rb") as file:
             if file.read(99).startswith(b"version https://git-lfs"):
                 raise UserError("it is a pointer of git-lfs; to get the file: git lfs pull")
         for where, record in read(path, flags):
-            yield "bad documents", where, record
-            rest = f"unreadable after {where}"
+            yield "bad documents", f"{path}, {where}", record
+            rest = f"{path}, unreadable after {where}"
     except Exception as error:    # a damaged file may raise any
         yield "the rest of bad files", rest, error
 
@@ -313,7 +313,7 @@ def read_text(path, flags):
     """The documents between the marks of split_at, in pieces of about cut_bytes, as CUT says."""
     pattern = CUT % {b"SIZE": flags.cut_bytes or 1 << 30}
     with open_stream(path) as stream:
-        text = stream.read().removeprefix(BOM_UTF8)
+        text = stream.read().removeprefix(b"\xef\xbb\xbf")    # a BOM
     documents = [text]
     if flags.split_at:
         documents = map(bytes.strip, text.split(flags.split_at))
@@ -323,16 +323,16 @@ def read_text(path, flags):
             yield f"text {next(numbers)}", {flags.text_key or "text": part[0].decode()}
 
 def read_parquet(path, flags):
-    file = pq.ParquetFile(path, page_checksum_verification=True)
+    file = parquet.ParquetFile(path, page_checksum_verification=True)
     return rows_of(file.iter_batches(ROW_GROUP_DOCUMENTS, use_threads=False), flags)
 
 def read_arrow(path, flags):
     """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
     data = pa.memory_map(path).read_buffer()
     if data[:6] == b"ARROW1":
-        reader = pa.ipc.open_file(data)
+        reader = ipc.open_file(data)
     elif data[-8:] == b"\xff\xff\xff\xff\0\0\0\0":    # Arrow itself reads a stream without its end
-        reader = pa.ipc.open_stream(data)
+        reader = ipc.open_stream(data)
     else:
         raise ValueError("its end is missing, or it is of Feather 1; write or copy it again")
     return rows_of(reader.read_all().to_batches(ROW_GROUP_DOCUMENTS), flags)
@@ -347,12 +347,14 @@ def rows_of(batches, flags):
             yield f"row {next(numbers)}", unread | row
 
 # Compressed text: .jsonl.gz, .txt.zst and so on
-READERS = {
-    ".jsonl": read_lines, ".ndjson": read_lines, ".json": read_json,
-    ".csv": read_csv, ".tsv": read_tsv,
-    ".txt": read_text, ".md": read_text,
-    ".parquet": read_parquet, ".parq": read_parquet, ".pq": read_parquet,
-    ".arrow": read_arrow, ".feather": read_arrow}
+READERS = by_name({
+    read_lines: ".jsonl .ndjson",
+    read_json: ".json",
+    read_csv: ".csv",
+    read_tsv: ".tsv",
+    read_text: ".txt .md",
+    read_parquet: ".parquet .parq .pq",
+    read_arrow: ".arrow .feather"})
 SUFFIXES = " ".join(READERS)
 
 # --------------------------------------------------------------------------------------------------
@@ -365,24 +367,24 @@ ABOUT_DATA = (
 
 def find_files(flags, report):
     """
-    [(number, path, reader, is it for val?), ...], each file once, in the order of folders and
+    [(path, reader, is it for val?, number), ...], each file once, in the order of folders and
     names.
     """
     paths = {os.path.abspath(path) for given in flags.inputs for path in expand(given, report)}
     folder = os.path.commonpath(map(os.path.dirname, paths))
-    names, readers = {}, {}
+    readers = {}
     for path in sorted(paths, key=os.path.split):
-        name = path.removeprefix(folder)
-        read = choose_reader(path, name, flags.as_text)
+        read = choose_reader(path, folder, flags.as_text)
         if callable(read):
-            names[path], readers[path] = name, read
+            readers[path] = read
         else:
             report.add(f"ignored files, {read}", path)
-    if not names:
+    if not readers:
         raise UserError(
             f"no files to read; {'; '.join(report.lines())}; expected names with {SUFFIXES} (of "
             "text also with .gz, .zst, .bz2 or .lz4); other plain text: --as_text '*.SUFFIX'; name "
             "lines of JSON .jsonl; unpack archives first")
+    names = {path: path.removeprefix(folder) for path in readers}
     if not flags.as_text:
         dataset.splits_of(names)    # UserError if train is beside a file of no split
     splits = [*map(dataset.split_in_name, names.values())]
@@ -396,7 +398,7 @@ def find_files(flags, report):
             report.add(f"files named for {split}, {use}", path)
         if split != "test" or not is_split:
             is_val = is_split and split == "val"
-            files.append((len(files), path, readers[path], is_val))
+            files.append((path, readers[path], is_val, len(files)))
     return files
 
 def expand(given, report):
@@ -414,23 +416,18 @@ def expand(given, report):
                         "glob in quotes")
     return files
 
-def choose_reader(path, name, as_text):
-    """
-    The function that reads a file, or as a text, why it is ignored. name: its path in the folder
-    of all inputs
-    """
+def choose_reader(path, root, as_text):
+    """The function that reads a file, or as a text, why it is ignored. root: of all inputs"""
     folder, base = os.path.split(path)
     if as_text:
         return read_text if any(map(Path(path).match, as_text)) else "of other kinds"
     if base in ABOUT_DATA.split():
         return "about the data (to read them: --as_text README.md)"
     suffix = Path(re.sub(r"\.(gz|GZ|zst|bz2|lz4)$", "", base)).suffix
-    read = READERS.get(suffix.lower())
-    if not read:
-        return "of other kinds"
+    read = READERS.get(suffix.lower(), "of other kinds")
     if read is read_text:    # __init__.py is a file like any other
         return read
-    if dataset.HIDDEN.search(os.path.dirname(name)):
+    if dataset.HIDDEN.search(folder.removeprefix(root)):
         return "hidden, such as Spark's _temporary"
     state = Path(folder, "state.json")    # save_to_disk's; other files are of earlier saves
     saved = state.read_text(errors="replace") if state.exists() else ""
@@ -504,7 +501,7 @@ def main(argv=None):
         "python -m dev.convert", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    names = {"nargs": "+", "action": "extend", "default": []}
+    names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
     add("inputs", nargs="+", metavar="IN", help=f"files, folders, globs in quotes: {SUFFIXES} "
         "(a .tsv has no quotes around texts)")
     add("--out", type=dataset.local_folder,
@@ -512,14 +509,14 @@ def main(argv=None):
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
     add("--messages_key", help="key or column that holds conversations, or their questions "
         "(default: messages, conversations, prompt, question, instruction)")
-    add("--keep", **names, metavar="NAME", help="more columns, to keep")
-    add("--as_text", **names, metavar="GLOB", help="read only these files, as plain text: '*.py'")
+    add("--keep", **names, help="more columns, to keep")
+    add("--as_text", **names, help="read only these files, as plain text: '*.py'")
     add("--split_at", metavar="MARK", type=lambda mark: mark.replace("\\n", "\n").encode(),
         help="a document of plain text ends at each such mark: '<|endoftext|>'")
     add("--cut_bytes", type=at_least_1,
         help="cut plain text to this size, at blank lines (default 1 GiB)")
     add("--drop_copies", action="store_true", help="keep one of each text")
-    add("--ignore_keys", **names, metavar="NAME",
+    add("--ignore_keys", **names,
         help="drop these keys of messages, such as reasoning_content, or columns")
     add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
 

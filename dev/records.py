@@ -24,11 +24,11 @@ OTHER_TYPES = (
 SPECIAL = re.compile(rb"<(\|\w+\|>|/s>|[be]os>|\w+_of_turn>|\xef\xbd\x9c[^>\s']{1,60}>)")
 OTHER_FORMS = "; to bring it into this form: see Other forms of data in dev/loops.md"
 
-def make_document(record, flags, place, report):
-    """(text as UTF-8, kept values). In the report: its kind, and what is dropped of it."""
-    def say(what):
-        report.add(what, place)
-
+def make_document(record, flags, say):
+    """
+    (text as UTF-8, kept values). The text is empty if the document is skipped.
+    say(what): for the report, such as the document's kind, and what is dropped of it
+    """
     record = as_dict(record, flags)
     kept = {name: lookup(record, name) for name in flags.keep}
     for name in flags.ignore_keys:
@@ -38,15 +38,15 @@ def make_document(record, flags, place, report):
     for name in columns_of(columns):    # what is read leaves the record
         record.pop(name, None)
     if kind == "messages":
-        messages = make_messages(values, record, flags, place, report)
+        messages = make_messages(values, record, flags, say)
         text = json.dumps(messages, ensure_ascii=False)
         for name in WEIGHTS:
-            weight = weight_of(record.get(name))
-            if weight == 0:
-                say(f"skipped conversations whose {name} is false")
-                return b"", kept
-            if weight == 1:
-                del record[name]
+            match weight_of(record.get(name)):
+                case 0:
+                    say(f"skipped conversations whose {name} is false")
+                    return b"", kept
+                case 1:
+                    del record[name]
     else:
         [text] = values
         if text in EMPTY:
@@ -191,14 +191,14 @@ ROLES = by_name({
     "tool": "observation function"})
 CHAT = re.compile(r"""\s*\[\s*\{.*["'](role|from)["']\s*:""", re.DOTALL)    # written as a text
 
-def make_messages(values, record, flags, place, report):
+def make_messages(values, record, flags, say):
     """Messages as shards hold them. What is read of the record, beside the values, leaves it."""
-    messages = read_turns(values, flags.ignore_keys)
+    messages = read_turns(values, flags)
     begin = int(messages[0]["role"] == "system")
     for pair in reversed(record.pop("history", None) or []):
         match pair:
             case [str(), str()]:
-                messages[begin:begin] = read_turns(pair, flags.ignore_keys)
+                messages[begin:begin] = read_turns(pair, flags)
             case _:
                 raise UserError(
                     "expected pairs of texts, [['Hi', 'Hello'], ...], under 'history'; saw "
@@ -212,10 +212,8 @@ def make_messages(values, record, flags, place, report):
         if flags.skip_bad:
             raise
         read_messages(messages, NANOCHAT._replace(roles=ALL_ROLES))    # no template has others
-        report.add(
-            "conversations that nanochat's template cannot render; train.py will stop there unless "
-            "its tokenizer uses another template (to leave them out: --skip_bad)",
-            f"{place}: {error}")
+        say("conversations that nanochat's template cannot render; train.py will stop there unless "
+            "its tokenizer uses another template (to leave them out: --skip_bad)", f": {error}")
     learned = [
         message["content"] for message in messages
         if message["role"] == "assistant" and message.get("weight", 1)]
@@ -225,10 +223,10 @@ def make_messages(values, record, flags, place, report):
             f"is 0; saw {messages!r:.200}")
     return messages
 
-def read_turns(values, ignore_keys):
+def read_turns(values, flags):
     """The messages of a question, of what is added to it, and of an answer; or of a chat alone."""
     *asked, answer = values
-    answers = clean("assistant", answer, ignore_keys)
+    answers = clean("assistant", answer, flags)
     if not asked:
         return answers
     question, *added = asked
@@ -238,7 +236,7 @@ def read_turns(values, ignore_keys):
                 f"expected texts to join, as in input and context; saw {asked!r:.200}; to leave a "
                 "column out: --ignore_keys NAME")
         question = "\n\n".join(asked)
-    questions = clean("user", question, ignore_keys)
+    questions = clean("user", question, flags)
     if answers[:len(questions)] == questions:    # `chosen` may be a whole chat
         return answers
     if answers[0]["role"] == questions[-1]["role"]:
@@ -250,7 +248,7 @@ def read_turns(values, ignore_keys):
             message.setdefault("weight", 0)
     return questions + answers
 
-def clean(role, content, ignore_keys):
+def clean(role, content, flags):
     """Messages as shards hold them, before they are checked. The content may be a text."""
     if isinstance(content, str):
         if CHAT.match(content):
@@ -266,13 +264,13 @@ def clean(role, content, ignore_keys):
     for message in messages:
         message = {    # parquet has null for what others have
             key: value for key, value in message.items()
-            if value is not None and key not in ignore_keys}
-        for theirs, name in ("from", "role"), ("value", "content"):
-            if theirs in message and name not in message:
-                message[name] = message.pop(theirs)
-        role = str(message.pop("role", None)).lower()
-        ours = {
-            "role": ROLES.get(role, role), "content": message.get("content")}
+            if value is not None and key not in flags.ignore_keys}
+        ours = {}
+        for name, theirs in ("role", "from"), ("content", "value"):
+            key = name if name in message else theirs
+            ours[name] = message.pop(key, None)
+        role = str(ours["role"]).lower()
+        ours["role"] = ROLES.get(role, role)
         weights = [weight_of(message.pop(key)) for key in WEIGHTS if key in message]
         if weights:
             ours["weight"] = min(weights)
