@@ -795,8 +795,11 @@ def test_other_keys_of_messages_are_an_error_unless_they_are_named(tmp_path):
 FOUR = [USER, ANSWER, {**USER, "content": "Bye"}, {**ANSWER, "content": "So long"}]
 CALLED = [{"function": {"name": "add", "arguments": "{}"}}]
 CALL = json.dumps(CALLED, separators=(",", ":"))
+SEEN_TEXT = [{"type": "text", "text": "Yes"}]
+SEEN = [{**SEEN_TEXT[0], "cache_control": {"type": "ephemeral"}}]
 OTHER_FORMS = [    # each recipe's input and output, for one record
     ({"prompt": "Hi", "KEY": "Hello"}, TALK),
+    ({"prompt": "2 + 2", "KEY": 4}, [{**USER, "content": "2 + 2"}, {**ANSWER, "content": "4"}]),
     ({"KEY": json.dumps({"messages": TALK, "tools": []})}, TALK),
     ({"instruction": "Hi", "KEY": [{"input": "", "output": "Hello"}]}, TALK),
     ({"conversation": [
@@ -807,7 +810,13 @@ OTHER_FORMS = [    # each recipe's input and output, for one record
         {**USER, "tool_calls": []}, {**ANSWER, "content": None, "weight": 0, "tool_calls": CALLED},
         {"role": "tool", "content": "3"}, {**ANSWER, "content": PARTS, "tool_calls": CALLED}]},
      [USER, {**ANSWER, "content": CALL, "weight": 0}, {"role": "tool", "content": "3"},
-      {**ANSWER, "content": f"Be kind{CALL}"}])]
+      {**ANSWER, "content": f"Be kind{CALL}"}]),
+    ({"messages": [
+        {**USER, "content": [{"type": "image_url", "image_url": {"url": "x"}}, *SEEN]},
+        {**ANSWER, "content": [{"type": "thinking", "thinking": "so"}, *SEEN]}, *TALK]},
+     [{**USER, "content": SEEN_TEXT}, {**ANSWER, "content": SEEN_TEXT}, *TALK]),
+    ({"contents": [{"role": "user", "parts": [{"text": "Hi"}]},
+                   {"role": "model", "parts": [{"text": "Hel"}, {"text": "lo"}]}]}, TALK)]
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
 @pytest.mark.parametrize("number", range(len(OTHER_FORMS)))
@@ -833,7 +842,7 @@ def test_other_keys_of_parts_are_an_error(tmp_path, suffix, key, value):
     good = [user, {**ANSWER, "content": [part]}]
     write(tmp_path / "in", {f"a.{suffix}": data, "b.jsonl": as_json(TALK, good)})
     line = command(tmp_path / "in", "--out", tmp_path / "x")
-    expected = rf"message 1: its {key} would be lost .*; to drop it: jq -c 'del.*for each KEY: {key}; saw"
+    expected = rf"message 1: its {key} would be lost .*; to drop it: see Other forms .* for {key}; saw"
     assert re.search(expected, line)
     assert len(converted(tmp_path, "--skip_bad")) == 2
 
