@@ -50,10 +50,8 @@ from dev.records import NOT_READ, by_name, dict_of_pairs, load_json, make_docume
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
-BYTES_PER_PROCESS = 100_000_000    # while a process starts, another one converts so much
 SHARD_BYTES = 300_000_000          # of text: about 100 MB as zstd
 ROW_GROUP_DOCUMENTS = 1024
-VAL_DOCUMENTS = 64                 # at least, if there are ten times as many
 
 # --------------------------------------------------------------------------------------------------
 # Convert: files -> sorted runs -> shards
@@ -76,7 +74,8 @@ def convert(flags):
     report = Report()
     files = find_files(flags, report)
     total = sum(os.path.getsize(path) for path, *_ in files)
-    n_processes = min(flags.num_workers or total // BYTES_PER_PROCESS + 1, cores())
+    # While a process starts, another one converts 100 MB.
+    n_processes = min(flags.num_workers or total // 100_000_000 + 1, cores())
     n_tasks = min(TASKS, len(files))
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
     with errors_of_disk(out), workshop(out, n_processes) as (building, run):
@@ -199,8 +198,8 @@ def divide(building, drop_copies):
     """
     The rows of each shard in the table of all runs, in the order of their keys. The last shard is
     val, and shares no text with train. It has the texts of the files for val, if there are any.
-    Otherwise, it has 1% of the texts, those with the largest hashes (at least VAL_DOCUMENTS of
-    them, or a tenth of all if that is fewer).
+    Otherwise, it has 1% of the texts, those with the largest hashes (at least 64 of them, or a
+    tenth of all if that is fewer).
     """
     table = open_runs(building)
     if pa.null() in table.schema.types:
@@ -216,7 +215,7 @@ def divide(building, drop_copies):
     in_val = hashes[keys % 2 == 1]
     if in_val.size == 0:
         rare = texts[copies <= np.median(copies)]    # a very frequent text would be all of val
-        n_val = max(1, len(texts) // 100, min(VAL_DOCUMENTS, len(texts) // 10))
+        n_val = max(1, len(texts) // 100, min(64, len(texts) // 10))
         in_val = rare[-n_val:]
     if drop_copies:
         rows = rows[np.sort(first)]
@@ -412,8 +411,8 @@ def expand(given, report):
     found = glob.glob(pattern, recursive=True)
     files = [*itertools.filterfalse(os.path.isdir, found)]
     if not files:
-        raise UserError(f"{given} does not exist or has no files; expected a file, a folder or a "
-                        "glob in quotes")
+        raise UserError(
+            f"{given} does not exist or has no files; expected a file, a folder, or a quoted glob")
     return files
 
 def choose_reader(path, root, as_text):

@@ -71,8 +71,7 @@ def report_signs(kind, text, say):
     if kind == "text" and text.startswith((b'{"', b'[{"')):
         say("texts that are JSON (if lines of a file are documents, name it .jsonl)")
     if b"\0" in text:
-        say("texts with NUL bytes, as in damaged files or UTF-16 (iconv -f UTF-16LE -t UTF-8 OLD > "
-            "NEW)")
+        say("texts with NUL bytes: damaged, or UTF-16 (iconv -f UTF-16LE -t UTF-8 OLD > NEW)")
     special = SPECIAL.search(text)
     if special:
         name = special[0].decode()
@@ -80,17 +79,18 @@ def report_signs(kind, text, say):
             f"ends there: --split_at '{name}'; to remove it: sed 's#{name}##g' OLD > NEW)")
 
 def as_dict(record, flags):
-    """Of a record, which may also be a list of messages."""
+    """What a reader yields -> {column: value}. A record may also be a list of messages."""
     if isinstance(record, bytes):
         record = load_json(record)
-    if isinstance(record, Exception):
-        raise record
-    if isinstance(record, list):
-        record = {flags.messages_key or "messages": record}
-    if not isinstance(record, dict):
-        raise UserError(f"expected an object such as {{'text': 'Hello'}}; saw {record!r:.200}; "
-                        "of an array of texts: jq -c '.[] | {text: .}' OLD > NEW.jsonl")
-    return record
+    match record:
+        case dict():
+            return record
+        case list():
+            return {flags.messages_key or "messages": record}
+        case Exception():
+            raise record
+    raise UserError(f"expected an object such as {{'text': 'Hello'}}; saw {record!r:.200}; "
+                    "of an array of texts: jq -c '.[] | {text: .}' OLD > NEW.jsonl")
 
 def by_name(table):
     """{"user": "human bob"} -> {"human": "user", "bob": "user"}"""
