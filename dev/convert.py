@@ -142,9 +142,9 @@ def scatter_files(building, flags, total, files):
             if read is read_tsv and text[:1] == text[-1:] == b'"':
                 say("texts in quotes (if these are not the text's, name it .csv)")
             key = hash_of(b"0 %d %d" % (number, index)) + is_val
+            words = b" ".join(text.split())
             # Val takes the largest hashes: hardly that of a text that is most of all text.
-            shift = min(20, 20 * len(text) // total)
-            text_hash = hash_of(text.translate(None, b" \t\r\n")) >> shift
+            text_hash = hash_of(words) >> min(20, 20 * len(words) // total)
             rows.append({KEY: key, TEXT_HASH: text_hash, DOCUMENT: text, **kept})
             n_bytes += len(text) + len(str(kept))
             if n_bytes >= RUN_BYTES:
@@ -256,9 +256,9 @@ def records_of(path, read, flags):
 
 def open_stream(path):
     """Decompressed, by the file's name."""
-    # Arrow refuses the zeros that may follow gzip's data.
-    decompress = gzip.open if path.lower().endswith(".gz") else pa.input_stream
-    return io.BufferedReader(decompress(path), 1 << 16)    # a truncated file loses less than this
+    if path.lower().endswith(".gz"):
+        return gzip.open(path)    # Arrow refuses the zeros that may follow gzip's data
+    return io.BufferedReader(pa.input_stream(path), 1 << 16)    # a cut file loses less than this
 
 def read_lines(path, flags):
     """A record of JSON in each line."""

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from codecs import BOM_UTF8
 from unittest import mock
 
@@ -185,7 +186,7 @@ def test_order_never_changes(tmp_path, monkeypatch, run_bytes, tasks, workers):
     monkeypatch.setattr(convert, "TASKS", tasks)
     monkeypatch.setattr(convert, "cores", lambda: 2)
     documents = converted(tmp_path, "-w", workers)
-    assert hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16] == "ad409d34fe5b82c2"
+    assert hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16] == "11da4fdde1b8af8d"
 
 def test_shards_are_equal_and_val_is_a_hundredth(tmp_path, monkeypatch):
     """... of the documents, or 64 of them. A document of a twentieth of all text is not in val."""
@@ -210,6 +211,14 @@ def test_a_book_is_cut_at_blank_lines(tmp_path, book, size, parts):
     """... else at line ends, else at spaces, never within a character."""
     write(tmp_path / "in", {"book.txt": book, "b.jsonl": as_json({"text": "\n\n\n\n"})})
     assert sorted(converted(tmp_path, "--cut_bytes", size)) == sorted([*parts, "\n\n\n\n"])
+
+def test_all_lines_before_a_damaged_place_are_read(tmp_path, capsys):
+    """As zlib decompresses them."""
+    data = gzip.compress(texts_as_json(make_texts(900)))[:-2000]
+    write(tmp_path / "in", {"a.jsonl.gz": data})
+    n_whole = zlib.decompressobj(31).decompress(data).count(b"\n")
+    assert len(converted(tmp_path, "--skip_bad")) == n_whole > 100
+    assert f"a.jsonl.gz, unreadable after line {n_whole}: Compr" in capsys.readouterr().out
 
 def test_marks_between_documents_divide_text(tmp_path, capsys):
     stories = [f"Cat {i}.\n\nIt slept.".encode() for i in range(9)]
@@ -266,6 +275,15 @@ def test_a_table_in_three_formats_is_noticed(tmp_path, capsys):
     found = [" ".join(text.split()) for text in converted(tmp_path, "--drop_copies")]
     assert sorted(found) == sorted(texts)
     assert said in capsys.readouterr().out
+
+@pytest.mark.parametrize("other", [[], ["x" * 999]])
+def test_copies_have_the_same_words(tmp_path, capsys, other):
+    """White space may differ where it is, not whether it is; how much there is does not matter."""
+    texts = ["nowhere", "now here", "7 11 3", "71 1 3", "a", *other]
+    write(tmp_path / "in", {"a.jsonl": texts_as_json([*texts, "now \r\n\t here\n\n"])})
+    found = converted(tmp_path, "--drop_copies")
+    assert sorted(" ".join(text.split()) for text in found) == sorted(texts)
+    assert f"\n1 of {len(texts) + 1} documents are copies " in capsys.readouterr().out
 
 def test_a_very_frequent_text_is_not_all_of_val(tmp_path):
     for i in range(8):
