@@ -459,10 +459,10 @@ def workshop(out, n):
             f"{building} exists: another convert writes {out}, or was killed; wait for it, or "
             f"rm -r {shlex.quote(building)}") from error
     pool = None
-    if n > 1:
-        # pyarrow's threads do not survive a fork
-        pool = ProcessPoolExecutor(n, multiprocessing.get_context("spawn"), start_process)
     try:
+        if n > 1:
+            # pyarrow's threads do not survive a fork
+            pool = ProcessPoolExecutor(n, multiprocessing.get_context("spawn"), start_process)
         yield building, pool.map if pool else map
     except BrokenExecutor as error:
         raise UserError("a worker process was killed; if memory ran out: -w 1") from error

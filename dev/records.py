@@ -2,7 +2,7 @@
 Records of other tools -> the documents of a shard: text, or chats as a list of messages.
 
 dev/convert.py reads records from files, and calls make_document for each. USES, SYSTEM, WEIGHTS
-and ROLES have all names that are read. Other columns are dropped, and the report says so.
+and ROLES have the names that are read. Other columns are dropped, and the report says so.
 Other keys of a message are an error, since they may say not to learn it.
 """
 
@@ -128,8 +128,8 @@ def columns_to_read(flags):
 
 def needed_columns(flags):
     """Others may have values that Python lacks."""
-    return columns_of(
-        [*columns_to_read(flags), *SYSTEM, "history", *WEIGHTS, *flags.keep])
+    beside_chats = [] if flags.text_key else [*SYSTEM, "history", *WEIGHTS]
+    return columns_of([*columns_to_read(flags), *beside_chats, *flags.keep])
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
@@ -140,7 +140,7 @@ def find_document(record, flags):
         if value is NOT_READ or (chat and column != "chosen"):
             continue
         if use == "chat" and isinstance(value, str) and not CHAT.match(value):
-            use = "ask" if flags.messages_key else "none"
+            use = "ask" if flags.messages_key else "no use"
         if value not in EMPTY:
             found[use].append(column)
         elif use != "add" or answers:
@@ -195,14 +195,15 @@ def make_messages(values, record, flags, say):
     """Messages as shards hold them. What is read of the record, beside the values, leaves it."""
     messages = read_turns(values, flags)
     begin = int(messages[0]["role"] == "system")
-    for pair in reversed(record.pop("history", None) or []):
+    history = record.pop("history", None) or []
+    for pair in reversed(history):
         match pair:
             case [str(), str()]:
                 messages[begin:begin] = read_turns(pair, flags)
             case _:
                 raise UserError(
                     "expected pairs of texts, [['Hi', 'Hello'], ...], under 'history'; saw "
-                    f"{pair!r:.200}; to leave it out: --ignore_keys history")
+                    f"{history!r:.200}; to leave it out: --ignore_keys history")
     for name in SYSTEM:
         if record.get(name) and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": record.pop(name)})
@@ -237,9 +238,11 @@ def read_turns(values, flags):
                 "column out: --ignore_keys NAME")
         question = "\n\n".join(asked)
     questions = clean("user", question, flags)
-    if answers[:len(questions)] == questions:    # `chosen` may be a whole chat
+    repeated = answers[:len(questions)]
+    if repeated == questions:    # `chosen` may be a whole chat
         return answers
-    if answers[0]["role"] == questions[-1]["role"]:
+    is_same_speaker = answers[0]["role"] == questions[-1]["role"]
+    if is_same_speaker or said(repeated) == said(questions):
         raise UserError(
             f"{answers!r:.200} does not answer {questions!r:.200}; to leave out one of these "
             "columns: --ignore_keys NAME, or --messages_key of the other")
@@ -247,6 +250,10 @@ def read_turns(values, flags):
         if message["role"] == "assistant":
             message.setdefault("weight", 0)
     return questions + answers
+
+def said(messages):
+    """Without weights: if only they differ, which ones count?"""
+    return [(message["role"], message["content"]) for message in messages]
 
 def clean(role, content, flags):
     """Messages as shards hold them, before they are checked. The content may be a text."""
@@ -273,7 +280,7 @@ def clean(role, content, flags):
         ours["role"] = ROLES.get(role, role)
         weights = [weight_of(message.pop(key)) for key in WEIGHTS if key in message]
         if weights:
-            ours["weight"] = min(weights)
+            ours["weight"] = min(weights, key=lambda weight: weight == 1)    # the first other
         cleaned.append(ours | {    # read_messages refuses other keys: they may matter
             key: value for key, value in message.items() if value not in EMPTY})
     return cleaned

@@ -3,6 +3,7 @@
 import bz2
 import contextlib
 import csv
+import functools
 import glob
 import gzip
 import hashlib
@@ -1222,3 +1223,79 @@ def test_scripts_that_are_run_directly_say_how_to_run_them():
     for name in files:
         ended = subprocess.run([sys.executable, name], cwd=HERE, text=True, capture_output=True)
         assert re.fullmatch("usage: .*\n", ended.stderr), name
+
+def test_history_of_a_conversation_is_not_said_to_be_dropped(tmp_path, capsys):
+    rows = [{"history": [["So", "So"]], "prompt": "Hi", "answer": "Hello"} for _ in "ab"]
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows, TALK)})
+    assert len(converted(tmp_path)) == 3
+    assert "dropped" not in capsys.readouterr().out
+
+def test_a_whole_chat_repeats_the_weights_of_its_prompt(tmp_path):
+    """If one masks an answer and the other does not, which one is right?"""
+    masked = [USER, {**ANSWER, "weight": 0}]
+    write(tmp_path / "in", {"a.jsonl": as_json({"messages": masked, "chosen": TALK}, TALK + TALK)})
+    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    assert re.search("line 1: .* does not answer .*'weight': 0", line)
+    found = converted(tmp_path, "--messages_key", "chosen")
+    assert sorted(map(json.loads, found), key=len) == [TALK, TALK + TALK]
+
+def test_columns_of_chats_are_not_read_with_a_text_key(tmp_path):
+    odd = pa.array(2 * [10 ** 12], pa.timestamp("s"))    # Python has no such year
+    table = pa.table({"text": ["a", "b"], "label": odd, "history": odd, "system": odd})
+    write(tmp_path / "in", {"a.parquet": as_parquet(table)})
+    assert sorted(converted(tmp_path, "--text_key", "text")) == ["a", "b"]
+
+def test_processes_that_cannot_start_leave_no_folder(tmp_path, monkeypatch):
+    write(tmp_path / "in", {"a.jsonl": texts_as_json("ab")})
+    monkeypatch.setattr(convert, "cores", lambda: 2)
+    monkeypatch.setattr(convert, "ProcessPoolExecutor", mock.Mock(side_effect=OSError("no semaphores")))
+    line = command(tmp_path / "in", "--out", tmp_path / "out", "-w", 2)
+    assert "no semaphores" in line
+    assert os.listdir(tmp_path) == ["in"]
+
+def test_a_history_that_is_a_text_is_shown_whole(tmp_path):
+    row = {"history": "[['Hi', 'Hello']]", "prompt": "Hi", "answer": "Hello"}
+    write(tmp_path / "in", {"a.jsonl": as_json(row)})
+    line = command(tmp_path / "in", "--out", tmp_path / "out")
+    assert "saw \"[['Hi', 'Hello']]\"; to leave it out" in line
+
+def test_marks_of_other_kinds_name_their_message(tmp_path):
+    write(tmp_path / "in", {"a.jsonl": as_json([USER, {**ANSWER, "weight": "x", "loss": 1}])})
+    line = command(tmp_path / "in", "--out", tmp_path / "out")
+    assert "message 1: expected a weight of 0 or 1; saw " in line
+
+def test_two_questions_are_for_the_user_to_choose(tmp_path):
+    """... and not joined, as an input is."""
+    row = {"prompt": "Hi", "question": "Ho", "answer": "Hello"}
+    write(tmp_path / "in", {"a.jsonl": as_json(row, {**row, "answer": "Yo"})})
+    assert "it has 'prompt' and 'question', of which" in command(tmp_path / "in", "--out", tmp_path / "x")
+    assert TALK in map(json.loads, converted(tmp_path, "--ignore_keys", "question"))
+
+def test_one_of_several_marks_masks_a_message(tmp_path):
+    marked = {**ANSWER, "weight": 1, "loss": 0, "train": True}
+    write(tmp_path / "in", {"a.jsonl": as_json([USER, marked, *TALK], TALK)})
+    found = sorted(map(json.loads, converted(tmp_path)), key=len)
+    assert found[1] == [USER, {**ANSWER, "weight": 0}, *TALK]
+
+def test_a_full_out_is_refused_before_files_are_read(tmp_path):
+    write(tmp_path, {"a.jsonl": b"{bad", "full/x": ""})
+    line = command(tmp_path / "a.jsonl", "--out", tmp_path / "full")
+    assert "full; to write elsewhere" in line
+
+def test_a_number_that_is_too_large_for_a_column_is_an_error(tmp_path):
+    rows = [{"text": "a", "n": 2 ** 70}, {"text": "b", "n": 1}]
+    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
+    line = command(tmp_path / "in", "--out", tmp_path / "x", "--keep", "n")
+    assert re.search("error: --keep: .*; expected values of one type", line)
+
+def test_a_killed_worker_is_named(tmp_path, monkeypatch):
+    write(tmp_path / "in", {"a.jsonl": texts_as_json("ab")})
+    monkeypatch.setattr(convert, "cores", lambda: 2)
+    monkeypatch.setattr(convert, "start_process", functools.partial(os._exit, 1))
+    line = command(tmp_path / "in", "--out", tmp_path / "x", "-w", 2)
+    assert "a worker process was killed; if memory ran out: -w 1" in line
+    assert os.listdir(tmp_path) == ["in"]
+
+def test_without_copies_drop_copies_changes_no_order(tmp_path):
+    write(tmp_path / "in", {"a.jsonl": texts_as_json(map(str, range(50)))})
+    assert converted(tmp_path, "--drop_copies") == converted(tmp_path)

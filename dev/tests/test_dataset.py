@@ -761,3 +761,15 @@ def test_a_launcher_says_numbers(monkeypatch):
     monkeypatch.setenv("RANK", "-1")
     with pytest.raises(UserError, match=r"RANK='-1' in the environment; expected a whole number"):
         dataset.env_int("RANK")
+
+def test_hidden_files_are_not_read_from_a_remote_folder(tmp_path):
+    write(tmp_path, "a", "_temporary/b", ".c", "y=24/_d", "y=24/e")
+    names = [name for name, *_ in dataset.list_files(f"fsspec+file://{tmp_path}")]
+    assert names == ["a.parquet", "y=24/e.parquet"]
+
+def test_token_shards_of_two_tokenizers_do_not_mix(tmp_path):
+    for name in "ab":
+        metadata = {dataset.TOKEN_DTYPE: "uint16", dataset.FINGERPRINT: name}
+        dataset.write_shard(f"{tmp_path}/{name}.parquet", [pa.array([b"12"])], "tokens", metadata)
+    with pytest.raises(UserError, match="shards of different kinds"):
+        dataset.usable_shards(dataset.all_shards(str(tmp_path)))

@@ -492,3 +492,9 @@ def test_the_readmes_wrapper_gives_all_tokens_of_hugging_faces_file():
     assert ids == [0, *theirs.encode(SOURCES[0]).ids] and len(ids) > 800
     with pytest.raises(UserError, match="does it know this BOS"):
         Encoder(names["Wrapped"](theirs, "<bos>"))
+
+def test_half_tokens_of_any_document_are_an_error():
+    """... also if the two halves are whole together."""
+    halves = pa.array([b"a", b"b"], pa.large_binary())
+    with pytest.raises(UserError, match="whole number of uint16"):
+        module.ids_of_bytes(halves, np.dtype("uint16"))

@@ -450,6 +450,7 @@ def test_resumed_run_takes_the_flags_that_may_change(base, finished, resume):
     shutil.copytree(base / "b", "b")
     dataset.write_shard("b/val.parquet", [pa.array(["other text"])])
     told = resume("--out run/ --steps 11")
+    assert newest("run")["constant_since"] == 8
     assert "done at step 11 of 11; 1 steps" in told
 
 @pytest.mark.parametrize("change", [None, "moved", "text", "shard", "eval_bytes"])
