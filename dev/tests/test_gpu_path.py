@@ -7,6 +7,7 @@ import ctypes
 import functools
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -176,7 +177,8 @@ def test_gpu_sh_runs_whole_on_a_cpu_at_toy_size(base, tmp_path):    # noqa: F811
     told = subprocess.check_output(["bash", str(HERE / "dev/gpu.sh")], env=env, text=True,
                                    stderr=subprocess.STDOUT, timeout=180)
     assert "resume: rows equal; loss of the first step differs by 0.0e+00" in told, told
-    assert "failed" not in told and "status" not in told and "not compiled: 2 rows" in told, told
+    assert not re.search(r"^\w+ +failed$|status", told, re.MULTILINE), told    # torch says failed, too
+    assert "not compiled: 2 rows" in told, told
     assert (tmp_path / "out/logs.tgz").exists()
 
 # --------------------------------------------------------------------------------------------------
