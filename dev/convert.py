@@ -258,7 +258,7 @@ def open_stream(path):
     """Decompressed, by the file's name."""
     if path.lower().endswith(".gz"):
         return gzip.open(path)    # Arrow refuses the zeros that may follow gzip's data
-    return io.BufferedReader(pa.input_stream(path), 1 << 16)    # a cut file loses less than this
+    return io.BufferedReader(pa.input_stream(path), 1 << 10)    # a cut file loses less than this
 
 def read_lines(path, flags):
     """A record of JSON in each line."""

@@ -169,7 +169,8 @@ def ranks_of(model, special, check):
                 check(not can_merge, f"has no merge for {pair}, which tiktoken would merge")
         ranks[bytes(map(BYTE_OF.get, token))] = id
     is_whole = all(bytes([i]) in ranks or i in NOT_UTF8 for i in range(256))
-    check(is_whole, "lacks tokens of single bytes")
+    check(is_whole, "lacks tokens of single bytes (train it with "
+          "initial_alphabet=pre_tokenizers.ByteLevel.alphabet())")
     return ranks
 
 def pattern_of(pre_tokenizer, check):

@@ -221,6 +221,15 @@ def test_all_lines_before_a_damaged_place_are_read(tmp_path, capsys):
     assert len(converted(tmp_path, "--skip_bad")) == n_whole > 100
     assert f"a.jsonl.gz, unreadable after line {n_whole}: Compr" in capsys.readouterr().out
 
+@pytest.mark.parametrize("suffix", ["zst", "bz2"])
+def test_hardly_a_line_before_a_damaged_place_is_lost(tmp_path, suffix):
+    """Two files that were compressed apart, and joined; the second one was cut off."""
+    lines = texts_as_json([f"{i}".zfill(100) for i in range(60)])
+    codec = pa.Codec("zstd") if suffix == "zst" else bz2
+    data = codec.compress(lines)
+    write(tmp_path / "in", {f"a.jsonl.{suffix}": bytes(data) + bytes(data)[:-20]})
+    assert len(converted(tmp_path, "--skip_bad")) > 60 - 1024 / 100
+
 def test_marks_between_documents_divide_text(tmp_path, capsys):
     stories = [f"Cat {i}.\n\nIt slept.".encode() for i in range(9)]
     write(tmp_path / "in", {
@@ -821,10 +830,13 @@ OTHER_FORMS = [    # each recipe's input and output, for one record
     ({"prompt": "2 + 2", "KEY": 4}, [{**USER, "content": "2 + 2"}, {**ANSWER, "content": "4"}]),
     ({"KEY": json.dumps({"messages": TALK, "tools": []})}, TALK),
     ({"instruction": "Hi", "KEY": [{"input": "", "output": "Hello"}]}, TALK),
-    ({"conversation": [
-        {"human": "Hi", "assistant": "Hello"}, {"human": "Bye", "assistant": "So long"}]}, FOUR),
-    ({"dialog": ["Hi", "Hello", "Bye", "So long"]}, FOUR),
-    ({"chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: So long"}, FOUR),
+    ({"system": "Be kind", "conversation": [
+        {"human": "Hi", "assistant": "Hello"}, {"human": "Bye", "assistant": "So long"}]},
+     [KIND, *FOUR]),
+    ({"dialog": ["Hi", "Hello", "Bye", "So long"], "system": "Be kind"}, [KIND, *FOUR]),
+    ({"system": "Be kind",
+      "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: So long"},
+     [KIND, *FOUR]),
     ({"messages": [
         {**USER, "tool_calls": []}, {**ANSWER, "content": None, "weight": 0, "tool_calls": CALLED},
         {"role": "tool", "content": "3"}, {**ANSWER, "content": PARTS, "tool_calls": CALLED}]},
@@ -835,7 +847,8 @@ OTHER_FORMS = [    # each recipe's input and output, for one record
         {**ANSWER, "content": [{"type": "thinking", "thinking": "so"}, *SEEN]}, *TALK]},
      [{**USER, "content": SEEN_TEXT}, {**ANSWER, "content": SEEN_TEXT}, *TALK]),
     ({"contents": [{"role": "user", "parts": [{"text": "Hi"}]},
-                   {"role": "model", "parts": [{"text": "Hel"}, {"text": "lo"}]}]}, TALK)]
+                   {"role": "model", "parts": [{"text": "Hel"}, {"text": "lo"}]}],
+      "system": "Be kind"}, [KIND, *TALK])]
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
 @pytest.mark.parametrize("number", range(len(OTHER_FORMS)))
