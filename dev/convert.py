@@ -320,7 +320,11 @@ def read_text(path, flags):
     numbers = itertools.count()
     for document in documents:
         for part in re.finditer(pattern, document):
-            yield f"text {next(numbers)}", {flags.text_key or "text": part[0].decode()}
+            try:
+                record = {flags.text_key or "text": part[0].decode()}
+            except UnicodeDecodeError as error:
+                record = error
+            yield f"text {next(numbers)}", record
 
 def read_parquet(path, flags):
     file = parquet.ParquetFile(path, page_checksum_verification=True)

@@ -221,6 +221,14 @@ def test_all_lines_before_a_damaged_place_are_read(tmp_path, capsys):
     assert len(converted(tmp_path, "--skip_bad")) == n_whole > 100
     assert f"a.jsonl.gz, unreadable after line {n_whole}: Compr" in capsys.readouterr().out
 
+def test_a_damaged_text_is_alone_left_out(tmp_path, capsys):
+    write(tmp_path / "in", {"a.txt": b"\n".join([b"good 1", b"bad \x92", b"good 2", b"good 3"])})
+    line = command(tmp_path / "in", "--out", tmp_path / "x", "--split_at", "\\n")
+    assert "a.txt, text 1: 'utf-8' codec" in line
+    found = converted(tmp_path, "--split_at", "\\n", "--skip_bad")
+    assert sorted(found) == ["good 1", "good 2", "good 3"]
+    assert "\nskipped bad documents: 1, such as " in capsys.readouterr().out
+
 @pytest.mark.parametrize("suffix", ["zst", "bz2"])
 def test_hardly_a_line_before_a_damaged_place_is_lost(tmp_path, suffix):
     """Two files that were compressed apart, and joined; the second one was cut off."""
@@ -559,7 +567,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.jsonl", b'{"text": "a"}\r{"text": "b"}', "line 1: Extra data.*; expected one JSON doc.*old Mac", 0),
     ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: .* surrogates not allowed", 0),
     ("a.json", b'[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
-    ("a.md", "cafe".encode("utf-16"), "unreadable: .*; expected UTF-8; .*file OLD.*UTF-16", 0),
+    ("a.md", "cafe".encode("utf-16"), "text 0: .*; expected UTF-8; .*file OLD.*UTF-16", 0),
     ("a.parquet", as_parquet(as_table("a", pa.binary())), "row 0: 'text' holds bytes, .* cast", 0)]
 BAD_CHATS = [    # test_templates.py has more
     ([USER], r"expected an assistant's message to learn, .*; saw"),
