@@ -1,20 +1,19 @@
 """
-README's pictures, by matplotlib. (dev/line.svg was drawn by hand.)
+Draw how each packing fills its rows: README's dev/rows.svg. (README's other pictures, dev/line.svg
+and dev/resume.svg, were drawn by hand.)
 
-    python -m dev.pictures rows --out dev/rows.svg                      # documents in rows
-    python -m dev.pictures documents runs/mine --out documents.svg      # which were hard (--ledger)
+    python -m dev.pictures my_shards --out rows.svg
+    python -m dev.pictures --out dev/rows.svg          # the demo's corpus
 """
 
 if __name__ == "__main__" and not __package__:
     raise SystemExit("usage: python -m dev.pictures, typed where dataloader.py is")
 
 import argparse
+import itertools
 
-import numpy as np
-
-from dataloader import PACKINGS, PackedLoader
-from dataset import Parser, UserError, errors_in_one_line, find_data
-from dev.runs import loader_of, losses_of, newest_of
+from dataloader import PACKINGS
+from dataset import Parser, errors_in_one_line, find_data, list_shards
 from tokenizer import find_tokenizer
 
 try:
@@ -27,85 +26,69 @@ except ImportError as error:
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
 matplotlib.rcParams["svg.hashsalt"] = "nanoloader"    # the same file each time
 
-LEGEND = ("A colour: a document. Dark bar: BOS, of a document or again after a cut. White tooth: "
-          "it is cut, and goes on in another row, unless its packing drops the rest.")
+N_ROWS = 9
+LEGEND = (
+    "The same documents in each packing. Each bar is a row, and each color a document. A dark edge is\n"
+    "a BOS token: a document begins there, or continues after a cut. A white triangle is a cut: the rest\n"
+    "of the document is in another row or, with bestfit, dropped. The white at the end of a row is padding.")
 
-def rows_picture(tokenizer, data_dir, T, n_rows=8):
-    """For each packing, rows from the middle of a run."""
-    figure = Figure((9, 1.8 * len(PACKINGS)), layout="constrained")
-    figure.supxlabel(LEGEND, fontsize=8)
-    lengths = {}
+def lengths_of_first_documents(tokenizer, data_dir, n_tokens):
+    """The tokens, with BOS, of as many documents as have n_tokens together."""
+    lengths = []
+    for shard in list_shards(data_dir, "train"):
+        for row_group in range(len(shard.group_sizes)):
+            for text in shard.read(row_group):
+                lengths.append(1 + len(tokenizer.encode(text.as_py())))
+                if sum(lengths) >= n_tokens:
+                    return lengths
+    return lengths
 
-    def remember(ids, location, epoch):
-        lengths[location] = len(ids)
-        return ids
-
-    for panel, packing in zip(figure.subplots(len(PACKINGS)), PACKINGS, strict=True):
-        panel.set(title=packing, xlim=(0, T + 1), ylim=(n_rows - 0.5, -0.5))
+def rows_picture(lengths, T):
+    """All rows of a chunk that has documents of these lengths, for each packing."""
+    figure = Figure((9, 1.6 * len(PACKINGS)), layout="constrained")
+    figure.supxlabel(LEGEND, fontsize=9)
+    rows_of = {packing: pack(lengths, T + 1) for packing, pack in PACKINGS.items()}
+    most = max(map(len, rows_of.values()))
+    panels = figure.subplots(len(PACKINGS))
+    for panel, (packing, rows) in zip(panels, rows_of.items(), strict=True):
+        panel.set(title=packing, xlim=(0, T + 1), ylim=(most - 0.5, -0.5))
         panel.set_axis_off()
-        with PackedLoader(tokenizer, 256 + n_rows, T, "train", data_dir=data_dir, num_lanes=1,
-                          packing=packing, transform=remember) as loader:
-            next(loader)
-            rows = loader.pieces()[-n_rows:]
-        draw_rows(panel, rows, lengths, T)
+        rows.sort(key=min)    # by first document, so that colors are in the same order
+        for y, row in enumerate(rows):
+            draw_row(panel, y, row, lengths, T)
     return figure
 
-def draw_rows(panel, rows, lengths, T):
-    colours = {}
-    for y, row in enumerate(rows):
-        following = [piece.location for piece in row[1:]] + [None]
-        for piece, next_location in zip(row, following, strict=True):
-            n_tokens = piece.stop - piece.start
-            colour = colours.setdefault(piece.location, colour_of(len(colours)))
-            panel.barh(y, n_tokens, left=piece.offset, color=colour)
-            if piece.start == 0:
-                panel.barh(y, T / 400, left=piece.offset, color="#222")
-            if piece.stop < lengths[piece.location] and next_location != piece.location:
-                end = piece.offset + n_tokens
-                panel.plot(end - T / 300, y, "<", color="white", markersize=5)
+def draw_row(panel, y, row, lengths, T):
+    """row: spans (document, start, stop)"""
+    offset = 0
+    for span, following in itertools.zip_longest(row, row[1:], fillvalue=(None, 0, 0)):
+        d, start, stop = span
+        panel.barh(y, stop - start, left=offset, color=color_of(d))
+        if start == 0:
+            panel.barh(y, T / 400, left=offset, color="#222", zorder=3)
+        offset += stop - start
+        if stop < lengths[d] and following[0] != d:
+            panel.plot(offset - T / 300, y, "<", color="white", markersize=4, zorder=4)
 
-def colour_of(n):
-    """Hues by the golden ratio: none comes twice, and neighbours are far apart."""
+def color_of(n):
+    """Hues by the golden ratio: none comes twice, and neighbors are far apart."""
     hue, saturation = 0.618034 * n % 1, 0.4 + 0.2 * (n % 3)
     return tuple(hsv_to_rgb((hue, saturation, 0.9)))
 
-def documents_picture(run):
-    """Of each source: bits per byte over the steps, and how far above them its documents were."""
-    figure = Figure((9, 2.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    with loader_of(newest_of(run)) as loader:
-        for name, _, usual, documents in losses_of(run, loader.sources):
-            left.plot(np.arange(len(usual)) * 50, usual, label=name)
-            above = [document.above for document in documents]
-            right.hist(above, 60, log=True, histtype="stepfilled", alpha=0.7)
-    left.set(xlabel="step", ylabel="bits per byte")
-    right.set(xlabel="bits per byte above those of the same steps", ylabel="documents")
-    left.legend()
-    return figure
-
 def main(argv=None):
     parser = Parser("python -m dev.pictures", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter,
-                    epilog="example: python -m dev.pictures rows --out rows.svg")
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("what", choices=["rows", "documents"])
-    add("input", nargs="?", help="rows: a folder of data; documents: a run")
-    add("--tokenizer", help="rows: its folder (default: the one trained on the data)")
-    add("--T", type=int, default=8192, help="rows: tokens in a row (default 8192)")
-    add("--out", help="the picture (default: WHAT.svg)")
+    add("folder", nargs="?", help="folder of shards of text (default: what train.py would use)")
+    add("--tokenizer", help="folder of a tokenizer (default: the one trained on this data)")
+    add("--T", type=int, default=8192, help="tokens in a row (default: 8192)")
+    add("--out", default="rows.svg", help="the picture (default: rows.svg)")
     flags = parser.parse_args(argv)
     with errors_in_one_line():
-        picture = draw(flags)
-        picture.savefig(flags.out or f"{flags.what}.svg", metadata={"Date": None})
-
-def draw(flags):
-    if flags.what == "documents":
-        if not flags.input:
-            raise UserError("which run? Such as: python -m dev.pictures documents runs/mine")
-        return documents_picture(flags.input)
-    data_dir = find_data(flags.input)
-    tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)
-    return rows_picture(tokenizer, data_dir, flags.T)
+        data_dir = find_data(flags.folder)
+        tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)
+        lengths = lengths_of_first_documents(tokenizer, data_dir, N_ROWS * flags.T)
+        rows_picture(lengths, flags.T).savefig(flags.out, metadata={"Date": None})
 
 if __name__ == "__main__":
     main()

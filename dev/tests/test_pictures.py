@@ -1,14 +1,12 @@
-"""dev/pictures.py: the bars of a row are its pieces. test_runs.py has the picture of documents."""
+"""dev/pictures.py: the bars of a row are its spans."""
 
 import importlib
-import itertools
 import sys
 
 import numpy as np
 import pytest
 
 from dataloader import PACKINGS
-from test_dataloader import ByteTokenizer, write
 
 
 @pytest.fixture
@@ -22,21 +20,24 @@ def test_pictures_without_matplotlib_say_so_in_a_line(monkeypatch):
     with pytest.raises(SystemExit, match=r"^error: .*; pip install matplotlib"):
         importlib.import_module("dev.pictures")
 
-def test_bars_of_a_row_are_its_pieces(pictures, tmp_path):
-    lengths = itertools.cycle([30, 170, 90, 55, 12])
-    texts = [letter * n for letter, n in zip("abcdefgh" * 20, lengths, strict=False)]
-    figure = pictures.rows_picture(ByteTokenizer(), write(tmp_path, [texts]), 128)
+def test_bars_of_a_row_are_its_spans(pictures):
+    lengths = [30, 170, 90, 55, 12] * 4
+    figure = pictures.rows_picture(lengths, T := 128)
     for panel, packing in zip(figure.axes, PACKINGS, strict=True):
         assert panel.get_title() == packing
         bars, dark = [], []
         for bar in panel.patches:
             is_dark = bar.get_facecolor()[:3] == (34 / 255,) * 3
             (dark if is_dark else bars).append(bar)
-        for y in range(8):
+        n_rows = 1 + max(round(bar.get_y() + 0.4) for bar in bars)
+        n_tokens = 0
+        for y in range(n_rows):
             row = [bar for bar in bars if round(bar.get_y() + 0.4) == y]
             ends = np.cumsum([bar.get_width() for bar in row]).tolist()
             assert [bar.get_x() for bar in row] == [0, *ends[:-1]]
-            assert ends[-1] <= 129
+            assert ends[-1] <= T + 1
+            n_tokens += ends[-1]
+        assert (n_tokens >= sum(lengths)) == (packing != "bestfit"), "which drops tokens"
         n_first = sum(bar.get_x() == 0 for bar in dark)
-        assert (n_first == 8) == (packing != "flat"), "rows begin with BOS"
+        assert (n_first == n_rows) == (packing != "flat"), "rows begin with BOS"
         assert panel.lines, "cuts are marked"
