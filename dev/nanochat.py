@@ -24,9 +24,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from dataloader import ranks_of_this_process
+from dataloader import Encoder, ranks_of_this_process
 from dataset import UserError, json_sha256, list_shards
-from tokenizer import Encoder
 
 
 def tokenizing_distributed_data_loader_with_state_bos_bestfit(

@@ -29,6 +29,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 import dataset
+from dataloader import Encoder, check_same_tokenizer
 from dataset import (
     Parser,
     UserError,
@@ -40,13 +41,7 @@ from dataset import (
     printable,
 )
 from dev.convert import at_least_1, counted, errors_of_disk
-from tokenizer import (
-    Encoder,
-    check_same_tokenizer,
-    find_tokenizer,
-    get_tokenizer,
-    tokenizer_dir_of,
-)
+from tokenizer import find_tokenizer, get_tokenizer
 
 # --------------------------------------------------------------------------------------------------
 # Tokenize: the same shards, with token ids in place of text
@@ -258,7 +253,7 @@ def head(folder, n=5, split="train", tokenizer_dir=None):
         print(f"{number:<5} {place}: {length}")
         print(f"      {text[:200]!r}")
     if shards[0].kind == "tokens" and not tokenizer:
-        print(f"these are token ids; to see text, add --tokenizer {tokenizer_dir_of(shards[0])}")
+        print(f"these are token ids; to see text, add --tokenizer {dataset.tokenizer_dir_of(shards[0])}")
 
 def documents_of(shards):
     for shard, row_group in row_groups_of(shards):

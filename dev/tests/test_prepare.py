@@ -13,11 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import dataset
+from dataloader import encode_conversations
 from dev import prepare
 from dev.tests.test_convert import ANSWER, USER, all_of, make_texts, read_all
 from dev.tests.test_convert import command as run_command
 from test_dataloader import ByteTokenizer, make
-from tokenizer import RustBPETokenizer, encode_conversations
+from tokenizer import RustBPETokenizer
 
 command = functools.partial(run_command, main=prepare.main)
 

@@ -12,8 +12,9 @@ import pyarrow as pa
 import pytest
 
 import tokenizer as module
+from dataloader import Encoder, encode_conversations
 from dataset import UserError
-from tokenizer import Encoder, RustBPETokenizer, build_encoding, encode_conversations
+from tokenizer import RustBPETokenizer, build_encoding
 
 BOS = "<|bos|>"
 NAMES = {

@@ -25,9 +25,10 @@ from tiktoken_ext import openai_public
 
 import dataset
 import tokenizer as module
+from dataloader import Encoder, ids_of_bytes
 from dataset import UserError
 from dev.import_tokenizer import HARD, hard_texts
-from tokenizer import Encoder, RustBPETokenizer, build_encoding, get_tokenizer
+from tokenizer import RustBPETokenizer, build_encoding, get_tokenizer
 
 
 def pattern_of(name):
@@ -464,7 +465,7 @@ def test_an_error_names_its_document():
     (object(), "object cannot be used: AttributeError.*as dev.loops.md shows"),
     (stub(lambda text: [*text]), "BOS .256. first"),
     (stub(lambda text: [256, 256, *text]), r"ids \[256, 256, 97\], .* one BOS"),
-    (stub(lambda text: [256.0, 97.5]), "expected integers t or ~t"),
+    (stub(lambda text: [256.0, 97.5]), "expected integers t in"),
     (stub(lambda text: [256, 1 << 31]), "t < 2147483648"),
     (stub(lambda text: [256, 259], get_vocab_size=lambda: 259), r"t < 259, .* saw .*259"),
     (stub(lambda text: [256, *text[:8191]]), "1121, 8192 and 8192: expected .* no truncation"),
@@ -497,4 +498,4 @@ def test_half_tokens_of_any_document_are_an_error():
     """... also if the two halves are whole together."""
     halves = pa.array([b"a", b"b"], pa.large_binary())
     with pytest.raises(UserError, match="whole number of uint16"):
-        module.ids_of_bytes(halves, np.dtype("uint16"))
+        ids_of_bytes(halves, np.dtype("uint16"))
