@@ -1,4 +1,4 @@
-"""dev/bench.py counts what the loader delivers, and each of its commands prints a line each."""
+"""dev/bench/ counts what the loader delivers, and each of its commands prints a line each."""
 
 import collections
 import importlib.util
@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dataloader import PACKINGS
-from dev import bench, peers
+from dev.bench import __main__ as bench
+from dev.bench import measure, peers
 from dev.prepare import tokenize
 from test_dataloader import grouped, make, texts_of, write
 from tokenizer import RustBPETokenizer, get_tokenizer
@@ -34,9 +35,9 @@ def fresh(monkeypatch):
         pickle.dumps((function, job))
         return function(job)
 
-    monkeypatch.setattr(bench, "run_fresh", run_here)
+    monkeypatch.setattr(measure, "run_fresh", run_here)
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
-    monkeypatch.setattr(bench, "cores", lambda: 1)
+    monkeypatch.setattr(measure, "cores", lambda: 1)
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_counts_are_those_of_delivered_rows(base, packing):
@@ -45,8 +46,8 @@ def test_counts_are_those_of_delivered_rows(base, packing):
     loader = make(data, T=30, num_lanes=1, chunk_bytes=5000, epochs=1, packing=packing)
     [source] = loader.sources.values()
     for n in range(source.chunks_per_lane):
-        lengths = bench.lengths_of_chunk(loader, n)
-        counts += bench.count_rows(packing, lengths, 31)
+        lengths = measure.lengths_of_chunk(loader, n)
+        counts += measure.count_rows(packing, lengths, 31)
     n_targets, n_rows = 0, 0
     for _, targets in loader:
         n_targets += int((targets >= 0).sum())
@@ -69,12 +70,12 @@ def first_columns(lines, n):
     return [" ".join(line.split()[:n]) for line in [*lines][2:]]
 
 def test_speed_prints_a_line_for_each_input(base, fresh):
-    lines = bench.measure_speed(
+    lines = measure.measure_speed(
         f"{base}/tokenizer", f"{base}/data", 2, 32, ["tiktoken"], ["flat"], 0.01)
     assert first_columns(lines, 3) == ["text flat tiktoken", "tokens flat -"]
 
 def test_mixing_prints_a_line_for_each_cell(base, fresh):
-    lines = bench.measure_mixing(
+    lines = measure.measure_mixing(
         f"{base}/tokenizer", f"{base}/data", "tiktoken", 2, 32, lanes=[0, 2],
         chunks=[0.01], sources=[1, 2], groups=[0.05], megabytes=0.2)
     assert first_columns(lines, 4) == [
@@ -84,7 +85,7 @@ def test_peers_prints_a_line_for_each_and_names_the_missing(base, fresh, monkeyp
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" and find(name))
     names = ["exactfit", "engine alone", "Grain", "a memmap"]
-    lines = [*bench.measure_peers(
+    lines = [*measure.measure_peers(
         f"{base}/tokenizer", f"{base}/data", 2, 32, ["tiktoken"], names, 0.01, rounds=2)]
     assert lines[0] == "skipped: Grain, which is not installed"
     loaders = [line[:26].split() for line in lines[3:]]
@@ -103,7 +104,7 @@ def test_each_peer_delivers_our_ids(base, tmp_path, peer, monkeypatch):
     tokens, own = f"{tmp_path}/tokens", tmp_path / "own"
     tokenize(f"{base}/data", tokens, f"{base}/tokenizer")
     own.mkdir()
-    bench.write_ids(tokens, f"{tmp_path}/ids")
+    measure.write_ids(tokens, f"{tmp_path}/ids")
     job = peers.Job(f"{base}/data", tokens, f"{own}", f"{tmp_path}/ids", "uint16",
                     f"{base}/tokenizer", peer.engines[-1], workers=0, B=2, T=32)
     if peer.write:

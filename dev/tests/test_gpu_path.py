@@ -174,7 +174,7 @@ def test_gpu_sh_runs_whole_on_a_cpu_at_toy_size(base, tmp_path):    # noqa: F811
     env = {**os.environ, "DATA": str(base / "a"), "OUT": str(tmp_path / "out"), "FLAGS": toy,
            "RUNS": str(tmp_path / "runs"), "DEVICE": "cpu", "COMPILE": "off", "ROWS": "2",
            "SIZE": "1,300,32", "STEPS": "4", "DEMO_STEPS": "2", "OMP_NUM_THREADS": "1"}
-    told = subprocess.check_output(["bash", str(HERE / "dev/gpu.sh")], env=env, text=True,
+    told = subprocess.check_output(["bash", str(HERE / "dev/bench/gpu.sh")], env=env, text=True,
                                    stderr=subprocess.STDOUT, timeout=180)
     assert "resume: rows equal; loss of the first step differs by 0.0e+00" in told, told
     assert not re.search(r"^\w+ +failed$|status", told, re.MULTILINE), told    # torch says failed, too

@@ -1,11 +1,11 @@
-"""dev/reference.py and dev/drawn.py: the printed example, and a few drawn runs. dev/mutants.py."""
+"""dev/reference.py and dev/drawn.py: the printed example, and a few drawn runs."""
 
 import collections
 
 import pytest
 
 import dataloader
-from dev import drawn, mutants, reference
+from dev import drawn, reference
 
 
 def test_example_has_every_letter_once(capsys):
@@ -29,15 +29,3 @@ def test_a_difference_is_an_error_that_names_the_seed(monkeypatch):
     monkeypatch.setattr(dataloader, "GOLDEN", 1 << 61)
     with pytest.raises(AssertionError, match=r"seed \d+, row \d+: the loader has"):
         drawn.compare(40, 700)
-
-def test_each_mutant_is_an_edit_of_dataloader_or_tokenizer():
-    """The text of each occurs once. If you changed it, change the mutant, too."""
-    counts = {name: mutants.count(before) for name, before, _ in mutants.MUTANTS}
-    assert len(counts) == len(mutants.MUTANTS), "two mutants have the same name"
-    assert {name: n for name, n in counts.items() if n != 1} == {}
-
-def test_a_name_of_no_mutant_is_an_error(monkeypatch):
-    """Not "0 mutants, 0 survived", after a run of the whole suite."""
-    monkeypatch.setattr("sys.argv", ["mutants", "--help"])
-    with pytest.raises(SystemExit, match="no mutant has '--help' in its name"):
-        mutants.main()

@@ -9,9 +9,6 @@ token ids, since they have no packing of their own. A loader returns one epoch o
 (B, T + 1) ids or as (inputs, targets).
 """
 
-if __name__ == "__main__":
-    raise SystemExit("usage: python -m dev.bench peers, typed where dataloader.py is")
-
 import functools
 import importlib
 import os

@@ -1,15 +1,12 @@
 """
 Train each arm with each seed, and print a table with a line for each arm, as in dev/log.md.
 
-    python -m dev.arms "" "--num_lanes 8" "--depth 4 --steps 500" --seeds 1 2 3
-    python -m dev.arms "--data novels" --train ../other/train.py --out runs/other
+    python -m dev.bench.arms "" "--num_lanes 8" "--depth 4 --steps 500" --seeds 1 2 3
+    python -m dev.bench.arms "--data novels" --train ../other/train.py --out runs/other
 
 An arm is a string of flags for train.py, or for a changed copy of it (--train; give it another
 --out). Runs follow one another. A run that is complete in --out is not repeated.
 """
-
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("usage: python -m dev.arms FLAGS, run in the folder of dataset.py")
 
 import os
 import shlex

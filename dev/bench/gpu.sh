@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # The first minutes on a GPU machine: each figure is printed as soon as it is known, at most LIMIT
-# seconds in all. dev/gpu.md says what decides. With 8 GPUs: RANKS=8 bash dev/gpu.sh
+# seconds in all. dev/gpu.md says what decides. With 8 GPUs: RANKS=8 bash dev/bench/gpu.sh
 # What the machine may lack is carried in .gpu/ (ignored by git), prepared on any machine with Python 3.12 wheels:
 #     mkdir -p .gpu; pip download -q --no-deps --only-binary=:all: --python-version 3.12 --implementation cp \
 #         --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 -d .gpu rustbpe==0.1.0
 #     NANOLOADER_BASE_DIR=.gpu/base python train.py --device cpu --depth 1 --steps 1 \
 #         --vocab_size 32768 --eval_bytes 1000 --out /tmp/warm      # corpus and tokenizer
 # A trial of the script on a CPU, at toy size: DEVICE=cpu COMPILE=off SIZE=1,512,64 ROWS=2 STEPS=4 \
-#     FLAGS="--device cpu --depth 1 --seq_len 64 --batch_size 2" bash dev/gpu.sh
+#     FLAGS="--device cpu --depth 1 --seq_len 64 --batch_size 2" bash dev/bench/gpu.sh
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 began=$SECONDS limit=${LIMIT:-530} steps=${STEPS:-40}
 out=${OUT:-/tmp/out} runs=${RUNS:-/tmp/runs}
 mkdir -p "$out" "$runs"
@@ -44,7 +44,7 @@ nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>
 python3 -c "import torch; print('torch', torch.__version__, 'cudnn', torch.backends.cudnn.version())"
 
 # 1. Losses and gradients beside the CPU's; then where a step's time goes. The most for the least.
-stage step 200 python3 -m dev.gpu_step 120
+stage step 200 python3 -m dev.bench.gpu_step 120
 cut -d" " -f2- "$out/step.txt" 2> /dev/null | grep -v USDT
 
 # 2. A run that saves halfway; the tests use the time in which it compiles.

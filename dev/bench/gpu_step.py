@@ -1,12 +1,9 @@
 """
 A step of train.py on a GPU, without data: right? how long? what takes the time?
 
-    python -m dev.gpu_step 120      # seconds it may take
-    DEVICE=cpu COMPILE=off SIZE=1,512,64 ROWS=2 python -m dev.gpu_step 20
+    python -m dev.bench.gpu_step 120      # seconds it may take
+    DEVICE=cpu COMPILE=off SIZE=1,512,64 ROWS=2 python -m dev.bench.gpu_step 20
 """
-
-if __name__ == "__main__" and not __package__:
-    raise SystemExit("usage: python -m dev.gpu_step SECONDS, run in the folder of train.py")
 
 import gc
 import os
