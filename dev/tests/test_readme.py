@@ -1,5 +1,6 @@
 """
-What README.md says to type works: its commands at toy size, in their order, then its Python.
+What README.md and dev/train.md say to type works: the commands at toy size, in their order, then
+README's Python.
 
 A block after a comment `<!-- not run: why -->` is skipped, and so is a line that does not begin
 with `python`. Commands run in this process, as `python` would run them: importing torch for each
@@ -25,21 +26,22 @@ from dev.tests.test_train import own_signals  # noqa: F401, a fixture
 from test_dataloader import HERE
 
 README = (HERE / "README.md").read_text(encoding="utf-8")
+TRAIN = (HERE / "dev/train.md").read_text(encoding="utf-8")
 LOOPS = (HERE / "dev/loops.md").read_text(encoding="utf-8")
-PAGES = ["README.md", "dev/loops.md", "dev/log.md", "dev/gpu.md"]
+PAGES = ["README.md", "dev/loops.md", "dev/train.md", "dev/log.md", "dev/gpu.md"]
 TOY = ["--steps", "2", "--seq_len", "64", "--eval_bytes", "2000"]
 ANSWERS = {"--sample", "--chat"}
 
 # runpy warns: dev.prepare has imported dev.convert before it is run again.
 pytestmark = pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 
-def blocks(language=""):
-    found = re.findall(r"(<!-- not run: [^\n]*\n)?```(\w*)\n(.*?)```", README, re.DOTALL)
+def blocks(page, language=""):
+    found = re.findall(r"(<!-- not run: [^\n]*\n)?```(\w*)\n(.*?)```", page, re.DOTALL)
     return [code for skipped, seen, code in found if seen == language and not skipped]
 
 def commands():
     """Yield the words after `python`, at toy size."""
-    for line in "".join(blocks()).splitlines():
+    for line in "".join(blocks(README) + blocks(TRAIN)).splitlines():
         if line.startswith("python "):
             line = re.sub(r"step_\d+", "step_0000002", line)
             line = re.sub(r"--steps \d+:\d+", "--steps 0:2", line)
@@ -110,9 +112,10 @@ def test_python_works_after_the_commands(reader, monkeypatch):
     """All blocks share one namespace."""
     monkeypatch.chdir(reader)
     names = {}
-    for code in blocks("python"):
+    for code in blocks(README, "python"):
         exec(compile(code, "README.md", "exec"), names)
     assert names["loss"] > 0
+    assert names["state"]["rows"] == 11 * 4, "after the first batch and ten steps"
     late = re.search(r"```python\n(def late.*?)```", LOOPS, re.DOTALL)[1]
     exec(compile(late, "loops.md", "exec"), names)
     assert [names["late"](row) for row in (0, 1000, 5500, 10_000)] == [0, 0, 0.5, 1]
@@ -120,7 +123,7 @@ def test_python_works_after_the_commands(reader, monkeypatch):
     for loader in loaders:
         next(loader)
         loader.close()
-    assert len(loaders) == 3
+    assert len(loaders) == 4
 
 def without_code(page):
     text = (HERE / page).read_text(encoding="utf-8")
