@@ -14,8 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dataloader import ranks_of_this_process
-from dataset import atomic_file
+from dataset import atomic_file, step_in_name
 
+RANK = r"_rank_[0-9]{4,}\.parquet"    # in names, after the step
+
+def list_ledger(run):
+    """Its files. Others in the folder, such as copies, are the user's."""
+    paths = glob.glob(f"{glob.escape(run)}/ledger/step_*.parquet")
+    return [path for path in paths if step_in_name(path, RANK) is not None]
 
 class Ledger:
     """
@@ -28,8 +34,8 @@ class Ledger:
         self.token_bytes = tokenizer.token_bytes
         self.rows = []
         self.rank, _ = ranks_of_this_process()
-        for path in glob.glob(f"{glob.escape(self.folder)}/step_*"):
-            if self.rank == 0 and os.path.basename(path) >= f"step_{step:07d}":
+        for path in list_ledger(run):
+            if self.rank == 0 and step_in_name(path, RANK) >= step:
                 os.remove(path)
 
     def add(self, step, loader, targets, nats):

@@ -16,7 +16,6 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import functools
-import glob
 import json
 import sys
 from typing import NamedTuple
@@ -29,14 +28,15 @@ import pyarrow.parquet as pq
 from dataloader import PackedLoader
 from dataset import Location, Parser, UserError, errors_in_one_line
 from dev.convert import at_least_1
+from dev.ledger import list_ledger
 from tokenizer import RustBPETokenizer
-from train import list_checkpoints, load_checkpoint, sources_of
+from train import load_checkpoint, newest_checkpoint, sources_of
 
 # --------------------------------------------------------------------------------------------------
 # A run, from its newest checkpoint
 
 def newest_of(run):
-    return load_checkpoint(max(list_checkpoints(run), default=run))
+    return load_checkpoint(newest_checkpoint(run) or run)
 
 def flags_of(saved):
     return argparse.Namespace(**saved["flags"])
@@ -130,7 +130,7 @@ def describe(piece, loader):
 
 def read_ledger(run, sources=None):
     """Its records (see dev/ledger.py) for these sources, or for all, in the order of the run."""
-    files = glob.glob(f"{glob.escape(run)}/ledger/*.parquet")
+    files = list_ledger(run)
     if not files:
         return pa.schema({"step": pa.int64(), "path": pa.string()}).empty_table()
     ledger = pq.read_table(files).sort_by("g")

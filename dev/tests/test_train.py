@@ -18,6 +18,7 @@ import shlex
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ from hypothesis import strategies as st
 import dataloader
 import dataset
 import train
-from dev.ledger import Ledger
+from dev.ledger import Ledger, list_ledger
 from test_dataloader import HERE, TIMES, grouped
 from tokenizer import RustBPETokenizer
 
@@ -242,7 +243,8 @@ def test_ranks_wait_until_the_checkpoint_is_written(monkeypatch):
     monkeypatch.setattr(train, "gather_states", lambda loader: {})
     monkeypatch.setattr(train, "sum_over_ranks", lambda _: waits.append(os.listdir("run")))
     os.mkdir("run")
-    train.save("run", {}, 7, 0, torch.nn.Linear(1, 1), [], None, None)
+    constants = {"flags": {"keep": 2, "keep_every": None}}
+    train.save("run", constants, 7, 0, torch.nn.Linear(1, 1), [], None, None)
     assert waits == [["step_0000007.pt"]]
 
 def test_ranks_compare_their_val_text(command):
@@ -364,8 +366,9 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--resume auto --out mistyped", "error: no checkpoint mistyped/step_*.pt"),
     ("--resume auto --out run --depth 2 --seed 4 --lr 1",
      "error: run/step_0000008.pt has --depth 1 --seed 1; leave out these flags"),
-    ("--resume run", "error: no checkpoint run (a run keeps its newest two); name a file, or a "
-     "run's folder: --resume auto --out FOLDER, or"),
+    ("--resume run", "error: no checkpoint run (a run keeps its newest ones: see --keep); name a "
+     "file, or a run's folder: --resume auto --out FOLDER, or"),
+    ("--keep 0", "error: --keep: expected a number above 0"),
     ("--init run/step_0000008.pt --data a --depth 2",
      "error: run/step_0000008.pt has --depth 1; leave out these flags"),
     ("--eval old.pt", "error: old.pt cannot be used (ValueError('its version is 2, this code"),
@@ -440,12 +443,11 @@ def test_a_tokenizer_has_about_the_root_of_the_bytes_of_text(monkeypatch):
 @pytest.mark.filterwarnings("ignore:load_state_dict. the weight of b")
 def test_resumed_run_takes_the_flags_that_may_change(base, finished, resume):
     told = resume("--out run --steps 10 --lr 1e-30 --batch_size 2 --data a b")
-    assert "\nchanged flags: steps, lr, batch_size, data\n" in told
+    assert "\nchanged flags: batch_size, steps, lr, data\n" in told
     before, after = map(train.load_checkpoint, train.list_checkpoints("run"))
     for name, weight in before["model"].items():    # all rates follow --lr
         assert torch.allclose(weight, after["model"][name], atol=1e-20)
     assert json.loads(after["loader"])["rows"] == 8 * 4 + 2 * 2 and after["constant_since"] == 8
-    Path("run/step_best.pt").touch()    # a user's own
     os.remove("b")
     shutil.copytree(base / "b", "b")
     dataset.write_shard("b/val.parquet", [pa.array(["other text"])])
@@ -664,6 +666,77 @@ def test_second_run_in_a_folder_is_refused_while_the_first_lives(command):
     assert len(losses_of("run")) == 8
     assert "done at step 9" in command("--out run --resume auto --steps 9")
 
+COPIES = ["step_0000006_keep.pt", "step_0000006 (1).pt", "step_0000006.pt.old.tmp", "step_new.tmp",
+          "step_99999999999-best.pt", "step_9.pt", "step_best.pt", "step_00000008.pt"]
+
+def test_a_run_takes_and_removes_only_its_own_checkpoints(finished, resume, command):
+    """Not a user's copies, also beside the newest; and it counts beyond seven digits."""
+    for name in COPIES:
+        shutil.copy("run/step_0000006.pt", f"run/{name}")
+    assert "loaded run/step_0000008.pt" in resume("--out run --steps 11")
+    assert {*COPIES} < {*os.listdir("run")} and not os.path.exists("run/step_0000008.pt")
+    for step in (9_999_999, 10_000_000, 10_000_001):
+        Path(f"run/step_{step:07}.pt").touch()
+    train.remove_old("run", {"keep": 2, "keep_every": None})
+    own = ["run/step_10000000.pt", "run/step_10000001.pt"]
+    assert train.list_checkpoints("run") == own and train.newest_checkpoint("run") == own[1]
+    assert "step_10000001.pt is newer than step 0" in command("--out run", status=1)
+
+def test_a_ledger_takes_and_removes_only_its_own_files():
+    """From the step on that the run writes again, counting beyond seven digits."""
+    os.makedirs("run/ledger")
+    own = [f"step_{step:07}_rank_0000.parquet" for step in (0, 9_999_999, 10_000_000)]
+    copies = ["step_9999999_rank_0000 (1).parquet", "step_9999999.parquet", "step_best.parquet"]
+    for name in own + copies:
+        Path(f"run/ledger/{name}").touch()
+    assert {*list_ledger("run")} == {f"run/ledger/{name}" for name in own}
+    Ledger("run", 9_999_999, SimpleNamespace(token_bytes=[]))
+    assert {*os.listdir("run/ledger")} == {own[0], *copies}
+
+@pytest.mark.parametrize("words, kept", [
+    ("", [6, 8]), ("--keep 1", [8]), ("--keep 3", [4, 6, 8]), ("--keep_every 4", [4, 6, 8]),
+    ("--keep 1 --keep_every 3", [6, 8]), ("--keep_every 1", [2, 4, 6, 8])])
+def test_kept_checkpoints_are_the_newest_and_each_nth(command, resume, words, kept):
+    """Also after a resume, by the flags of the run."""
+    command(f"--save_every 2 --steps 4 {words} --out run")
+    resume("--steps 8 --out run")
+    assert [*map(dataset.step_in_name, train.list_checkpoints("run"))] == kept
+
+def test_the_name_of_a_checkpoint_is_on_disk_once_it_is_saved(monkeypatch):
+    """The folder is synced after the rename. Some network disks cannot; others fail."""
+    synced, refusals = [], [None, errno.EINVAL, errno.EIO]
+
+    def fsync(number):
+        is_folder = stat.S_ISDIR(os.fstat(number).st_mode)
+        synced.append((is_folder, os.listdir("folder")))
+        if is_folder and refusals[0]:
+            raise OSError(refusals[0], os.strerror(refusals[0]))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    dataset.write_atomic("folder/x", "text")
+    (of_file, (temporary,)), of_folder = synced
+    assert not of_file and temporary.endswith(".tmp") and of_folder == (True, ["x"])
+    del refusals[0]
+    dataset.write_atomic("folder/x", "text")
+    del refusals[0]
+    with pytest.raises(OSError, match="Input/output"):
+        dataset.write_atomic("folder/x", "text")
+
+DAMAGED = [b"\xff\xfe{}", b"\0" * 99, b"[1]", b"3", b'{"loss": 1}', b'{"step": "7"}',
+           b'{"step": 1, "loss": NaN}', b'{"step": 1, "loss": 1e999}', b"[" * 100_000, b"", b'{"st']
+
+def test_damaged_log_does_not_stop_a_resume(finished, resume):
+    """A loss of power leaves such lines. They are left out, and said to be."""
+    path = Path("run/log.jsonl")
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join(lines[:5] + DAMAGED + lines[5:]))
+    before = log_of("run")
+    assert f"run/log.jsonl: left out {len(DAMAGED)} damaged lines\n" in resume("--out run --steps 9")
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    assert log_of("run")[:len(before) - 1] == before[:-1]
+    assert "damaged lines" not in resume("--out run --steps 10")
+
 def test_flipped_bit_or_truncated_checkpoint_is_named(finished, resume):
     """And once it is moved away, as the error says, the one before is resumed."""
     path = Path("run/step_0000008.pt")
@@ -684,7 +757,7 @@ FULL = ("error: [Errno 28] No space left on device; free some space if the disk 
 @pytest.mark.parametrize("place", ["torch.save", "Ledger.save", "train.write_atomic", "train.open"])
 def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, place):
     """Of a checkpoint, the ledger, and the log as a run begins and later."""
-    Path("run/step_0000007.pt.1.tmp").touch()    # of a killed run
+    Path(f"run/step_0000007.pt.{'0a' * 16}.tmp").touch()    # of a killed run
 
     def full(*_):
         try:
