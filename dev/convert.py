@@ -31,7 +31,6 @@ import json
 import multiprocessing
 import os
 import re
-import shlex
 import shutil
 import signal
 import threading
@@ -462,7 +461,7 @@ def workshop(out, n):
     except FileExistsError as error:
         raise UserError(
             f"{building} exists: another convert writes {out}, or was killed; wait for it, or "
-            f"rm -r {shlex.quote(building)}") from error
+            f"rm -r {dataset.quote(building)}") from error
     pool = None
     try:
         if n > 1:
@@ -506,8 +505,8 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
-    add("inputs", nargs="+", metavar="IN", help=f"files, folders, globs in quotes: {SUFFIXES} "
-        "(a .tsv has no quotes around texts)")
+    add("inputs", nargs="+", metavar="IN", type=dataset.expand_home,
+        help=f"files, folders, globs in quotes: {SUFFIXES} (a .tsv has no quotes around texts)")
     add("--out", type=dataset.local_folder,
         help="folder, new or empty (default: where train.py looks)")
     add("--text_key", help="key or column that holds the text (default text); a.b: b in a")

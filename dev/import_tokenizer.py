@@ -19,7 +19,7 @@ import unicodedata
 
 from tiktoken_ext.openai_public import r50k_pat_str
 
-from dataset import Parser, UserError, divide, errors_in_one_line, local_folder
+from dataset import Parser, UserError, divide, errors_in_one_line, expand_home, local_folder
 from tokenizer import RustBPETokenizer, build_encoding, texts_of_tokens
 
 BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<|bos|>", "<s>")
@@ -194,7 +194,7 @@ def main(argv=None):
         "python -m dev.import_tokenizer",
         description="Convert Hugging Face's tokenizer.json, if it is a byte-level BPE.",
         epilog="example: python -m dev.import_tokenizer tokenizer.json --out my_llama")
-    parser.add_argument("file", help="a tokenizer.json")
+    parser.add_argument("file", type=expand_home, help="a tokenizer.json")
     parser.add_argument(
         "--out", required=True, type=local_folder, help="new folder to save it in")
     parser.add_argument("--bos", help=f"token before each document (default: {BOS_NAMES})")
