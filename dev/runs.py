@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataloader import PackedLoader
-from dataset import Location, Parser, UserError, errors_in_one_line
+from dataset import Location, Parser, UserError, errors_in_one_line, expand_home
 from dev.convert import at_least_1
 from dev.ledger import list_ledger
 from tokenizer import RustBPETokenizer
@@ -286,20 +286,22 @@ def make_parser():
         "audit", description=audit.__doc__,
         epilog="example: python -m dev.runs audit --resume runs/mine/step_0000800.pt")
     command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps))
-    command.add_argument("--resume", required=True, metavar="FILE", help="a checkpoint of the run")
+    command.add_argument("--resume", required=True, type=expand_home, metavar="FILE",
+                         help="a checkpoint of the run")
     command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the next one")
 
     command = commands.add_parser(
         "losses", description=losses.__doc__, epilog="example: python -m dev.runs losses runs/mine")
     command.set_defaults(lines=lambda flags: losses(flags.run, flags.head))
-    command.add_argument("run", metavar="RUN", help="the folder of a run with --ledger")
+    command.add_argument("run", type=expand_home, metavar="RUN",
+                         help="the folder of a run with --ledger")
     command.add_argument("--head", type=at_least_1, default=10, metavar="N", help="default 10")
 
     command = commands.add_parser(
         "when", description=when.__doc__,
         epilog="example: python -m dev.runs when runs/mine shard_00000.parquet:0")
     command.set_defaults(lines=lambda flags: when(flags.run, flags.document, flags.text))
-    command.add_argument("run", metavar="RUN", help="the folder of a run")
+    command.add_argument("run", type=expand_home, metavar="RUN", help="the folder of a run")
     command.add_argument("document", nargs="?", metavar="FILE[:GROUP]:ROW",
                          help="row of the file, or of a row group in it; the first is 0")
     command.add_argument("--text", help="words of the documents")
