@@ -21,6 +21,9 @@ import sys
 
 import pytest
 
+import dataloader
+import dataset
+import tokenizer
 from dataloader import PackedLoader
 from dev.tests.test_train import own_signals  # noqa: F401, a fixture
 from test_dataloader import HERE
@@ -124,6 +127,14 @@ def test_python_works_after_the_commands(reader, monkeypatch):
         next(loader)
         loader.close()
     assert len(loaders) == 4
+
+def test_calls_in_the_table_of_the_api_exist():
+    section = README.partition("## The API on one screen")[2].partition("\n## ")[0]
+    calls = re.findall(r"`(\.?\w+)(?=[(`])", "\n".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
+    for call in calls:
+        owners = [PackedLoader] if call[0] == "." else [dataloader, dataset, tokenizer]
+        assert any(hasattr(owner, call.strip(".")) for owner in owners), call
+    assert len(calls) > 15
 
 def without_code(page):
     text = (HERE / page).read_text(encoding="utf-8")
