@@ -17,6 +17,7 @@ if __name__ == "__main__" and not __package__:
 import argparse
 import collections
 import itertools
+import json
 import math
 import os
 import shlex
@@ -90,7 +91,7 @@ def tokenize_shard(shard, out, encoder, where, keep):
     made_from = {
         dataset.TOKEN_DTYPE: dtype.name,
         dataset.FINGERPRINT: encoder.fingerprint,
-        dataset.TEXT_BYTES: str(shard.text_bytes),
+        dataset.GROUP_BYTES: json.dumps(shard.group_bytes),
         dataset.TEXT_DIGEST: shard.digest or ""}
     path = f"{out}/{shard.name}"
     if os.path.exists(path):

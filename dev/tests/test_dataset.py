@@ -144,7 +144,8 @@ def test_a_shard_gives_back_what_was_written(tmp_path):
     write(folder, "c", groups=[[]])    # no shard of documents, so not val
     (shard,) = list_shards(folder, "train")
     assert [shard.read(i).to_pylist() for i in range(3)] == groups
-    assert (shard.kind, shard.group_sizes, shard.text_bytes) == ("text", (3, 0, 1), 4)
+    assert (shard.kind, shard.group_sizes, shard.group_bytes) == ("text", (3, 0, 1), (1, 0, 3))
+    assert shard.text_bytes == 4
     table = pa.table({"score": [0.5], "text": ["x"], "more": [None]})
     dataset.write_shard(f"{folder}/a.parquet", [table, table])
     assert read(*list_shards(folder, "train")) == ["x", "x"]
@@ -319,12 +320,23 @@ def test_a_flipped_bit_in_our_own_keys_is_an_error(tmp_path):
     folder = write(tmp_path, "a", "b", groups=[["x" * 99]] * 3)
     path = tmp_path / "a.parquet"
     sound = path.read_bytes()
-    for key in (b"nanoloader.text_bytes", b"nanoloader.checksums"):
+    for key in (b"nanoloader.group_bytes", b"nanoloader.checksums"):
         data = bytearray(sound)
         data[sound.index(key) + len(key) + 3] ^= 1    # a digit of its value
         path.write_bytes(data)
         with pytest.raises(UserError, match=r"a.parquet, footer: checksum mismatch: its keys"):
             list_shards(folder, "train")
+
+def test_older_shards_have_bytes_by_documents(tmp_path):
+    """Of their text and of tokens made from it alike, so that lanes are cut alike."""
+    groups = [pa.array(group, pa.string()) for group in (["a" * 9, "b" * 3], [], ["c" * 999])]
+    for kind, ours in {"text": {}, "tokens": {dataset.TOKEN_DTYPE: "uint16"}}.items():
+        with mock.patch.multiple("dataset", GROUP_BYTES="unused", KEYS_SHA256="none"):
+            for name in "ab":
+                metadata = {dataset.TEXT_BYTES: "1001", **ours}
+                dataset.write_shard(f"{tmp_path}/{kind}/{name}.parquet", groups, kind, metadata)
+        (shard,) = list_shards(f"{tmp_path}/{kind}", "train")
+        assert shard.group_bytes == (667, 0, 334)
 
 def test_older_shards_have_no_checksum_of_their_keys(tmp_path):
     with mock.patch("dataset.KEYS_SHA256", "something.else"):
@@ -333,7 +345,8 @@ def test_older_shards_have_no_checksum_of_their_keys(tmp_path):
 
 @pytest.mark.parametrize("field, value", [
     ("group_sizes", [-1]), ("group_sizes", [1.5]), ("group_sizes", ["3"]), ("group_sizes", [None]),
-    ("group_sizes", 3), ("group_sizes", [10**30]), ("text_bytes", "9"), ("text_bytes", -9),
+    ("group_sizes", 3), ("group_sizes", [10**30]), ("group_bytes", ["9", 9]),
+    ("group_bytes", [-9, 9]), ("group_bytes", [9]), ("group_bytes", None),
     ("file_size", None), ("file_size", True), ("digest", [1]), ("dtype", {})])
 def test_numbers_of_an_index_are_checked_where_it_is_read(tmp_path, field, value):
     folder = write(tmp_path, "a", "b")
@@ -464,10 +477,22 @@ def test_index_holds_what_the_footers_say(tmp_path, capsys):
     with mock.patch("dataset.parse_footer", side_effect=AssertionError):
         assert dataset.all_shards(folder) == before
     index = json.loads((tmp_path / "index.json").read_bytes())
-    assert index == {"format": 4, "shards": {"a.parquet": {
+    assert index == {"format": 5, "shards": {"a.parquet": {
         "kind": "text", "dtype": None, "tokenizer_fingerprint": None,
-        "file_size": os.path.getsize(tmp_path / "a.parquet"), "text_bytes": 99 * 8,
-        "group_sizes": [3, 5], "digest": "b29037bed2a8726b"}}}
+        "file_size": os.path.getsize(tmp_path / "a.parquet"), "group_sizes": [3, 5],
+        "group_bytes": [297, 495], "digest": "b29037bed2a8726b"}}}
+
+def test_an_index_of_an_older_version_gives_the_same_shards(server):
+    """It has no bytes of row groups, so the footers are read, also where nothing can be listed."""
+    before = dataset.all_shards(server.web)
+    index = json.loads(server.files["index.json"])
+    index["format"] = 4
+    for entry in index["shards"].values():
+        entry["text_bytes"] = sum(entry.pop("group_bytes"))
+    server.files["index.json"] = json.dumps(index).encode()
+    server.gets.clear()
+    assert dataset.all_shards(server.web) == before
+    assert [name for name, _ in server.gets].count("a.parquet") == 1
 
 def test_a_folder_is_not_read_before_its_writer_has_finished(tmp_path, monkeypatch):
     """Nor is the built-in corpus used instead of a download that has begun."""

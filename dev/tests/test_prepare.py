@@ -70,8 +70,8 @@ def test_token_shards_mirror_text_shards(tmp_path, byte_tokenizer):
     texts = make_shards(tmp_path / "text")
     assert command("tokenize", tmp_path / "text", "--out", tmp_path / "tokens") is None
     for text, tokens in zip(all_of(tmp_path / "text"), all_of(tmp_path / "tokens"), strict=True):
-        assert (text.name, text.text_bytes, text.group_sizes, text.digest) == (
-            tokens.name, tokens.text_bytes, tokens.group_sizes, tokens.digest)
+        assert (text.name, text.group_bytes, text.group_sizes, text.digest) == (
+            tokens.name, tokens.group_bytes, tokens.group_sizes, tokens.digest)
         assert (tokens.kind, tokens.dtype) == ("tokens", "uint16")
         assert tokens.tokenizer_fingerprint == "bytes"
     ids = [np.frombuffer(raw, "<u2").tolist() for raw in read_all(tmp_path / "tokens")]

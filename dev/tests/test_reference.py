@@ -127,7 +127,7 @@ def write_tokens(root, ids, dtype):
             arrays.append(pa.array(raw, pa.binary()))
         write_shard(f"{root}/tokens/{shard.name}", arrays, "tokens", {
             dataset.TOKEN_DTYPE: dtype.name, dataset.FINGERPRINT: "bytes",
-            dataset.TEXT_BYTES: str(shard.text_bytes), dataset.TEXT_DIGEST: shard.digest})
+            dataset.GROUP_BYTES: json.dumps(shard.group_bytes), dataset.TEXT_DIGEST: shard.digest})
     dataset.write_index(f"{root}/tokens")
 
 def draw_sources(draw, corpora):

@@ -400,7 +400,7 @@ def test_the_command_trains_by_the_rule_and_overwrites_nothing(tmp_path, base, c
     with pytest.raises(SystemExit, match=r"^error: .* has a tokenizer, which checkpoints"):
         module.main(own)
     extra = {"nanoloader.dtype": "uint16", "nanoloader.tokenizer": "x",
-             "nanoloader.text_bytes": "2", "nanoloader.tokenizer_dir": "/my/own"}
+             "nanoloader.group_bytes": "[2]", "nanoloader.tokenizer_dir": "/my/own"}
     tokens = write_data(tmp_path / "tokens", [b"ab", b"ab"], "tokens", extra)
     with pytest.raises(SystemExit, match=r"holds tokens, but .* made them: --tokenizer /my/own"):
         module.main(["--data", tokens, "--out", f"{tmp_path}/new"])
