@@ -8,11 +8,11 @@ import glob
 import gzip
 import hashlib
 import io
-import itertools
 import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -20,6 +20,7 @@ import sys
 import time
 import zlib
 from codecs import BOM_UTF8
+from pathlib import Path
 from unittest import mock
 
 import pyarrow as pa
@@ -35,65 +36,112 @@ from test_dataloader import HERE
 LOOPS_MD = (HERE / "dev/loops.md").read_text()
 
 # --------------------------------------------------------------------------------------------------
-# Files, commands and what they made
+# Each test has a folder of its own: `in` is converted to `out`
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+@pytest.fixture
+def output(capsys):
+    """What was printed since the last call, without the folder's own path."""
+    return lambda: relative(capsys.readouterr().out)
+
+def relative(text):
+    return text.replace(f"{os.getcwd()}/", "")
 
 def as_json(*rows):
     return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
-def texts_as_json(texts, key="text"):
-    return as_json(*({key: text} for text in texts))
+def texts_as_json(texts):
+    return as_json(*({"text": text} for text in texts))
 
-def write(folder, files):
-    """{name: bytes or str} -> the folder"""
+def write(files, folder="in"):
+    """{name: bytes or str}"""
     for name, data in files.items():
-        path = folder / name
+        path = Path(folder, name)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data.encode() if isinstance(data, str) else data)
-    return folder
 
-def command(*words, main=convert.main):
+def write_rows(*rows):
+    write({"a.jsonl": as_json(*rows)})
+
+def write_texts(texts):
+    write({"a.jsonl": texts_as_json(texts)})
+
+def command(*words):
     """The line or status with which a command ends; None if all went well."""
     try:
-        main([*map(str, words)])
+        convert.main(shlex.split(" ".join(map(str, words))))
     except SystemExit as end:
-        return end.code
+        return relative(f"{end.code}")
 
-def converted(folder, *words):
-    """All documents of folder/in, converted."""
-    shutil.rmtree(folder / "out", ignore_errors=True)
-    assert command(folder / "in", "--out", folder / "out", *words) is None
-    return read_all(folder / "out")
+def converted(*words):
+    """All documents, sorted."""
+    shutil.rmtree("out", ignore_errors=True)
+    assert command("in --out out", *words) is None
+    return sorted(read_all())
 
-def rows_of(folder):
+def chats(*words):
+    """All conversations, the shortest first."""
+    return sorted(map(json.loads, converted(*words)), key=len)
+
+def refused(*words):
+    """The line with which it ends."""
+    return command("in --out x", *words)
+
+def rows_of(folder="out"):
     """All rows of all columns."""
-    return [row for shard in all_of(folder) for row in pq.read_table(shard.path).to_pylist()]
+    tables = [pq.read_table(shard.path) for shard in all_of(folder)]
+    return pa.concat_tables(tables).to_pylist()
 
-def all_of(folder):
-    return dataset.list_shards(str(folder), "train") + dataset.list_shards(str(folder), "val")
+def all_of(folder="out"):
+    return dataset.list_shards(folder, "train") + dataset.list_shards(folder, "val")
 
-def read_all(folder):
+def documents_of(shards):
+    documents = []
+    for shard in shards:
+        for row_group in range(len(shard.group_sizes)):
+            documents += shard.read(row_group).to_pylist()
+    return documents
+
+def read_all(folder="out"):
     """Every document of both splits, in order."""
-    groups = [s.read(i).to_pylist() for s in all_of(folder) for i in range(len(s.group_sizes))]
-    return list(itertools.chain.from_iterable(groups))
+    return documents_of(all_of(folder))
+
+def sides():
+    """The documents of train and of val, each sorted."""
+    splits = [dataset.list_shards("out", split) for split in ("train", "val")]
+    return [sorted(documents_of(shards)) for shards in splits]
+
+def user(content):
+    return {"role": "user", "content": content}
+
+def answer(content, **others):
+    return {"role": "assistant", "content": content, **others}
+
+USER, ANSWER = user("Hi"), answer("Hello")
+TALK = [USER, ANSWER]
+HIDDEN = answer("Hello", weight=0)
 
 # --------------------------------------------------------------------------------------------------
 # Every document once, in an order that nothing changes
 
-def test_documents_of_two_files_are_shuffled(tmp_path, capsys):
-    write(tmp_path / "in", {"a.jsonl": '{"text": "one"}\n{"text": "two"}\n', "b.txt": "three"})
-    assert sorted(converted(tmp_path)) == ["one", "three", "two"]
-    printed = capsys.readouterr().out
-    assert "\n2 files -> 3 documents in 3 shards, the last for val (1 document), in /" in printed
-    assert sorted(os.listdir(tmp_path)) == ["in", "out"]
+def test_documents_of_two_files_are_shuffled(output):
+    write({"a.jsonl": '{"text": "one"}\n{"text": "two"}\n', "b.txt": "three"})
+    assert converted() == ["one", "three", "two"]
+    printed = output()
+    assert "\n2 files -> 3 documents in 3 shards, the last for val (1 document), in out\n" in printed
+    assert sorted(os.listdir()) == ["in", "out"]
 
-def test_null_and_empty_documents_are_counted(tmp_path, capsys):
+def test_null_and_empty_documents_are_counted(output):
     table = pa.table({"text": ["a", None, "", None]})
     lines = as_json({"text": "b"}, {"text": None, "n": 1})
-    write(tmp_path / "in", {"a.parquet": as_parquet(table), "b.jsonl": lines})
-    assert sorted(converted(tmp_path)) == ["a", "b"]
+    write({"a.parquet": as_parquet(table), "b.jsonl": lines})
+    assert converted() == ["a", "b"]
     expected = (
-        f"skipped documents whose 'text' is null or empty: 4, such as {tmp_path}/in/a.parquet, row 1\n")
-    assert expected in capsys.readouterr().out
+        "skipped documents whose 'text' is null or empty: 4, such as in/a.parquet, row 1\n")
+    assert expected in output()
 
 def as_parquet(table):
     sink = pa.BufferOutputStream()
@@ -106,6 +154,9 @@ def as_arrow(table, opened):
         writer.write_table(table, max_chunksize=2)
     return sink.getvalue().to_pybytes()
 
+def as_stream(*texts):
+    return as_arrow(as_table(texts), pa.ipc.new_stream)
+
 def as_csv(texts, delimiter):
     sink = io.StringIO(newline="")
     rows = csv.writer(sink, delimiter=delimiter)
@@ -113,20 +164,33 @@ def as_csv(texts, delimiter):
     return sink.getvalue().encode()
 
 def as_table(texts, kind=None):
-    texts = pa.array(texts, pa.string())
-    return pa.table({"n": range(len(texts)), "text": texts.cast(kind) if kind else texts})
+    texts = pa.array(texts, pa.string()).cast(kind or pa.string())
+    return pa.table({"n": range(len(texts)), "text": texts})
+
+def as_file(suffix, *rows):
+    if suffix == "jsonl":
+        return as_json(*rows)
+    if suffix == "parquet":
+        return as_parquet(pa.Table.from_pylist(rows))
+    sink = io.StringIO(newline="")
+    table = csv.DictWriter(sink, rows[0])
+    table.writeheader()
+    table.writerows(rows)
+    return sink.getvalue()
+
+SMALL = pa.dictionary(pa.int8(), pa.string())
 
 FORMATS = {
     "lines.jsonl": texts_as_json,
     "crlf.ndjson": lambda texts: BOM_UTF8 + texts_as_json(texts).replace(b"\n", b"\r\n\n"),
-    "array.json": lambda texts: BOM_UTF8 + json.dumps([{"text": text} for text in texts]).encode(),
+    "array.json": lambda texts: BOM_UTF8 + as_json([{"text": text} for text in texts]),
     "comma.csv": lambda texts: BOM_UTF8 + as_csv(texts, ","),
     "pipe.csv": lambda texts: as_csv(texts, "|"),
     "semicolon.csv": lambda texts: as_csv(texts, ";"),
     "tab.csv": lambda texts: as_csv(texts, "\t"),
     "a.parquet": lambda texts: as_parquet(as_table(texts)),
     "b.pq": lambda texts: as_parquet(as_table(texts, pa.large_string())),
-    "c.parquet": lambda texts: as_parquet(as_table(texts, pa.dictionary(pa.int8(), pa.string()))),
+    "c.parquet": lambda texts: as_parquet(as_table(texts, SMALL)),
     "d.arrow": lambda texts: as_arrow(as_table(texts), pa.ipc.new_stream),
     "e.feather": lambda texts: as_arrow(as_table(texts), pa.ipc.new_file)}
 PACKED = {
@@ -138,8 +202,8 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_every_format_gives_back_every_document(tmp_path, data):
-    shutil.rmtree(tmp_path / "in", ignore_errors=True)
+def test_every_format_gives_back_every_document(data):
+    shutil.rmtree("in", ignore_errors=True)
     texts = ["one", "two"]
     files = {"0.jsonl": texts_as_json(texts)}
     for name in data.draw(st.sets(st.sampled_from([*FORMATS]))):
@@ -151,508 +215,518 @@ def test_every_format_gives_back_every_document(tmp_path, data):
     for i, text in enumerate(data.draw(st.lists(TEXTS, max_size=3))):
         files[f"{i}.txt"] = BOM_UTF8 + text.encode()
         texts.append(text)
-    write(tmp_path / "in", files)
-    assert sorted(converted(tmp_path)) == sorted(filter(None, texts))
+    write(files)
+    assert converted() == sorted(filter(None, texts))
 
 def make_texts(n, seed=0):
     """Documents of all lengths and scripts, every one different."""
     pick = random.Random(seed)
     words = ["loss", "für", "日本", "🙂", "\x00", "\n", "def f(x):", "<|bos|>", " " * 9]
     lengths = [int(pick.paretovariate(0.8)) % 3000 for _ in range(n)]
-    return [f"{seed}.{i} " + " ".join(pick.choices(words, k=n)) for i, n in enumerate(lengths)]
+    texts = [" ".join(pick.choices(words, k=n)) for n in lengths]
+    return [f"{seed}.{i} {text}" for i, text in enumerate(texts)]
 
-def many_inputs(folder):
-    texts = make_texts(300)
-    return write(folder, {f"{i}.jsonl": texts_as_json(texts[i::8]) for i in range(8)})
-
-def test_kept_values_count_for_the_size_of_a_run(tmp_path, monkeypatch):
-    write(tmp_path / "in", {"a.jsonl": as_json(*({"text": i, "html": "b" * 500} for i in "ab" * 20))})
+def test_kept_values_count_for_the_size_of_a_run(monkeypatch):
+    write_rows(*20 * [{"text": "a", "html": "b" * 500}, {"text": "b", "html": "b" * 500}])
     monkeypatch.setattr(convert, "RUN_BYTES", 1000)
     with mock.patch("dev.convert.write_run", wraps=convert.write_run) as write_run:
-        assert sorted(converted(tmp_path, "--keep", "html")) == ["a"] * 20 + ["b"] * 20
+        assert converted("--keep html") == ["a"] * 20 + ["b"] * 20
     assert write_run.call_count == 20
 
-@pytest.mark.parametrize("first_key, flags", [
-    ("name", []), ("content", ["--text_key", "text"]), ("text", ["--text_key", "text"])])
-def test_an_array_of_records_is_no_conversation(tmp_path, first_key, flags):
+@pytest.mark.parametrize("first_key, words", [
+    ("name", ""),
+    ("content", "--text_key text"),
+    ("text", "--text_key text")])
+def test_an_array_of_records_is_no_conversation(first_key, words):
     records = [{first_key: text, "text": text} for text in ("one", "two")]
-    write(tmp_path / "in", {"a.json": as_json(records)})
-    assert sorted(converted(tmp_path, *flags)) == ["one", "two"]
+    write({"a.json": as_json(records)})
+    assert converted(words) == ["one", "two"]
 
-@pytest.mark.parametrize("run_bytes, tasks, workers", [(1 << 30, 1, 1), (9, 256, 1), (999, 3, 2)])
-def test_order_never_changes(tmp_path, monkeypatch, run_bytes, tasks, workers):
+@pytest.mark.parametrize("run_bytes, tasks, workers", [
+    (1 << 30, 1, 1),
+    (9, 256, 1),
+    (999, 3, 2)])
+def test_order_never_changes(monkeypatch, run_bytes, tasks, workers):
     """One run or many, one process or two."""
-    many_inputs(tmp_path / "in")
+    texts = make_texts(300)
+    for i in range(8):
+        write({f"{i}.jsonl": texts_as_json(texts[i::8])})
     monkeypatch.setattr(convert, "RUN_BYTES", run_bytes)
     monkeypatch.setattr(convert, "TASKS", tasks)
     monkeypatch.setattr(convert, "cores", lambda: 2)
-    documents = converted(tmp_path, "-w", workers)
-    assert hashlib.sha256(json.dumps(documents).encode()).hexdigest()[:16] == "5923e59d1dbf576d"
+    converted("-w", workers)
+    documents = json.dumps(read_all()).encode()
+    assert hashlib.sha256(documents).hexdigest().startswith("5923e59d1dbf576d")
 
-def test_shards_are_equal_and_val_is_a_hundredth(tmp_path, monkeypatch):
+def test_shards_are_equal_and_val_is_a_hundredth(monkeypatch):
     """... of the documents, or 64 of them. A document of a twentieth of all text is not in val."""
     monkeypatch.setattr(convert, "SHARD_BYTES", 20_000)
-    texts = [f"{i}" * (i % 50) or "." for i in range(2000)] + ["long" * 5000] * 10
+    texts = [f"{i}" * (i % 50) or "." for i in range(2000)]
+    texts += 10 * ["long" * 5000]
     n_bytes = sum(map(len, texts))
     for k in range(5):
-        write(tmp_path / "in", {"a.jsonl": texts_as_json(texts[k:] + texts[:k])})
-        assert sorted(converted(tmp_path)) == sorted(texts)
-        *train, val = all_of(tmp_path / "out")
+        write_texts(texts[k:] + texts[:k])
+        assert converted() == sorted(texts)
+        *train, val = all_of()
         assert sum(val.group_sizes) == 64 and val.text_bytes < 20_000
     sizes = [sum(shard.group_sizes) for shard in train]
-    assert 4 < len(train) < n_bytes / 20_000 + 3 and max(sizes) - min(sizes) <= 1
+    assert 4 < len(train) < n_bytes / 20_000 + 3
+    assert max(sizes) - min(sizes) <= 1
     assert min(len(shard.group_sizes) for shard in train) >= 16
 
 @pytest.mark.parametrize("book, size, parts", [
-    (b"ab\n\ncdef\n\nefgh", 10, ["ab\n\ncdef\n\n", "efgh"]), (b"a b c", 4, ["a b ", "c"]),
+    (b"ab\n\ncdef\n\nefgh", 10, ["ab\n\ncdef\n\n", "efgh"]),
+    (b"a b c", 4, ["a b ", "c"]),
     (b"ab\r\rc d\re f\r\n", 7, ["ab\r\r", "c d\r", "e f\r\n"]),
-    (b"a\r\n\r\nb c\nd", 6, ["a\r\n\r\n", "b c\nd"]), (b"ab\nc d\ne", 6, ["ab\n", "c d\ne"]),
-    ("ä\u20ac".encode(), 4, ["ä", "\u20ac"]), (b"abc", 1, ["a", "b", "c"])])
-def test_a_book_is_cut_at_blank_lines(tmp_path, book, size, parts):
+    (b"a\r\n\r\nb c\nd", 6, ["a\r\n\r\n", "b c\nd"]),
+    (b"ab\nc d\ne", 6, ["ab\n", "c d\ne"]),
+    ("ä\u20ac", 4, ["ä", "\u20ac"]),
+    (b"abc", 1, [*"abc"])])
+def test_a_book_is_cut_at_blank_lines(book, size, parts):
     """... else at line ends, else at spaces, never within a character."""
-    write(tmp_path / "in", {"book.txt": book, "b.jsonl": as_json({"text": "\n\n\n\n"})})
-    assert sorted(converted(tmp_path, "--cut_bytes", size)) == sorted([*parts, "\n\n\n\n"])
+    write({"book.txt": book, "b.jsonl": as_json({"text": "\n\n\n\n"})})
+    assert converted("--cut_bytes", size) == sorted([*parts, "\n\n\n\n"])
 
-def test_all_lines_before_a_damaged_place_are_read(tmp_path, capsys):
+def test_all_lines_before_a_damaged_place_are_read(output):
     """As zlib decompresses them."""
     data = gzip.compress(texts_as_json(make_texts(900)))[:-2000]
-    write(tmp_path / "in", {"a.jsonl.gz": data})
+    write({"a.jsonl.gz": data})
     n_whole = zlib.decompressobj(31).decompress(data).count(b"\n")
-    assert len(converted(tmp_path, "--skip_bad")) == n_whole > 100
-    assert f"a.jsonl.gz, unreadable after line {n_whole}: Compr" in capsys.readouterr().out
+    assert len(converted("--skip_bad")) == n_whole > 100
+    assert f"a.jsonl.gz, unreadable after line {n_whole}: Compr" in output()
 
-def test_a_damaged_text_is_alone_left_out(tmp_path, capsys):
-    write(tmp_path / "in", {"a.txt": b"\n".join([b"good 1", b"bad \x92", b"good 2", b"good 3"])})
-    line = command(tmp_path / "in", "--out", tmp_path / "x", "--split_at", "\\n")
+def test_a_damaged_text_is_alone_left_out(output):
+    write({"a.txt": b"\n".join([b"good 1", b"bad \x92", b"good 2", b"good 3"])})
+    line = refused("--split_at '\\n'")
     assert "a.txt, text 1: 'utf-8' codec" in line
-    found = converted(tmp_path, "--split_at", "\\n", "--skip_bad")
+    found = converted("--split_at '\\n'", "--skip_bad")
     assert sorted(found) == ["good 1", "good 2", "good 3"]
-    assert "\nskipped bad documents: 1, such as " in capsys.readouterr().out
+    assert "\nskipped bad documents: 1, such as " in output()
 
 @pytest.mark.parametrize("suffix", ["zst", "bz2"])
-def test_hardly_a_line_before_a_damaged_place_is_lost(tmp_path, suffix):
+def test_hardly_a_line_before_a_damaged_place_is_lost(suffix):
     """Two files that were compressed apart, and joined; the second one was cut off."""
     lines = texts_as_json([f"{i}".zfill(100) for i in range(60)])
     codec = pa.Codec("zstd") if suffix == "zst" else bz2
     data = codec.compress(lines)
-    write(tmp_path / "in", {f"a.jsonl.{suffix}": bytes(data) + bytes(data)[:-20]})
-    assert len(converted(tmp_path, "--skip_bad")) > 60 - 1024 / 100
+    write({f"a.jsonl.{suffix}": bytes(data) + bytes(data)[:-20]})
+    assert len(converted("--skip_bad")) > 60 - 1024 / 100
 
-def test_marks_between_documents_divide_text(tmp_path, capsys):
+def test_marks_between_documents_divide_text(output):
     stories = [f"Cat {i}.\n\nIt slept.".encode() for i in range(9)]
-    write(tmp_path / "in", {
+    write({
         "a.txt": b"\n<|endoftext|>\n".join(stories) + b"<|endoftext|>\n",
         "b.jsonl": texts_as_json(["see <|endoftext|>", "a <s>truck</s>", "5 < s"])})
-    found = converted(tmp_path, "--split_at", "<|endoftext|>", "--cut_bytes", "9")
+    found = converted("--split_at <|endoftext|> --cut_bytes 9")
     assert len(found) == 9 * 2 + 3 and found.count("It slept.") == 9
-    printed = capsys.readouterr().out
-    assert "\ntexts with <|endoftext|>, a special token's name, which is plain text here (" in printed
+    printed = output()
+    assert "\ntexts with <|endoftext|>, a special token's name, which is plain text here" in printed
     assert "--split_at '</s>'; to remove it: sed 's#</s>##g' OLD > NEW): 1, " in printed
     assert ("\n8 of 21 documents are copies of others, white space aside; train and val share none "
             "(--drop_copies keeps one of each)\n") in printed
-    found = converted(tmp_path, "--split_at", "<|endoftext|>", "--drop_copies")
+    found = converted("--split_at <|endoftext|> --drop_copies")
     assert len(found) == 12
 
 # --------------------------------------------------------------------------------------------------
 # Val shares no text with train
 
-def sides(folder):
-    train, val = (
-        [text for shard in dataset.list_shards(str(folder), split)
-         for i in range(len(shard.group_sizes)) for text in shard.read(i).to_pylist()]
-        for split in ("train", "val"))
-    return train, val
+NUMBER = st.integers(0, 300).map(str)
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.integers(0, 300), min_size=2, max_size=400), st.booleans())
-def test_no_text_is_in_train_and_in_val(tmp_path, numbers, drop):
-    shutil.rmtree(tmp_path / "in", ignore_errors=True)
-    texts = [f"{n}" for n in numbers]
-    write(tmp_path / "in", {"a.jsonl": texts_as_json(texts[::2]), "b.csv": as_csv(texts[1::2], ",")})
-    shutil.rmtree(tmp_path / "out", ignore_errors=True)
-    line = command(tmp_path / "in", "--out", tmp_path / "out", *(["--drop_copies"] * drop))
+@given(st.lists(NUMBER, min_size=2, max_size=400), st.booleans())
+def test_no_text_is_in_train_and_in_val(texts, drop):
+    shutil.rmtree("in", ignore_errors=True)
+    write_texts(texts[::2])
+    write({"b.csv": as_csv(texts[1::2], ",")})
+    shutil.rmtree("out", ignore_errors=True)
+    line = command("in --out out", "--drop_copies" * drop)
     different = sorted({*texts})
     if len(different) == 1:
         assert " of 1 text; train and val need one each (to divide" in line
         return
-    train, val = sides(tmp_path / "out")
+    train, val = sides()
     assert train and val and not {*train} & {*val}
     assert sorted(train + val) == (different if drop else sorted(texts))
-    assert len({*val}) == max(1, len(different) // 100, min(64, len(different) // 10))
+    n = len(different)
+    assert len({*val}) == max(1, n // 100, min(64, n // 10))
 
-def test_a_table_in_three_formats_is_noticed(tmp_path, capsys):
+def with_one_space(texts):
+    return [" ".join(text.split()) for text in texts]
+
+def test_a_table_in_three_formats_is_noticed(output):
     texts = [f"row {i}" for i in range(500)]
-    write(tmp_path / "in", {
-        "data.parquet": as_parquet(as_table(texts)), "data.jsonl": texts_as_json(texts),
-        "data.csv": as_csv([f"\n{text}".replace(" ", "\r\n") for text in texts], ",")})
-    assert len(converted(tmp_path)) == 1500
-    said = "\n1,000 of 1,500 documents are copies of others, white space aside; train and val share "
-    assert f"{said}none (--drop_copies keeps" in capsys.readouterr().out
-    train, val = [{" ".join(text.split()) for text in side} for side in sides(tmp_path / "out")]
-    assert not train & val
-    found = [" ".join(text.split()) for text in converted(tmp_path, "--drop_copies")]
-    assert sorted(found) == sorted(texts)
-    assert said in capsys.readouterr().out
+    wrapped = [f"\nrow\r\n{i}" for i in range(500)]
+    write({"data.parquet": as_parquet(as_table(texts)), "data.jsonl": texts_as_json(texts),
+           "data.csv": as_csv(wrapped, ",")})
+    assert len(converted()) == 1500
+    said = "\n1,000 of 1,500 documents are copies of others, white space aside; train and val sha"
+    assert f"{said}re none (--drop_copies keeps" in output()
+    train, val = map(with_one_space, sides())
+    assert not {*train} & {*val}
+    assert sorted(with_one_space(converted("--drop_copies"))) == sorted(texts)
+    assert said in output()
 
 @pytest.mark.parametrize("other", [[], ["x" * 999]])
-def test_copies_have_the_same_words(tmp_path, capsys, other):
+def test_copies_have_the_same_words(output, other):
     """Lines may end elsewhere, and there may be white space around the text."""
     texts = ["nowhere", "now here", "7 11 3", "71 1 3", "a", *other]
-    write(tmp_path / "in", {"a.jsonl": texts_as_json([*texts, "\tnow\r\nhere\n\n"])})
-    found = converted(tmp_path, "--drop_copies")
-    assert sorted(" ".join(text.split()) for text in found) == sorted(texts)
-    assert f"\n1 of {len(texts) + 1} documents are copies " in capsys.readouterr().out
+    write_texts([*texts, "\tnow\r\nhere\n\n"])
+    found = converted("--drop_copies")
+    assert sorted(with_one_space(found)) == sorted(texts)
+    assert f"\n1 of {len(texts) + 1} documents are copies " in output()
 
-def test_a_very_frequent_text_is_not_all_of_val(tmp_path):
+def test_a_very_frequent_text_is_not_all_of_val():
     for i in range(8):
-        write(tmp_path / "in", {"a.jsonl": texts_as_json(["disclaimer" * i] * 900 + make_texts(100, i))})
-        converted(tmp_path)
-        _, val = sides(tmp_path / "out")
+        write_texts(["disclaimer" * i] * 900 + make_texts(100, i))
+        converted()
+        _, val = sides()
         assert len(val) == 10
 
 @pytest.mark.parametrize("n_bytes", [1000, 100_000])
 @pytest.mark.parametrize("other", [300, 3])
-def test_a_book_beside_a_note_is_not_val(tmp_path, n_bytes, other):
+def test_a_book_beside_a_note_is_not_val(n_bytes, other):
     for i in range(20):
-        write(tmp_path / "in", {"book.txt": f"{i} ".ljust(n_bytes, "."), "note.txt": f"{i}" * other})
-        converted(tmp_path)
-        assert sides(tmp_path / "out")[1] == [f"{i}" * other]
+        write({"book.txt": f"{i} ".ljust(n_bytes, "."), "note.txt": f"{i}" * other})
+        converted()
+        assert sides()[1] == [f"{i}" * other]
 
 @pytest.mark.parametrize("form", ["folder", "glob", "files", "folders"])
-def test_splits_in_names_mean_the_same_for_all_forms_of_inputs(tmp_path, capsys, form):
+def test_splits_in_names_mean_the_same_for_all_forms_of_inputs(output, form):
     names = {"train": 40, "validation": 9, "test": 5}
-    write(tmp_path / "in", {
+    write({
         f"{name}/{i}.jsonl": texts_as_json([f"{name} {i} {k}" for k in range(n)])
         for name, n in names.items() for i in "ab"})
-    write(tmp_path / "in", {"train/c.jsonl": texts_as_json(["validation a 3"])})
+    write({"train/c.jsonl": texts_as_json(["validation a 3"])})
     inputs = {
-        "folder": [tmp_path / "in"], "glob": [f"{tmp_path}/in/**/*.jsonl"],
-        "files": glob.glob(f"{tmp_path}/in/*/*"), "folders": glob.glob(f"{tmp_path}/in/*")}
-    assert command(*inputs[form], "--out", tmp_path / "out") is None
-    train, val = sides(tmp_path / "out")
-    assert sorted(train) == sorted(f"train {i} {k}" for k in range(40) for i in "ab")
-    assert sorted(val) == sorted([
+        "folder": ["in"], "glob": ["in/**/*.jsonl"],
+        "files": glob.glob("in/*/*"), "folders": glob.glob("in/*")}
+    assert command(*inputs[form], "--out", "out") is None
+    train, val = sides()
+    assert train == sorted(f"train {i} {k}" for k in range(40) for i in "ab")
+    assert val == sorted([
         "validation a 3", *(f"validation {i} {k}" for k in range(9) for i in "ab")])
-    printed = capsys.readouterr().out
+    printed = output()
     assert "files named for test, kept out of train: 2, such as " in printed
     assert "\n1 of 99 documents are copies of others" in printed
 
-def test_without_a_name_for_train_all_others_are_train(tmp_path, capsys):
+def test_without_a_name_for_train_all_others_are_train(output):
     """As in the loader."""
     names = "data", "valid", "test"
-    write(tmp_path / "in", {f"{name}.jsonl": as_json({"text": name}) for name in names})
-    converted(tmp_path)
-    assert sides(tmp_path / "out") == (["data"], ["valid"])
-    printed = capsys.readouterr().out
-    assert f"files named for val, kept out of train: 1, such as {tmp_path}/in/valid.jsonl\n" in printed
-    assert f"files named for test, kept out of train: 1, such as {tmp_path}/in/test.jsonl\n" in printed
-    os.unlink(tmp_path / "in/data.jsonl")
-    assert sorted(converted(tmp_path)) == ["test", "valid"]
+    write({f"{name}.jsonl": as_json({"text": name}) for name in names})
+    converted()
+    assert sides() == [["data"], ["valid"]]
+    printed = output()
+    assert "files named for val, kept out of train: 1, such as in/valid.jsonl\n" in printed
+    assert "files named for test, kept out of train: 1, such as in/test.jsonl\n" in printed
+    os.unlink("in/data.jsonl")
+    assert converted() == ["test", "valid"]
 
 @pytest.mark.parametrize("name", ["dev-guide/a.md", "the-eval.txt", "testing.md"])
-def test_names_of_notes_are_no_splits_unless_one_says_train(tmp_path, capsys, name):
+def test_names_of_notes_are_no_splits_unless_one_says_train(output, name):
     """Documentation and books have any names."""
-    write(tmp_path / "in", {"a.jsonl": texts_as_json("abc"), name: "d"})
-    assert len(converted(tmp_path)) == 4
-    said = rf"files named for (val|test), read like all others: 1, such as {tmp_path}/in/{name}\n"
-    assert re.search(said, capsys.readouterr().out)
+    write({"a.jsonl": texts_as_json("abc"), name: "d"})
+    assert len(converted()) == 4
+    said = rf"files named for (val|test), read like all others: 1, such as in/{name}\n"
+    assert re.search(said, output())
 
-def test_with_as_text_names_for_test_are_no_splits_and_said(tmp_path, capsys):
-    """Code is named for other things: train.py, test_loader.py. Wikitext's files are all named so."""
-    write(tmp_path / "in", {f"wiki.{name}.tokens": name for name in ("train", "valid", "test")})
-    converted(tmp_path, "--as_text", "*.tokens")
-    assert sides(tmp_path / "out") == (["train"], ["valid"])
-    assert "files named for test, kept out of train: 1, " in capsys.readouterr().out
-    write(tmp_path / "in", {"dataset.tokens": "other"})
-    assert len(converted(tmp_path, "--as_text", "*.tokens")) == 4
-    printed = capsys.readouterr().out
+def test_with_as_text_names_for_test_are_no_splits_and_said(output):
+    """Code is named for other things: train.py, test_loader.py. All of Wikitext's files are."""
+    write({f"wiki.{name}.tokens": name for name in ("train", "valid", "test")})
+    converted("--as_text *.tokens")
+    assert sides() == [["train"], ["valid"]]
+    assert "files named for test, kept out of train: 1, " in output()
+    write({"dataset.tokens": "other"})
+    assert len(converted("--as_text *.tokens")) == 4
+    printed = output()
     for split, name in (("val", "valid"), ("test", "test")):
         said = f"files named for {split}, read like all others: 1, such as "
-        assert f"{said}{tmp_path}/in/wiki.{name}.tokens\n" in printed
+        assert f"{said}in/wiki.{name}.tokens\n" in printed
 
-def test_a_mark_that_is_not_in_a_file_is_said(tmp_path, capsys):
+def test_a_mark_that_is_not_in_a_file_is_said(output):
     texts = {f"{name}.txt": f"{name}\n{name}{name}\n" for name in "abc"}
-    write(tmp_path / "in", {**texts, "d.jsonl": '{"text": "d"}'})
-    assert len(converted(tmp_path, "--split_at", "@")) == 4
+    write({**texts, "d.jsonl": '{"text": "d"}'})
+    assert len(converted("--split_at @")) == 4
     said = r"files that --split_at or --cut_bytes does not divide \(.*\): 4, such as "
-    assert re.search(said, capsys.readouterr().out)
-    assert len(converted(tmp_path, "--split_at", "\\n")) == 7
+    assert re.search(said, output())
+    assert len(converted("--split_at '\\n'")) == 7
     said = said.replace("4", "1") + ".*d.jsonl\n"
-    assert re.search(said, capsys.readouterr().out)
+    assert re.search(said, output())
 
 @pytest.mark.parametrize("train", ["train.jsonl", "trainset.jsonl", "trains/a.jsonl"])
 @pytest.mark.parametrize("other", ["holdout.jsonl", "data.jsonl"])
-def test_a_file_of_no_split_beside_train_is_an_error(tmp_path, train, other):
+def test_a_file_of_no_split_beside_train_is_an_error(train, other):
     """It may be a test split, or hold all of them."""
     files = {name: texts_as_json("ab") for name in (train, other, "test.jsonl")}
-    folder = write(tmp_path / "in", files)
-    for words in ([], ["--skip_bad"]):
-        line = command(folder, "--out", tmp_path / "x", *words)
-        assert f"{folder}/{train} is named for train, but {folder}/{other} names no split" in line
-        assert "rename it to train-*, val-* or test-*, or name the files to read; to ignore nam" in line
+    write(files)
+    for words in "", "--skip_bad":
+        line = refused(words)
+        assert f"in/{train} is named for train, but in/{other} names no split" in line
+        assert "rename it to train-*, val-* or test-*, or name the files to read; to ignore " in line
 
 @pytest.mark.parametrize("train, val, test", [
-    ("train", "dev", "test"), ("trainset", "valset", "testset"), ("trains/a", "devset", "tests/b")])
-def test_splits_in_names_are_kept_apart_and_said(tmp_path, capsys, train, val, test):
-    write(tmp_path / "in", {f"{name}.jsonl": texts_as_json([f"{name} {i}" for i in range(9)])
-                            for name in (train, val, test)})
-    converted(tmp_path)
-    found = [sorted(side) for side in sides(tmp_path / "out")]
-    assert found == [[f"{name} {i}" for i in range(9)] for name in (train, val)]
-    printed = capsys.readouterr().out
+    ("train", "dev", "test"),
+    ("trainset", "valset", "testset"),
+    ("trains/a", "devset", "tests/b")])
+def test_splits_in_names_are_kept_apart_and_said(output, train, val, test):
+    texts = {name: [f"{name} {i}" for i in range(9)] for name in (train, val, test)}
+    write({f"{name}.jsonl": texts_as_json(texts[name]) for name in texts})
+    converted()
+    assert sides() == [texts[train], texts[val]]
+    printed = output()
     for split, name in (("val", val), ("test", test)):
-        said = f"files named for {split}, kept out of train: 1, such as {tmp_path}/in/{name}"
+        said = f"files named for {split}, kept out of train: 1, such as in/{name}"
         assert f"\n{said}.jsonl\n" in f"\n{printed}"
 
 @pytest.mark.parametrize("form", ["folder", "glob", "files"])
-def test_caches_of_a_saved_dataset_are_not_read(tmp_path, capsys, form):
+def test_caches_of_a_saved_dataset_are_not_read(output, form):
     """Nor data files of an earlier save."""
-    folder, names = tmp_path / "in", ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
+    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     files = [*names, "cache-1f.arrow", "data-00000-of-00001.arrow"]
-    write(folder, {name: as_arrow(as_table([name, f"{name} b"]), pa.ipc.new_stream) for name in files})
-    write(folder, {"state.json": json.dumps({"_data_files": [{"filename": name} for name in names]})})
-    inputs = {"folder": [folder], "glob": [f"{folder}/*.arrow"], "files": glob.glob(f"{folder}/*.arrow")}
-    words = [*inputs[form], "--out", tmp_path / "out"]
+    state = {"_data_files": [{"filename": name} for name in names]}
+    write({name: as_stream(name, f"{name} b") for name in files})
+    write({"state.json": json.dumps(state)})
+    inputs = {"folder": ["in"], "glob": ["in/*.arrow"], "files": glob.glob("in/*.arrow")}
+    words = [*inputs[form], "--out", "out"]
     assert command(*words) is None
-    assert len({*read_all(tmp_path / "out")}) == 4
-    assert "caches of datasets' map, or not named by " in capsys.readouterr().out
-    line = command(folder / "cache-1f.arrow", "--out", tmp_path / "x")
+    assert len({*read_all()}) == 4
+    assert "caches of datasets' map, or not named by " in output()
+    line = command("in/cache-1f.arrow --out x")
     assert "no files to read; ignored files, caches of datasets' map, or not na" in line
 
-def test_caches_of_map_beside_train_are_not_read(tmp_path, capsys):
+def test_caches_of_map_beside_train_are_not_read(output):
     """In the folder of load_dataset, which has no state.json."""
     names = ["imdb-train.arrow", "imdb-test.arrow", "cache-1f.arrow"]
-    write(tmp_path / "in", {
-        name: as_arrow(as_table([name, f"{name} b"]), pa.ipc.new_stream) for name in names})
-    assert sorted(converted(tmp_path)) == ["imdb-train.arrow", "imdb-train.arrow b"]
-    assert "ignored files, caches of datasets' map, or not na" in capsys.readouterr().out
+    write({
+        name: as_stream(name, f"{name} b") for name in names})
+    assert converted() == ["imdb-train.arrow", "imdb-train.arrow b"]
+    assert "ignored files, caches of datasets' map, or not na" in output()
 
-def test_a_saved_dataset_that_selects_rows_is_refused(tmp_path):
-    state = {"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": [{"filename": "b.arrow"}]}
-    table = as_arrow(as_table("abc"), pa.ipc.new_stream)
-    write(tmp_path / "in", {"a.arrow": table, "state.json": json.dumps(state)})
-    line = command(tmp_path / "in", "--out", tmp_path / "x")
-    assert "/in/state.json selects rows of its files; save it again: DATASET.flatten_indices()" in line
+def test_a_saved_dataset_that_selects_rows_is_refused():
+    rows = [{"filename": "b.arrow"}]
+    state = {"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": rows}
+    write({"a.arrow": as_stream(*"abc"), "state.json": json.dumps(state)})
+    line = refused()
+    assert "in/state.json selects rows of its files; save it again: DATASET.flatten_indi" in line
     state["_indices_data_files"] = None
-    write(tmp_path / "in", {"state.json": json.dumps(state, indent=2)})
-    assert sorted(converted(tmp_path)) == ["a", "b", "c"]
+    write({"state.json": json.dumps(state, indent=2)})
+    assert converted() == ["a", "b", "c"]
 
 # --------------------------------------------------------------------------------------------------
 # Which columns
 
-def test_kept_columns_stay_beside_their_documents(tmp_path, capsys):
+def test_kept_columns_stay_beside_their_documents(output):
     """A key with dots is a key in a key. Other columns are counted."""
-    rows = [{"data": {"text": str(i), "n": i}, "lang": "de"} for i in range(800)]
-    rows += [{"data.text": "x", "data": {"n": None}}, {"data": {"text": "y"}}]
+    numbers = {f"{i}": i for i in range(800)}
+    rows = [{"data": {"text": text, "n": i}, "lang": "de"} for text, i in numbers.items()]
+    rows += {"data.text": "x", "data": {"n": None}}, {"data": {"text": "y"}}
     table = pa.table({"data": [{"text": "z", "n": 9, "m": 0}], "url": ["there"]})
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows), "b.parquet": as_parquet(table)})
-    converted(tmp_path, "--text_key", "data.text", "--keep", "data.n")
-    found = {row["text"]: row["data.n"] for row in rows_of(tmp_path / "out")}
-    assert found == {**{str(i): i for i in range(800)}, "x": None, "y": None, "z": 9}
-    printed = capsys.readouterr().out
+    write({"a.jsonl": as_json(*rows), "b.parquet": as_parquet(table)})
+    converted("--text_key data.text --keep data.n")
+    found = {row["text"]: row["data.n"] for row in rows_of()}
+    assert found == {**numbers, "x": None, "y": None, "z": 9}
+    printed = output()
     assert re.search(r"dropped column lang: 800, .*, line 1\n", printed)
     assert re.search(r"dropped column url: 1, .*, row 0\n", printed)
 
 @pytest.mark.parametrize("key", ["t", "a.t", "a.b.t"])
-def test_a_null_is_an_empty_document_under_any_key(tmp_path, capsys, key):
+def test_a_null_is_an_empty_document_under_any_key(output, key):
     """Also where what should have the key is null."""
     records = ["x", "y", None]
     for name in reversed(key.split(".")):
         records = [{name: value} for value in records] + [None]
-    write(tmp_path / "in", {"a.jsonl": as_json(*records[:-1])})
-    assert sorted(converted(tmp_path, "--text_key", key)) == ["x", "y"]
+    write_rows(*records[:-1])
+    assert converted("--text_key", key) == ["x", "y"]
     said = f"skipped documents whose '{key}' is null or empty: {len(records) - 3},"
-    assert said in capsys.readouterr().out
+    assert said in output()
 
-def test_hidden_shards_of_other_tools_are_no_documents(tmp_path, capsys):
+def test_hidden_shards_of_other_tools_are_no_documents(output):
     """Spark leaves what a failed task wrote."""
-    good, bad = (as_parquet(pa.table({"text": [name, name]})) for name in ("good", "bad"))
-    write(tmp_path / "in", {
+    good = as_parquet(as_table(["good", "good"]))
+    bad = as_parquet(as_table(["bad"]))
+    write({
         "part-0.parq": good, "part-1.txt": "other", "_temporary/0/part-1.parquet": bad,
         "_temporary/0/part-2.json": as_json({"text": "bad"})})
-    assert sorted(converted(tmp_path)) == ["good", "good", "other"]
-    assert "ignored files, hidden, such as Spark's _temporary: 2, " in capsys.readouterr().out
+    assert converted() == ["good", "good", "other"]
+    assert "ignored files, hidden, such as Spark's _temporary: 2, " in output()
 
 @pytest.mark.parametrize("delimiter", [";", "\t"])
-def test_columns_of_csv_are_strings(tmp_path, delimiter):
+def test_columns_of_csv_are_strings(delimiter):
     text = "\n\ntext^n\n" + "word^007\nworld^007\n"
-    write(tmp_path / "in", {"a.jsonl": "", "c.csv": text.replace("^", delimiter)})
-    converted(tmp_path, "--keep", "n")
-    rows = sorted(rows_of(tmp_path / "out"), key=str)
+    write({"a.jsonl": "", "c.csv": text.replace("^", delimiter)})
+    converted("--keep n")
+    rows = sorted(rows_of(), key=str)
     assert rows == [{"text": "word", "n": "007"}, {"text": "world", "n": "007"}]
 
 @pytest.mark.parametrize("name", ["a.tsv", "A.tsv.gz", "A.TSV.GZ"])
-def test_a_tsv_has_no_quotes(tmp_path, capsys, name):
+def test_a_tsv_has_no_quotes(output, name):
     """Corpora of linguistics, GLUE's MRPC, Tatoeba. The header may have commas."""
     texts = ["He stood.", '"I have seen', 'And I say."', '"all"', 'he: "so"', '""', "", ", ; |"]
     lines = ["id, of a row, a number\ttext", *(f"1,5\t{text}" for text in texts)]
     data = "\r\n".join(lines).encode()
-    write(tmp_path / "in", {name: gzip.compress(data) if name[5:] else data})
-    assert sorted(converted(tmp_path)) == sorted(filter(None, texts))
-    assert "texts in quotes (if these are not the text's, name it .csv): 2, " in capsys.readouterr().out
+    write({name: gzip.compress(data) if name[5:] else data})
+    assert converted() == sorted(filter(None, texts))
+    assert "texts in quotes (if these are not the text's, name it .csv): 2, " in output()
 
 @pytest.mark.parametrize("text", ['she said "so"', '"so"', '"so", she said', "two\nlines", "a\tb"])
-def test_quotes_of_a_tsv_are_said(tmp_path, capsys, text):
-    """pandas' to_csv(sep="\\t") and Excel write it. If they hold a tab or a line, it is an error."""
-    data = io.StringIO(newline="")
-    csv.writer(data, delimiter="\t").writerows([["id", "text"], [7, text], [8, "x"]])
-    write(tmp_path / "in", {"a.tsv": data.getvalue()})
-    line = command(tmp_path / "in", "--out", tmp_path / "x")
+def test_quotes_of_a_tsv_are_said(output, text):
+    """pandas' to_csv(sep="\\t") and Excel write them. With a tab or a line in them, an error."""
+    write({"a.tsv": as_csv([text, "x"], "\t")})
+    line = refused()
     if line:
         assert re.search(r"a.tsv, line [23]: expected 2 fields, as in the first line; quote texts "
-                         r"that have '.t' \(a .tsv has no quotes; if yours has, name it .csv\)", line)
+                         r"that have '.t' \(a .tsv has no quotes; if yours has, name it .csv", line)
     else:
         assert "\ntexts in quotes (if these are not the text's, name it .csv): 1, such as " in (
-            "\n" + capsys.readouterr().out)
+            "\n" + output())
     assert bool(line) == (text in ("two\nlines", "a\tb"))
-    os.rename(tmp_path / "in/a.tsv", tmp_path / "in/a.csv")
-    assert sorted(converted(tmp_path)) == sorted([text, "x"])
+    os.rename("in/a.tsv", "in/a.csv")
+    assert converted() == sorted([text, "x"])
 
-def test_columns_without_a_name_are_dropped_and_said(tmp_path, capsys):
+def test_columns_without_a_name_are_dropped_and_said(output):
     """As in the SMS spam collection, whose texts go on there."""
-    write(tmp_path / "in", {"a.csv": "v1,v2,,,\nham,one,,,\nspam,two, and a half,,\nham,three,,,x\n"})
-    assert sorted(converted(tmp_path, "--text_key", "v2")) == ["one", "three", "two"]
-    printed = capsys.readouterr().out
+    write({"a.csv": "v1,v2,,,\nham,one,,,\nspam,two, and a half,,\nham,three,,,x\n"})
+    assert converted("--text_key v2") == ["one", "three", "two"]
+    printed = output()
     assert re.search(r"dropped column v1: 3, such as .*, line 2\n", printed)
     assert re.search(r"dropped column column 5: 1, such as .*, line 4\n", printed)
-    assert len(converted(tmp_path, "--text_key", "v2", "--keep", "column 3")) == 3
-    assert " and a half" in [row["column 3"] for row in rows_of(tmp_path / "out")]
-    assert "dropped column column 3" not in capsys.readouterr().out
+    assert len(converted("--text_key", "v2",  "--keep 'column 3'")) == 3
+    assert " and a half" in [row["column 3"] for row in rows_of()]
+    assert "dropped column column 3" not in output()
 
 # --------------------------------------------------------------------------------------------------
 # What is bad is an error with its file and line, and with --skip_bad counted and shown
 
-USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}
-TALK = [USER, ANSWER]
-HIDDEN = {**ANSWER, "weight": 0}
 MISSING = r"no text or conversation under 'text' \(None\); saw "
+TWICE = pa.table([["a"], ["b"]], 2 * ["text"])
+UTF_16 = '[{"text": "x"}]'.encode("utf-16")
 
 BAD = [    # a file, what is said of it, how many documents come before
     ("a.json.gz", gzip.compress(texts_as_json(make_texts(900)))[:-2000],
      "unreadable after line [0-9]+: ", 300),
-    ("a.json.zst", b"no zstd", "unreadable: ", 0),
-    ("a.parquet", as_parquet(pa.table({"text": ["wxyz"]})).replace(b"xyz", b"xxx"),
-     "unreadable: .*CRC", 0),
-    ("a.arrow", as_arrow(as_table("abcd"), pa.ipc.new_stream)[:-8], "unreadable: its end is mi", 0),
-    ("a.json", b'[{"text": "a"},\n {"text": "b"', "unreadable: .* line 2", 0),
-    ("a.json", b"[" * 200_000, "unreadable: maximum recursion depth", 0),
-    ("a.csv", b'text\n"one more"\n"never ends\n',
+    ("a.json.zst", "no zstd", "unreadable: ", 0),
+    ("a.parquet", as_parquet(as_table(["wxyz"])).replace(b"xyz", b"xxx"), "unreadable: .*CRC", 0),
+    ("a.arrow", as_stream(*"abcd")[:-8], "unreadable: its end is mi", 0),
+    ("a.json", '[{"text": "a"},\n {"text": "b"', "unreadable: .* line 2", 0),
+    ("a.json", "[" * 200_000, "unreadable: maximum recursion depth", 0),
+    ("a.csv", 'text\n"one more"\n"never ends\n',
      "unreadable after line 2: unexpected end.*; expected quotes", 1),
     ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8; .*-f WINDOWS-1252", 0),
-    ("a.csv", b"text,text\nx,y\n", "unreadable: a key is there twice: .*'text', 1.*'text', 2", 0),
-    ("a.parquet", as_parquet(pa.table([["a"], ["b"]], 2 * ["text"])), "unreadable: .*2 times", 0),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: a key is there twi", 1),
-    ("a.csv", b"n,text\n1,x\n2,Well, I said\n",
+    ("a.csv", "text,text\nx,y\n", "unreadable: a key is there twice: .*'text', 1.*'text', 2", 0),
+    ("a.parquet", as_parquet(TWICE), "unreadable: .*2 times", 0),
+    ("a.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: a key is there twi", 1),
+    ("a.csv", "n,text\n1,x\n2,Well, I said\n",
      "line 3: expected 2 fields, as in the first line; quote texts that have ','", 1),
-    ("a.csv", b"n,text\n1,x\n2\n", "line 3: expected 2 fields", 1),
-    ("a.csv", b"n,txt\n1,x\n", rf"line 2: {MISSING}\['n', 'txt'\] .*; name the key with --text_key", 0),
-    ("a.parquet", as_parquet(pa.table({"txt": ["a"]})), rf"row 0: {MISSING}\['txt'\] .*; name", 0),
-    ("a.jsonl", b'{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one", 1),
-    ("a.jsonl", b'\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\] .*a.b", 0),
-    ("a.jsonl", as_json({"question": "x", "answers": ["y"]}),
+    ("a.csv", "n,text\n1,x\n2\n", "line 3: expected 2 fields", 1),
+    ("a.csv", "n,txt\n1,x\n", rf"line 2: {MISSING}\['n', 'txt'\] .*; name the key with --tex", 0),
+    ("a.parquet", as_file("parquet", {"txt": "a"}), rf"row 0: {MISSING}\['txt'\] .*; name", 0),
+    ("a.jsonl", '{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one", 1),
+    ("a.jsonl", '\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\] .*a.b", 0),
+    ("a.jsonl", '{"question": "x", "answers": ["y"]}',
      rf"line 1: {MISSING}\['question', 'answers'\] .* a question such as 'prompt' needs an answer "
      "such as 'completion'.*see Other forms of data in dev/loops.md", 0),
-    ("a.jsonl", as_json({"question": "x", "answer": ["y"]}),
+    ("a.jsonl", '{"question": "x", "answer": ["y"]}',
      r"line 1: expected a text, or messages .*; saw \['y'\]; .* see Other forms of data in dev", 0),
-    ("a.jsonl", as_json({"question": "x", "answer": 0}), "line 1: expected a text, .*; saw 0; ", 0),
-    ("a.json", b'["x"]', "document 0: .*array of texts: jq -c '.* {text: .}'", 0),
-    ("a.jsonl", as_json({"text": 0}), "line 1: 'text' holds int, ", 0),
-    ("a.jsonl", as_json({"context": "", "body": "x"}), rf"line 1: {MISSING}\['context', 'body'\] ", 0),
-    ("a.json", json.dumps([{"text": "x"}]).encode("utf-16"), "line 1: 'utf-8' .*expected UTF-8; .*iconv", 0),
-    ("a.json", b'{"version": 1, "data": [{"text": "x"}]}', f"line 1: {MISSING}.*see Other forms", 0),
-    ("a.jsonl", b'{"text": ["x"]}\n', "line 1: 'text' holds list, .* --messages_key NAME; for ids of", 0),
-    ("a.json", b'{"text": {"0": "a", "1": "b"}}', "line 1: 'text' holds dict, .*orient='records'", 0),
-    ("a.jsonl", as_json({"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}),
+    ("a.jsonl", '{"question": "x", "answer": 0}', "line 1: expected a text, .*; saw 0; ", 0),
+    ("a.json", '["x"]', "document 0: .*array of texts: jq -c '.* {text: .}'", 0),
+    ("a.jsonl", '{"text": 0}', "line 1: 'text' holds int, ", 0),
+    ("a.jsonl", '{"context": "", "body": "x"}', rf"line 1: {MISSING}\['context', 'body'\] ", 0),
+    ("a.json", UTF_16, "line 1: 'utf-8' .*expected UTF-8; .*iconv", 0),
+    ("a.json", '{"version": 1, "data": [{"text": "x"}]}', f"line 1: {MISSING}.*see Other", 0),
+    ("a.jsonl", '{"text": ["x"]}\n', "line 1: 'text' holds list, .* --messages_key NAME; for id", 0),
+    ("a.json", '{"text": {"0": "a", "1": "b"}}', "line 1: 'text' holds dict, .*orient='recor", 0),
+    ("a.jsonl", '{"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}',
      rf"line 1: {MISSING}\['contents'\] ", 0),
-    ("a.jsonl", b'{"text": "a"}\r{"text": "b"}', "line 1: Extra data.*; expected one JSON doc.*old Mac", 0),
-    ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: .* surrogates not allowed", 0),
-    ("a.json", b'[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
-    ("a.md", "cafe".encode("utf-16"), "text 0: .*; expected UTF-8; .*file OLD.*UTF-16", 0),
-    ("a.parquet", as_parquet(as_table("a", pa.binary())), "row 0: 'text' holds bytes, .* cast", 0)]
+    ("a.jsonl", '{"text": "a"}\r{"text": "b"}', "line 1: Extra data.*; expected one .*old Mac", 0),
+    ("a.jsonl", '{"text": "\\ud800"}\n', "line 1: .* surrogates not allowed", 0),
+    ("a.json", '[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
+    ("a.md", UTF_16, "text 0: .*; expected UTF-8; .*file OLD.*UTF-16", 0),
+    ("a.parquet", as_file("parquet", {"text": b"a"}), "row 0: 'text' holds bytes, .* cast", 0)]
 BAD_CHATS = [    # test_templates.py has more
-    ([USER], r"expected an assistant's message to learn, .*; saw"),
-    ([USER, {**ANSWER, "content": ""}], "expected an .*, and none that is empty"),
-    ([USER, {**ANSWER, "content": ""}, *TALK], "expected an .*, and none that is empty"),
-    ([{"from": "user", "value": "a", "content": "b"}, ANSWER], "message 0: its value would be lost"),
-    (str([USER, ANSWER]), "Expecting property name .* ast.literal_eval reads it"),
+    ([USER], "expected an assistant's message to learn, .*; saw"),
+    ([USER, answer("")], "expected an .*, and none that is empty"),
+    ([USER, answer(""), *TALK], "expected an .*, and none that is empty"),
+    ([{"from": "user", "value": "a", "content": "b"}, ANSWER], "message 0: its value would be l"),
+    (str(TALK), "Expecting property name .* ast.literal_eval reads it"),
     ([USER, HIDDEN, USER, HIDDEN], "expected an assistant.*; saw .*Hi"),
     ('[{"role": "user", "role": "user"}]', "a key is there twice: .*; remove one"),
     (["Hi"], r"expected a text, or messages such as {'role': .*; saw \['Hi'\]; "),
     ({"turn_1": "Hi"}, "message 0: expected a message of role .*; saw .*'turn_1': 'Hi'}"),
-    ([USER, {**ANSWER, "content": True}], "message 1: expected text, or parts"),
+    ([USER, answer(True)], "message 1: expected text, or parts"),
     ([{"content": "Hi"}, ANSWER], "message 0: expected a message of role .*; saw .*Hi"),
-    ([USER, {**ANSWER, "role": "critic"}], "message 1: expected a message of role .* see Other forms"),
-    ([USER, {"role": "model", "parts": [{"text": "Yo"}]}], "message 1: expected text, .* saw .*Yo"),
-    ([USER, {**ANSWER, "content": "", "tool_calls": [1]}, USER, ANSWER],
-     "message 1: its tool_calls would be lost .*; "),
-    ([USER, {**ANSWER, "content": None, "tool_calls": [1]}, USER, ANSWER],
+    ([USER, {**ANSWER, "role": "critic"}], "message 1: expected a message of role .* see Other fo"),
+    ([USER, {"role": "model", "parts": ["Yo"]}], "message 1: expected text, .* saw .*Yo"),
+    ([USER, answer("", tool_calls=[1]), *TALK], "message 1: its tool_calls would be lost .*; "),
+    ([USER, answer(None, tool_calls=[1]), *TALK],
      "message 1: expected text, .*; saw .*tool_calls.*see Other forms of data"),
-    ([USER, ANSWER, USER, {**ANSWER, "reasoning_content": "I think"}],
-     "message 3: its reasoning_content would be lost .* --ignore_keys reasoning_content; saw")]
-BAD += [("a.jsonl", as_json([USER, ANSWER], {"messages": messages}), f"line 2: {words}", 1)
+    ([*TALK, USER, answer("Hello", reasoning_content="I think")],
+     "message 3: its reasoning_content would be lost .* --ignore_keys reasoning_content; saw"),
+    ([USER, answer("Hello", weight="x", loss=1)], "message 1: expected a weight of 0 or 1; saw ")]
+BAD += [("a.jsonl", as_json(TALK, {"messages": messages}), f"line 2: {words}", 1)
         for messages, words in BAD_CHATS]
 
 @pytest.mark.parametrize("name, data, words, n_before", BAD, ids=range(len(BAD)))
-def test_bad_document_is_named(tmp_path, capsys, name, data, words, n_before):
-    good = [USER, ANSWER], [ANSWER, USER, ANSWER]
-    if not data.startswith(b"[{\"role"):
-        good = {"text": "one"}, {"text": "two"}
-    write(tmp_path / "in", {name: data, "b.jsonl": as_json(*good)})
-    line = command(tmp_path / "in", "--out", tmp_path / "out")
+def test_bad_document_is_named(output, name, data, words, n_before):
+    good = [{"text": "one"}, {"text": "two"}]
+    if "role" in f"{data[:9]}":
+        good = [TALK, [ANSWER, *TALK]]
+    write({name: data, "b.jsonl": as_json(*good)})
+    line = refused()
     assert re.search(rf"^error: .*/{name}, {words}", line)
     what = "the rest of bad files" if words.startswith("unreadable") else "bad documents"
     assert line.endswith(f" (to skip {what}: --skip_bad)")
-    assert os.listdir(tmp_path) == ["in"], "an error leaves nothing"
-    assert len(converted(tmp_path, "--skip_bad")) >= 2 + n_before
-    printed = capsys.readouterr().out
+    assert os.listdir() == ["in"], "an error leaves nothing"
+    assert len(converted("--skip_bad")) >= 2 + n_before
+    printed = output()
     assert re.search(rf"skipped {what}: 1, such as .*/{name}, {words}", printed)
 
-@pytest.mark.parametrize("files, words, expected", [
-    ({"a.jsonl": texts_as_json(["", None])}, "", "error: no documents; what was skipped"),
-    ({"a.jsonl": '{"text": "a"}'}, "", "1 document of 1 text; train and val need one each"),
-    ({"a.txt": "a" * 99}, "", "1 document of .*to divide .*--split_at .* blank lines: --cut_bytes 2000"),
-    ({"a.txt": b"\xe9"}, "--skip_bad", "error: no documents; what was skipped"),
-    ({"a.py": "x"}, "", "no files to read; ignored files, of other kinds: 1, .*; unpack archives"),
-    ({"a\x1b.jsonl": "x"}, "", r"in/a .jsonl, line 1: Expecting value"),
-    ({"a.parquet": "x", "_delta_log/0.json": "{}"}, "", "holds older versions of its data"),
-    ({"a.jsonl": as_json({"text": "a"}, [USER, ANSWER])}, "",
+@pytest.mark.parametrize("name, data, words, expected", [
+    ("a.jsonl", '{"text": ""}\n{"text": null}', "", "error: no documents; what was skipped"),
+    ("a.jsonl", '{"text": "a"}', "", "1 document of 1 text; train and val need one each"),
+    ("a.txt", "a" * 99, "", "1 document of .*to divide .*--split_at .* lines: --cut_bytes 2000"),
+    ("a.txt", b"\xe9", "--skip_bad", "error: no documents; what was skipped"),
+    ("a.py", "x", "", "no files to read; ignored files, of other kinds: 1, .*; unpack archives"),
+    ("a\x1b.jsonl", "x", "", r"in/a .jsonl, line 1: Expecting value"),
+    ("_delta_log/0.json", "{}", "", "holds older versions of its data"),
+    ("a.jsonl", as_json({"text": "a"}, TALK), "",
      "one kind, saw text and conversations; convert them separately"),
-    ({"a.jsonl": b'{"a": {"b": "x"}, "a": {"b": "y"}}'}, "--text_key a.b", "line 1: a key is"),
-    ({"a.jsonl": as_json({"a": "x"})}, "--text_key a.b", r"no text or .* under 'a.b' .None.; saw .'a'"),
-    ({"a.jsonl": as_json({"text": "a", "n": 1}, {"text": "b", "n": "a"})}, "--keep n",
+    ("a.jsonl", '{"a": {"b": "x"}, "a": {"b": "y"}}', "--text_key a.b", "line 1: a key is"),
+    ("a.jsonl", '{"a": "x"}', "--text_key a.b", r"no text or .* under 'a.b' .None.; saw .'a'"),
+    ("a.jsonl", '{"text": "a", "n": 1}\n{"text": "b", "n": "a"}', "--keep n",
      "error: --keep: .*; expected values of one type"),
-    ({"a.jsonl": as_json({"text": "a"}, {"text": "b"})}, "--keep n",
+    ("a.jsonl", f'{{"text": "a", "n": {2 ** 70}}}\n{{"text": "b", "n": 1}}', "--keep n",
+     "error: --keep: .*; expected values of one type"),
+    ("a.jsonl", '{"text": "a"}\n{"text": "b"}', "--keep n",
      "no document has a value under one of --keep; saw .* n: null"),
-    ({}, "nowhere/*.txt", r"nowhere/\*.txt does not exist or has no files; expected a file, a fold"),
-    ({}, "-w 0", "expected a whole number, at least 1; "),
-    ({}, "--out s3://b/x", "cannot write to 's3://b/x'; name a local folder")])
-def test_other_mistakes_are_one_line(tmp_path, monkeypatch, capsys, files, words, expected):
-    monkeypatch.chdir(tmp_path)
-    given = [write(tmp_path / "in", files)] if files else []
-    line = command(*given, "--out", tmp_path / "out", *words.split())
-    if line == 2:    # argparse
+    ("a.jsonl", '{"history": "[[\'Hi\', \'Yo\']]", "prompt": "Hi", "answer": "Yo"}', "",
+     r"saw \"\[\['Hi', 'Yo'\]\]\"; to leave it out"),
+    ("a.txt", "", "nowhere/*.txt", r"nowhere/\*.txt does not exist or has no files; expected a fi"),
+    ("a.txt", "", "-w 0", "expected a whole number, at least 1; "),
+    ("a.txt", "", "--out s3://b/x", "cannot write to 's3://b/x'; name a local folder")])
+def test_other_mistakes_are_one_line(capsys, name, data, words, expected):
+    write({"a.parquet": "x", name: data} if "_delta" in name else {name: data})
+    line = command("--out out in", words)
+    if line == "2":    # argparse
         line = capsys.readouterr().err
     assert re.search(expected, line) and line.strip().count("\n") == 0
 
 @pytest.mark.parametrize("out", [".", "full", "/proc", "a.jsonl/x"])
-def test_out_that_cannot_be_made_is_refused(tmp_path, monkeypatch, out):
+def test_out_that_cannot_be_made_is_refused(out):
     """/proc is a mount point."""
-    write(tmp_path, {"a.jsonl": texts_as_json("ab"), "full/x": ""})
-    monkeypatch.chdir(tmp_path)
+    write({"a.jsonl": texts_as_json("ab"), "full/x": ""}, ".")
     line = command("a.jsonl", "--out", out)
     assert re.search(f"{out.strip('.')}; to write elsewhere, name a new folder with --out$", line)
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "full"]
+    assert sorted(os.listdir()) == ["a.jsonl", "full"]
 
-def test_out_may_be_empty_or_a_link(tmp_path):
-    write(tmp_path, {"a.jsonl": texts_as_json("ab")})
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    assert command(tmp_path / "a.jsonl", "--out", tmp_path / "link") is None
-    assert sorted(read_all(tmp_path / "real")) == ["a", "b"] and (tmp_path / "link").is_symlink()
+def test_out_may_be_empty_or_a_link():
+    write({"a.jsonl": texts_as_json("ab")}, ".")
+    os.mkdir("real")
+    os.symlink("real", "link")
+    assert command("a.jsonl", "--out", "link") is None
+    assert sorted(read_all("real")) == ["a", "b"] and os.path.islink("link")
 
 def test_full_disk_is_named(tmp_path):
     """`ulimit -f` stands in for the full disk: no file may have more than 8 blocks."""
-    write(tmp_path, {"a.txt": "word " * 9999})
+    write({"a.txt": "word " * 9999}, ".")
     words = f"-m dev.convert {tmp_path}/a.txt --cut_bytes 999 --out {tmp_path}/out"
     ended = subprocess.run(["bash", "-c", f"ulimit -f 8; {sys.executable} {words}"], cwd=HERE,
                            text=True, capture_output=True, timeout=300)
@@ -663,61 +737,62 @@ def test_full_disk_is_named(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Which files
 
-def test_files_that_are_not_read_are_counted(tmp_path, capsys):
+def test_files_that_are_not_read_are_counted(output):
     """Hidden, about the data, of another kind or split. What a link doubles is said."""
-    folder, line = tmp_path / "in", texts_as_json("ab")
+    line = texts_as_json("ab")
     names = ("train-0.jsonl", "test-0.jsonl", "a.rar", ".git/c.jsonl", "deep/.a.jsonl",
              "index.json", "README.md")
-    write(folder, {**dict.fromkeys(names, line), "deep/dev.txt": "c"})
-    os.symlink("..", folder / ".git/circle")
-    os.symlink("train-0.jsonl", folder / "train-1.jsonl")
-    assert sorted(converted(tmp_path)) == ["a", "a", "b", "b", "c"]
-    printed = capsys.readouterr().out
+    write({**dict.fromkeys(names, line), "deep/dev.txt": "c"})
+    os.symlink("..", "in/.git/circle")
+    os.symlink("train-0.jsonl", "in/train-1.jsonl")
+    assert converted() == ["a", "a", "b", "b", "c"]
+    printed = output()
     assert "\n2 of 5 documents are copies of others, white space aside; " in printed
     said = "ignored files, about the data (to read them: --as_text README.md): 2, such as "
-    assert f"{said}{folder}/" in printed
-    assert f"of other kinds: 1, such as {folder}/a.rar\n" in printed
-    assert f"ignored, with a dot in front of the name: 2, such as {folder}/" in printed
-    assert f"files named for test, kept out of train: 1, such as {folder}/test-0.jsonl\n" in printed
+    assert f"{said}in/" in printed
+    assert "of other kinds: 1, such as in/a.rar\n" in printed
+    assert "ignored, with a dot in front of the name: 2, such as in/" in printed
+    assert "files named for test, kept out of train: 1, such as in/test-0.jsonl\n" in printed
     for name in ("test-0.jsonl", ".git/c.jsonl"):
-        shutil.rmtree(tmp_path / "named", ignore_errors=True)
-        assert command(folder / name, "--out", tmp_path / "named") is None
-        assert sorted(read_all(tmp_path / "named")) == ["a", "b"]
-    assert "ignored" not in capsys.readouterr().out
+        shutil.rmtree("named", ignore_errors=True)
+        assert command("in/" + name, "--out named") is None
+        assert sorted(read_all("named")) == ["a", "b"]
+    assert "ignored" not in output()
 
-def test_shards_below_an_input_are_not_read_again(tmp_path, capsys):
+def test_shards_below_an_input_are_not_read_again(output):
     """--out inside the input, twice. Without their index, they are files like any others."""
-    write(tmp_path, {"a.jsonl": texts_as_json("abc")})
-    for path, out in ((tmp_path, "one"), (tmp_path, "deep/two"), (f"{tmp_path}/**", "three")):
-        assert command(path, "--out", tmp_path / out) is None
-        assert sorted(read_all(tmp_path / out)) == ["a", "b", "c"], out
-    said = "ignored files, beside an index.json, which train.py may read (to convert them: copy them): 3"
-    assert said in capsys.readouterr().out
-    for form in ([f"{tmp_path}/one/*"], glob.glob(f"{tmp_path}/one/*.parquet"), [tmp_path / "one"]):
-        assert re.search(f"no files to read; .*{re.escape(said)}", command(*form, "--out", tmp_path / "four"))
-    os.unlink(tmp_path / "one/index.json")
-    assert command(tmp_path / "one", "--out", tmp_path / "four") is None
-    assert sorted(read_all(tmp_path / "four")) == ["a", "b", "c"]
+    write({"a.jsonl": texts_as_json("abc")}, ".")
+    for words in ". --out one", ". --out deep/two", "** --out three":
+        assert command(words) is None
+        _, _, out = words.split()
+        assert sorted(read_all(out)) == ["a", "b", "c"], out
+    said = "ignored files, beside an index.json, which train.py may read (to convert them: copy them"
+    assert said in output()
+    for form in (["one/*"], glob.glob("one/*.parquet"), ["one"]):
+        assert re.search(f"no files to read; .*{re.escape(said)}", command(*form, "--out", "four"))
+    os.unlink("one/index.json")
+    assert command("one", "--out", "four") is None
+    assert sorted(read_all("four")) == ["a", "b", "c"]
 
-def test_as_text_reads_only_what_it_names(tmp_path):
+def test_as_text_reads_only_what_it_names():
     files = ("train.py", "sub/test.py", "b.py", "c.txt", "d.md", "f.json", "g.jsonl")
-    write(tmp_path / "in", {name: f'{{"text": "{name}"}}' for name in files})
-    assert sorted(converted(tmp_path, "--as_text", "*.py", "--as_text", "*.rst")) == [
+    write({name: f'{{"text": "{name}"}}' for name in files})
+    assert converted("--as_text *.py --as_text *.rst") == [
         '{"text": "b.py"}', '{"text": "sub/test.py"}', '{"text": "train.py"}']
-    write(tmp_path / "one", {"README": "one\n\ntwo"})
-    words = "--as_text", "README", "--cut_bytes", 5, "--out", tmp_path / "two"
-    line = command(tmp_path / "in/g.jsonl", *words)
+    write({"README": "one\n\ntwo"}, "one")
+    words = "--as_text", "README", "--cut_bytes", 5, "--out", "two"
+    line = command("in/g.jsonl", *words)
     assert "no files to read; ignored files, of other kinds: 1, such as " in line
-    assert command(tmp_path / "one/README", *words) is None
-    assert sorted(read_all(tmp_path / "two")) == ["one\n\n", "two"]
+    assert command("one/README", *words) is None
+    assert sorted(read_all("two")) == ["one\n\n", "two"]
 
 # --------------------------------------------------------------------------------------------------
 # Conversations
 
-def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
+def test_every_form_of_a_conversation_may_be_in_one_call():
     sharegpt = [{"from": "Human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     pair = {"prompt": "Hi", "completion": "Hello"}
-    write(tmp_path / "in", {
+    write({
         "a.jsonl": as_json({"messages": TALK}, {"conversations": sharegpt}, pair),
         # nanochat's lines
         "b.jsonl": as_json([USER, {**ANSWER, "role": "Assistant"}], TALK, [ANSWER, *TALK]),
@@ -731,32 +806,32 @@ def test_every_form_of_a_conversation_may_be_in_one_call(tmp_path):
         "f.jsonl": as_json({"prompt": [USER], "completion": [ANSWER]},
                            {"prompt": [USER], "completion": "Hello"},
                            {"messages": json.dumps(TALK), "text": None})})
-    found = [json.loads(text) for text in converted(tmp_path)]
+    found = chats()
     added = [{"role": "user", "content": "Add\n\n1, 2"}, {"role": "assistant", "content": "3"}]
     odd = [added, [ANSWER, *TALK], [USER, HIDDEN, ANSWER]]
     assert sorted(map(str, found)) == sorted(map(str, [TALK] * 14 + odd))
-    assert {shard.kind for shard in all_of(tmp_path / "out")} == {"messages"}
+    assert {shard.kind for shard in all_of()} == {"messages"}
 
-def test_text_beside_a_conversation_is_for_the_user_to_choose(tmp_path):
+def test_text_beside_a_conversation_is_for_the_user_to_choose():
     record = {"instruction": "Hi", "input": "", "output": "Hello", "text": "Hi. Hello"}
     other = {"instruction": "Hi", "input": "there", "output": "Hello", "text": "Hi there. Hello"}
     table = pa.Table.from_pylist([other])
-    write(tmp_path / "in", {"a.jsonl": as_json(record), "b.parquet": as_parquet(table)})
-    line = command(tmp_path / "in", "--out", tmp_path / "out")
+    write({"a.jsonl": as_json(record), "b.parquet": as_parquet(table)})
+    line = refused()
     assert "it has 'text' and 'instruction', of which one is read; to read one as text: --" in line
-    found = sorted(converted(tmp_path, "--messages_key", "instruction"), key=len)
+    found = sorted(converted("--messages_key instruction"), key=len)
     there = {"role": "user", "content": "Hi\n\nthere"}
     assert [json.loads(text) for text in found] == [[USER, ANSWER], [there, ANSWER]]
-    assert sorted(converted(tmp_path, "--text_key", "text")) == ["Hi there. Hello", "Hi. Hello"]
+    assert converted("--text_key text") == ["Hi there. Hello", "Hi. Hello"]
 
-def test_roles_parts_and_weights_survive(tmp_path):
+def test_roles_parts_and_weights_survive():
     code = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
     chat = [{"role": "developer", "content": "Be nice"}, USER, HIDDEN,
             {"role": "tool", "content": "3"}, {"role": "assistant", "content": code, "weight": 1}]
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
     rows = {"text": chat, "chat": "x"}, {"text": [{"role": "user", "content": parts}, ANSWER]}
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    found = [json.loads(line) for line in converted(tmp_path, "--messages_key", "text")]
+    write_rows(*rows)
+    found = chats("--messages_key text")
     assert sorted(found, key=len) == [[{"role": "user", "content": parts}, ANSWER], chat]
 
 PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind"}]    # Anthropic's
@@ -772,60 +847,60 @@ KIND, BRIEF = ({"role": "system", "content": f"Be {how}"} for how in ("kind", "b
     # Not if it has one itself: then it is reported
     ("jsonl", {"system": "Be kind", "messages": [BRIEF, *TALK]}, [BRIEF, *TALK], "system")])
 def test_a_system_beside_a_conversation_comes_first(
-        tmp_path, capsys, suffix, row, expected, dropped):
+        output, suffix, row, expected, dropped):
     data = as_json(row, row) if suffix == "jsonl" else as_parquet(pa.Table.from_pylist([row, row]))
-    write(tmp_path / "in", {f"a.{suffix}": data, "b.jsonl": as_json([*TALK, *TALK])})
-    found = [json.loads(line) for line in converted(tmp_path)]
+    write({f"a.{suffix}": data, "b.jsonl": as_json([*TALK, *TALK])})
+    found = chats()
     assert sorted(found, key=str) == sorted([expected, expected, [*TALK, *TALK]], key=str)
-    printed = capsys.readouterr().out
+    printed = output()
     found = re.findall(r"dropped column (.*): 2, such as ", printed)
     assert found == ([dropped] if dropped else [])
 
-def test_nothing_in_a_prompt_is_learned(tmp_path):
+def test_nothing_in_a_prompt_is_learned():
     """As in TRL, whose prompt may be a list of messages."""
     user, answer = TALK
     theirs = {"from": "gpt", "value": answer["content"]}
     weighted = {**answer, "weight": 1}
     row = {"prompt": [user, theirs, user, weighted, USER], "completion": [ANSWER]}
-    write(tmp_path / "in", {"a.jsonl": as_json(row, [USER, ANSWER])})
+    write_rows(row, [USER, ANSWER])
     expected = [user, {**answer, "weight": 0}, user, weighted, USER, ANSWER]
-    found = [json.loads(line) for line in converted(tmp_path)]
+    found = chats()
     assert sorted(found, key=len) == [[USER, ANSWER], expected]
 
-def test_equal_keys_of_an_object_are_an_error(tmp_path):
+def test_equal_keys_of_an_object_are_an_error():
     good = b'{"text": "a", "m": {"n": 1, "o": "c"}}\n{"text": "b"}\n'
-    write(tmp_path / "in", {"a.jsonl": good + b'{"text": "b", "m": {"n": 1, "n": 2}}'})
-    line = command(tmp_path / "in", "--out", tmp_path / "no")
+    write({"a.jsonl": good + b'{"text": "b", "m": {"n": 1, "n": 2}}'})
+    line = refused()
     assert "line 3: a key is there twice: [('n', 1), ('n', 2)]; remove one" in line
-    assert sorted(converted(tmp_path, "--skip_bad")) == ["a", "b"]
+    assert converted("--skip_bad") == ["a", "b"]
 
-def test_values_that_python_cannot_have_are_not_read(tmp_path):
+def test_values_that_python_cannot_have_are_not_read():
     table = pa.table({"text": ["a", "b"], "when": pa.array([1, 2], pa.timestamp("ns"))})
-    write(tmp_path / "in", {"a.parquet": as_parquet(table)})
-    assert sorted(converted(tmp_path)) == ["a", "b"]
+    write({"a.parquet": as_parquet(table)})
+    assert converted() == ["a", "b"]
 
-def test_conversations_that_nanochats_template_refuses_are_counted(tmp_path, capsys):
+def test_conversations_that_nanochats_template_refuses_are_counted(output):
     good = [[USER, ANSWER], [KIND, USER, ANSWER, USER, ANSWER]]
     tool = {"role": "tool", "content": "4"}
     bad = [[USER, KIND, ANSWER], [KIND, ANSWER], [USER, ANSWER, tool, ANSWER]]
-    write(tmp_path / "in", {"a.jsonl": as_json(*good, *bad)})
-    assert len(converted(tmp_path)) == 5
-    assert "conversations that nanochat's template cannot render" in capsys.readouterr().out
-    assert len(converted(tmp_path, "--skip_bad")) == 2
-    assert "skipped bad documents: 3, such as " in capsys.readouterr().out
+    write_rows(*good, *bad)
+    assert len(converted()) == 5
+    assert "conversations that nanochat's template cannot render" in output()
+    assert len(converted("--skip_bad")) == 2
+    assert "skipped bad documents: 3, such as " in output()
 
-def test_other_keys_of_messages_are_an_error_unless_they_are_named(tmp_path):
+def test_other_keys_of_messages_are_an_error_unless_they_are_named():
     """Each may say what not to learn. Keys without a value do not count."""
     named = {**ANSWER, "name": "Bob", "refusal": "", "thinking": "so", "audio": None, "calls": []}
-    write(tmp_path / "in", {"a.jsonl": as_json({"messages": [USER, named]}, TALK + TALK)})
+    write_rows({"messages": [USER, named]}, TALK + TALK)
     for ignored, lost in (([], "name thinking"), (["name"], "thinking"), (["thinking"], "name")):
         words = [word for name in ignored for word in ("--ignore_keys", name)]
-        line = command(tmp_path / "in", "--out", tmp_path / "x", *words)
+        line = refused(*words)
         said = f"a.jsonl, line 1: message 1: its {lost} would be lost .*weight.*; to drop it: python"
         assert re.search(f"{said} -m dev.convert --ignore_keys {lost}; saw ", line)
-    assert len(converted(tmp_path, "--ignore_keys", "thinking", "name")) == 2
-    write(tmp_path / "in", {"b.jsonl": as_json([USER, {**named, "content": ""}])})
-    line = command(tmp_path / "in", "--out", tmp_path / "x", "--ignore_keys", "thinking", "name")
+    assert len(converted("--ignore_keys thinking name")) == 2
+    write({"b.jsonl": as_json([USER, {**named, "content": ""}])})
+    line = refused("--ignore_keys thinking name")
     assert re.search("b.jsonl, line 1: expected an assistant.*, and none that is empty", line)
 
 FOUR = [USER, ANSWER, {**USER, "content": "Bye"}, {**ANSWER, "content": "So long"}]
@@ -860,99 +935,99 @@ OTHER_FORMS = [    # each recipe's input and output, for one record
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
 @pytest.mark.parametrize("number", range(len(OTHER_FORMS)))
-def test_other_forms_become_chats_by_the_commands_of_loops_md(tmp_path, number):
+def test_other_forms_become_chats_by_the_commands_of_loops_md(number):
     recipes = re.findall(r"jq -c '[^']*'[\s\\]*OLD > NEW.jsonl", LOOPS_MD)
     assert len(recipes) == len(OTHER_FORMS)
     given, expected = OTHER_FORMS[number]
-    write(tmp_path, {"OLD": as_json(given)})
-    subprocess.run(recipes[number], shell=True, cwd=tmp_path, check=True)
+    write({"OLD": as_json(given)}, ".")
+    subprocess.run(recipes[number], shell=True, check=True)
     other = [ANSWER, *TALK]
-    write(tmp_path / "in", {"a.jsonl": (tmp_path / "NEW.jsonl").read_bytes() + as_json(other)})
-    assert sorted(map(json.loads, converted(tmp_path)), key=str) == sorted([expected, other], key=str)
+    write({"a.jsonl": Path("NEW.jsonl").read_bytes() + as_json(other)})
+    assert sorted(chats(), key=str) == sorted([expected, other], key=str)
 
 @pytest.mark.parametrize("key, value", [
     ("weight", 0), ("weight", 1), ("loss", False), ("citations", [1]), ("reasoning", "so")])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_other_keys_of_parts_are_an_error(tmp_path, suffix, key, value):
+def test_other_keys_of_parts_are_an_error(suffix, key, value):
     """A part of weight 0 is a wrong answer."""
     part = {"type": "text", "text": "No", "annotations": [], "image": None}
     user = {**USER, "content": [part]}
     row = {"messages": [user, {**ANSWER, "content": [{**part, key: value}, part]}]}
     data = as_json(row) if suffix == "jsonl" else as_parquet(pa.Table.from_pylist([row]))
     good = [user, {**ANSWER, "content": [part]}]
-    write(tmp_path / "in", {f"a.{suffix}": data, "b.jsonl": as_json(TALK, good)})
-    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    write({f"a.{suffix}": data, "b.jsonl": as_json(TALK, good)})
+    line = refused()
     expected = rf"message 1: its {key} would be lost .*; to drop it: see Other forms .* for {key}; saw"
     assert re.search(expected, line)
-    assert len(converted(tmp_path, "--skip_bad")) == 2
+    assert len(converted("--skip_bad")) == 2
 
 @pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
 @pytest.mark.parametrize("value, weight", [
     (False, 0), (0, 0), (0.0, 0), (True, 1), (1, 1), (1.0, 1), (None, None), (0.5, "error"),
     ("False", 0), ("0", 0), ("true", 1), ("so", "error")])
-def test_marks_of_answers_are_read_or_refused(tmp_path, key, value, weight):
+def test_marks_of_answers_are_read_or_refused(key, value, weight):
     """Of OpenAI, ms-swift, axolotl and LLaMA-Factory."""
     marked = {"from": "gpt", "value": "No", key: value}
     row = {"conversations": [{"from": "human", "value": "Hi"}, marked, *TALK]}
-    write(tmp_path / "in", {"a.jsonl": as_json(row, TALK)})
+    write_rows(row, TALK)
     if weight == "error":
-        line = command(tmp_path / "in", "--out", tmp_path / "x")
+        line = refused()
         assert "line 1: message 1: expected a weight of 0 or 1; saw " in line
         return
-    longest = max(map(json.loads, converted(tmp_path)), key=len)
+    longest = max(chats(), key=len)
     assert [message.get("weight") for message in longest] == [None, weight, None, None]
 
 @pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
 @pytest.mark.parametrize("value", [False, 0, 0.0, "0", True, 1, "True", None, 2, "good"])
-def test_marks_of_a_record_are_read(tmp_path, capsys, key, suffix, value):
+def test_marks_of_a_record_are_read(output, key, suffix, value):
     row = {"prompt": "Hi", "completion": "No", key: value}
     data = {
         "jsonl": as_json(row), "parquet": as_parquet(pa.Table.from_pylist([row])),
         "csv": ",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n"}
-    write(tmp_path / "in", {f"a.{suffix}": data[suffix], "b.jsonl": as_json(TALK, [*TALK, *TALK])})
-    found = converted(tmp_path)
-    printed = capsys.readouterr().out
+    write({f"a.{suffix}": data[suffix], "b.jsonl": as_json(TALK, [*TALK, *TALK])})
+    found = converted()
+    printed = output()
     is_bad = str(value) in ("False", "0", "0.0")
     assert len(found) == 3 - is_bad
     assert is_bad == (f"skipped conversations whose {key} is false: 1, such as " in printed)
     is_unread = value in (2, "good") or (value is None and suffix == "csv")
     assert is_unread == (f"dropped column {key}: 1, " in printed)
-    assert len(converted(tmp_path, "--ignore_keys", key)) == 3
+    assert len(converted("--ignore_keys", key)) == 3
 
-def test_bad_answers_of_preference_data_are_left_out(tmp_path, capsys):
+def test_bad_answers_of_preference_data_are_left_out(output):
     rows = [{"prompt": "Hi", "completion": f"{label}", "label": label} for label in (0, 1, False)]
     chosen = {"prompt": "Hi", "chosen": "Good", "rejected": "Bad"}
     whole = {"prompt": "Hi", "chosen": [USER, {**ANSWER, "content": "Best"}], "rejected": TALK}
     table = pa.table({"prompt": ["Hi", "Hi"], "completion": ["y", "n"], "label": [True, False]})
-    write(tmp_path / "in", {
+    write({
         "a.jsonl": as_json(*rows, chosen, whole), "b.parquet": as_parquet(table)})
-    found = [json.loads(text) for text in converted(tmp_path)]
+    found = chats()
     assert all(question == USER for question, _ in found)
     assert sorted(answer["content"] for _, answer in found) == ["1", "Best", "Good", "y"]
-    printed = capsys.readouterr().out
+    printed = output()
     assert "skipped conversations whose label is false: 3, such as " in printed
     assert "dropped column rejected: 2, " in printed
 
 @pytest.mark.parametrize("asking", ["prompt", "question", "instruction"])
 @pytest.mark.parametrize("answering", ["completion", "response", "answer", "output"])
 @pytest.mark.parametrize("adding", [[], ["input"], ["context"], ["input", "context"]])
-def test_any_question_and_answer_make_a_conversation(tmp_path, asking, answering, adding):
+def test_any_question_and_answer_make_a_conversation(asking, answering, adding):
     row = {answering: "5", **dict.fromkeys(adding, "2 and 3"), asking: "Add", "id": 7}
     history = [["Hi", "Hello"], ["Who?", "Me"]]
-    write(tmp_path / "in", {
+    write({
         "a.jsonl": as_json(row), "b.parquet": as_parquet(pa.Table.from_pylist(
             [{**row, "history": history, "system_prompt": "Be kind"}]))})
-    short, long = sorted(map(json.loads, converted(tmp_path)), key=len)
+    short, long = chats()
     question = "\n\n".join(["Add", *["2 and 3"] * len(adding)])
     assert short == [{"role": "user", "content": question}, {"role": "assistant", "content": "5"}]
     assert [message["content"] for message in long] == [
         "Be kind", "Hi", "Hello", "Who?", "Me", question, "5"]
 
-def test_a_question_may_be_an_input_alone(tmp_path):
+def test_a_question_may_be_an_input_alone():
     row = {"input": "Well?", "output": "So", "history": [["Hi", "Hello"]]}
-    write(tmp_path / "in", {"a.jsonl": as_json(row), "b.csv": "context,answer,history\nHi,Hello,\n"})
-    short, long = sorted(map(json.loads, converted(tmp_path)), key=len)
+    write({"a.jsonl": as_json(row), "b.csv": "context,answer,history\nHi,Hello,\n"})
+    short, long = chats()
     assert short == TALK
     assert [message["content"] for message in long] == ["Hi", "Hello", "Well?", "So"]
 
@@ -961,62 +1036,62 @@ def test_a_question_may_be_an_input_alone(tmp_path):
     TALK, [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
     [{"question": "Hi", "answer": "Hello"}], [["Hi", ["Hello"]]], [1, 2], "edited"])
 @pytest.mark.parametrize("row", [{"question": "Well?", "answer": "So"}, {"messages": TALK}])
-def test_a_history_that_is_no_pairs_of_texts_is_an_error(tmp_path, history, row):
-    write(tmp_path / "in", {"a.jsonl": as_json({**row, "history": history}, [*TALK, *TALK])})
-    line = command(tmp_path / "in", "--out", tmp_path / "x")
+def test_a_history_that_is_no_pairs_of_texts_is_an_error(history, row):
+    write_rows({**row, "history": history}, [*TALK, *TALK])
+    line = refused()
     expected = r"expected pairs of texts, \[\['Hi', 'Hello'\], ...\], under 'history'; saw .*; to leave"
     assert re.search(f"a.jsonl, line 1: {expected} it out: --ignore_keys history", line)
-    assert len(converted(tmp_path, "--ignore_keys", "history")) == 2
+    assert len(converted("--ignore_keys history")) == 2
 
 @pytest.mark.parametrize("row", [
     {"question": "Well?", "context": [["Title", ["one", "two"]]]}, {"prompt": [USER], "input": "x"}])
-def test_what_is_added_to_a_question_is_text(tmp_path, row):
+def test_what_is_added_to_a_question_is_text(row):
     """HotpotQA's context is a list."""
-    write(tmp_path / "in", {"a.jsonl": as_json({**row, "answer": "So"}, TALK)})
-    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    write_rows({**row, "answer": "So"}, TALK)
+    line = refused()
     assert re.search("line 1: expected texts to join, as in input and context; saw .*; to leave a "
                      "column out: --ignore_keys NAME", line)
-    assert len(converted(tmp_path, "--ignore_keys", "context", "input")) == 2
+    assert len(converted("--ignore_keys context input")) == 2
 
-def test_nan_is_null(tmp_path, capsys):
+def test_nan_is_null(output):
     """pandas writes it in place of a missing text."""
     rows = {"text": "a", "n": 1}, {"text": float("nan")}, {"text": "b"}
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    assert sorted(converted(tmp_path)) == ["a", "b"]
-    assert "skipped documents whose 'text' is null or empty: 1, " in capsys.readouterr().out
-    write(tmp_path / "in", {"a.jsonl": as_json(
-        {"instruction": "Hi", "input": float("nan"), "output": "Hello"}, [*TALK, *TALK])})
-    assert TALK in map(json.loads, converted(tmp_path))
+    write_rows(*rows)
+    assert converted() == ["a", "b"]
+    assert "skipped documents whose 'text' is null or empty: 1, " in output()
+    write_rows(
+        {"instruction": "Hi", "input": float("nan"), "output": "Hello"}, [*TALK, *TALK])
+    assert TALK in chats()
 
-def test_a_history_may_be_the_question(tmp_path):
-    write(tmp_path / "in", {"a.csv": "history,response\nHi,Hello\nHi!,Hello\n"})
-    found = map(json.loads, converted(tmp_path, "--messages_key", "history"))
+def test_a_history_may_be_the_question():
+    write({"a.csv": "history,response\nHi,Hello\nHi!,Hello\n"})
+    found = chats("--messages_key history")
     assert sorted(question["content"] for question, _ in found) == ["Hi", "Hi!"]
 
-def test_a_chosen_answer_beside_a_conversation_is_learned(tmp_path, capsys):
+def test_a_chosen_answer_beside_a_conversation_is_learned(output):
     """LLaMA-Factory's preference data of several turns, and UltraFeedback's."""
     good = {"from": "gpt", "value": "Good"}
     rows = [{"conversations": [*TALK, USER], "chosen": good, "rejected": ANSWER},
             {"messages": TALK, "prompt": "Hi", "chosen": TALK, "rejected": [USER, HIDDEN]}]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    whole, turns = sorted(map(json.loads, converted(tmp_path)), key=len)
+    write_rows(*rows)
+    whole, turns = chats()
     assert whole == TALK
     assert turns == [USER, HIDDEN, USER, {"role": "assistant", "content": "Good"}]
-    found = re.findall("dropped column (.*): (.), ", capsys.readouterr().out)
+    found = re.findall("dropped column (.*): (.), ", output())
     assert found == [("rejected", "2"), ("prompt", "1")]
-    write(tmp_path / "in", {"b.jsonl": as_json({"messages": TALK, "chosen": "Good"})})
-    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    write({"b.jsonl": as_json({"messages": TALK, "chosen": "Good"})})
+    line = refused()
     assert re.search("b.jsonl, line 1: .*'Good'}] does not answer .*'Hi'.*'Hello'}]; to leave out", line)
-    assert json.loads(converted(tmp_path, "--ignore_keys", "chosen", "--skip_bad")[0]) == TALK
+    assert chats("--ignore_keys chosen --skip_bad")[0] == TALK
 
 @pytest.mark.parametrize("key", ["query", "input", "a.b", "chosen.b"])
-def test_a_question_may_have_any_name(tmp_path, key):
+def test_a_question_may_have_any_name(key):
     """ms-swift's query, for instance. Under such a name, a list is a conversation."""
     head, _, rest = key.partition(".")
     row = {"system": "Be kind", "history": [["Hi", "Hello"]], "response": "So"}
     rows = [{**row, head: {rest: value} if rest else value} for value in ("Well?", TALK)]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    found = sorted(map(json.loads, converted(tmp_path, "--messages_key", key)), key=str)
+    write_rows(*rows)
+    found = sorted(chats("--messages_key", key), key=str)
     assert [[message["content"] for message in chat] for chat in found] == [
         ["Be kind", "Hi", "Hello", "Hi", "Hello"], ["Be kind", "Hi", "Hello", "Well?", "So"]]
 
@@ -1024,76 +1099,76 @@ def test_a_question_may_have_any_name(tmp_path, key):
     ("prompt", {"prompt": [USER], "completion": "Hello"}), ("chosen", {"chosen": TALK}),
     ("output", {"output": "Hi", "response": "Hello"}),
     ("system_prompt", {"system_prompt": "Hi", "response": "Hello"})])
-def test_a_column_has_one_use(tmp_path, capsys, key, row):
-    write(tmp_path / "in", {"a.jsonl": as_json({**row, "rejected": "No"}, {**row, "system": "Be kind"})})
-    found = sorted(map(json.loads, converted(tmp_path, "--messages_key", key)), key=len)
+def test_a_column_has_one_use(output, key, row):
+    write_rows({**row, "rejected": "No"}, {**row, "system": "Be kind"})
+    found = chats("--messages_key", key)
     assert found == [TALK, [KIND, *TALK]]
-    assert re.findall("dropped column (.*): 1, such as", capsys.readouterr().out) == ["rejected"]
+    assert re.findall("dropped column (.*): 1, such as", output()) == ["rejected"]
 
-def test_a_text_under_messages_is_no_conversation(tmp_path, capsys):
+def test_a_text_under_messages_is_no_conversation(output):
     row = {"messages": "Two.", "prompt": "Hi", "answer": "Hello"}
-    write(tmp_path / "in", {"a.jsonl": as_json(row, [*TALK, *TALK])})
-    assert TALK in map(json.loads, converted(tmp_path))
-    assert "dropped column messages: 1, " in capsys.readouterr().out
+    write_rows(row, [*TALK, *TALK])
+    assert TALK in chats()
+    assert "dropped column messages: 1, " in output()
 
-def test_a_question_may_look_like_a_mark(tmp_path):
+def test_a_question_may_look_like_a_mark():
     """... that says not to learn it."""
     rows = [{"label": label, "response": "Hello"} for label in ("0", "Hi")]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    found = map(json.loads, converted(tmp_path, "--messages_key", "label"))
+    write_rows(*rows)
+    found = chats("--messages_key label")
     assert sorted(question["content"] for question, _ in found) == ["0", "Hi"]
 
-def test_files_become_lines_of_json_by_the_commands_of_loops_md(tmp_path):
+def test_files_become_lines_of_json_by_the_commands_of_loops_md():
     text = LOOPS_MD[LOOPS_MD.index("## Other forms"):]
     commands = re.findall(r"^(python -c .*?|jq -c '.\[\]' OLD.json) > OLD\b", text, re.DOTALL | re.MULTILINE)
     rows = [{"text": "Hi,\n\"you\"", "n": "1"}, {"text": "", "n": "2"}]
     table = pa.Table.from_pylist([{"a": {"b": row}} for row in rows])
     as_lines = "\n".join(f'"{row["text"]}",{row["n"]}' for row in rows).replace('"you"', '""you""')
-    write(tmp_path, {"OLD.parquet": as_parquet(table), "OLD.csv": BOM_UTF8 + f"text,n\n{as_lines}".encode(),
-                     "OLD.json": json.dumps(rows)})
+    write({"OLD.parquet": as_parquet(table), "OLD.csv": BOM_UTF8 + f"text,n\n{as_lines}".encode(),
+                     "OLD.json": json.dumps(rows)}, ".")
     found = []
     for command in commands[:2 + bool(shutil.which("jq"))]:
         command = command.replace("python", sys.executable, 1) + " > OLD"
-        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
-        found += [json.loads(line) for line in (tmp_path / "OLD").read_text().splitlines()]
+        subprocess.run(command, shell=True, check=True)
+        found += [json.loads(line) for line in Path("OLD").read_text().splitlines()]
     expected = [*({"a": {"b": row}} for row in rows), *rows, *rows]
     assert found == expected[:len(found)]
     assert len(commands) == 3 and len(found) >= 4
 
-def test_a_rejected_answer_is_an_error(tmp_path):
+def test_a_rejected_answer_is_an_error():
     """HALOs marks them so."""
     rows = [{"prompt": "Hi", "completion": i, "type": i} for i in ("chosen", "rejected")]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows, TALK)})
-    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    write_rows(*rows, TALK)
+    line = refused()
     assert "line 2: 'type' is 'rejected'; to learn it nevertheless: --ignore_keys type (to" in line
-    assert len(converted(tmp_path, "--ignore_keys", "type")) == 3
-    assert len(converted(tmp_path, "--skip_bad")) == 2
-    write(tmp_path / "in", {"a.jsonl": as_json({"text": "a", "n": "rejected"}, {"text": "b"})})
-    assert sorted(converted(tmp_path)) == ["a", "b"]
+    assert len(converted("--ignore_keys type")) == 3
+    assert len(converted("--skip_bad")) == 2
+    write_rows({"text": "a", "n": "rejected"}, {"text": "b"})
+    assert converted() == ["a", "b"]
 
-def test_each_dropped_column_is_said(tmp_path, capsys):
+def test_each_dropped_column_is_said(output):
     """Also if it is false, or null at first: it may say what not to learn."""
     marks = {"is_good": False, "loss_mask": None}, {"is_good": False, "loss_mask": [0]}, {"n": 0}
     rows = [{"prompt": f"{i}", "answer": "b", **mark} for i, mark in enumerate(marks)]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    converted(tmp_path)
-    found = re.findall(r"dropped column (.*): (\d), such as .*, line (\d)", capsys.readouterr().out)
+    write_rows(*rows)
+    converted()
+    found = re.findall(r"dropped column (.*): (\d), such as .*, line (\d)", output())
     assert found == [("is_good", "2", "1"), ("loss_mask", "1", "2"), ("n", "1", "3")]
 
 @pytest.mark.parametrize("row", [
     {"instruction": "Hi", "output": ""}, {"prompt": "", "completion": "Hello"}, {"messages": []},
     {"question": "Hi", "answer": None}, {"messages": "", "id": 3}, {"input": "", "output": "Hello"}])
-def test_empty_chats_are_counted_like_empty_texts(tmp_path, capsys, row):
+def test_empty_chats_are_counted_like_empty_texts(output, row):
     """28 of Alpaca's outputs, questions of SQuAD without an answer."""
-    write(tmp_path / "in", {"a.jsonl": as_json(TALK, row, [ANSWER, *TALK])})
-    assert len(converted(tmp_path)) == 2
+    write_rows(TALK, row, [ANSWER, *TALK])
+    assert len(converted()) == 2
     name = next(name for name in row if not row[name])
-    printed = capsys.readouterr().out
+    printed = output()
     assert f"skipped documents whose '{name}' is null or empty: 1, such as " in printed
     assert "dropped" not in printed
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_a_conversation_in_any_column_may_be_written_as_json(tmp_path, suffix):
+def test_a_conversation_in_any_column_may_be_written_as_json(suffix):
     """Other texts that are JSON stay texts."""
     rows = [{"prompt": question, "answer": answer} for question, answer in (
         ("Hi", "Hello"), (json.dumps([USER]), " " + json.dumps([ANSWER])), ("[1, 2]: why?", "[2]"),
@@ -1102,99 +1177,99 @@ def test_a_conversation_in_any_column_may_be_written_as_json(tmp_path, suffix):
         "jsonl": as_json(*rows), "parquet": as_parquet(pa.Table.from_pylist(rows)),
         "csv": "\n".join('"' + '","'.join(text.replace('"', '""') for text in row) + '"'
                          for row in (rows[0], *(row.values() for row in rows)))}
-    write(tmp_path / "in", {f"a.{suffix}": data[suffix]})
+    write({f"a.{suffix}": data[suffix]})
     for words in [], ["--messages_key", "prompt"]:
-        found = [json.loads(text) for text in converted(tmp_path, *words)]
+        found = chats(*words)
         assert sorted((a["content"], b["content"]) for a, b in found) == [
             ("Hi", "Hello"), ("Hi", "Hello"), ("[", '[{"name": "Bob"}]'), ("[1, 2]: why?", "[2]")]
 
-def test_a_prompt_is_never_lost(tmp_path):
+def test_a_prompt_is_never_lost():
     """An answer may go on with several turns, or be the whole chat, as in TRL."""
     rows = [
         {"prompt": [USER], "chosen": [ANSWER, USER, ANSWER]},
         {"prompt": [KIND], "completion": TALK},
         {"prompt": [USER, ANSWER, USER], "chosen": [*TALK, *TALK]}]
     rows.append({"history": [["Hi", "Hello"]], "messages": [KIND, *TALK]})
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    found = sorted(map(json.loads, converted(tmp_path)), key=str)
-    chats = [[*TALK, *TALK], [KIND, *TALK], [*TALK, *TALK], [KIND, *TALK, *TALK]]
-    assert found == sorted(chats, key=str)
+    write_rows(*rows)
+    found = sorted(chats(), key=str)
+    expected = [[*TALK, *TALK], [KIND, *TALK], [*TALK, *TALK], [KIND, *TALK, *TALK]]
+    assert found == sorted(expected, key=str)
     for question in ("Ho", [KIND, USER]):
-        write(tmp_path / "in", {"a.jsonl": as_json({"prompt": question, "chosen": TALK})})
-        line = command(tmp_path / "in", "--out", tmp_path / "x")
+        write_rows({"prompt": question, "chosen": TALK})
+        line = refused()
         assert re.search(r"line 1: .*'Hi'.*'Hello'}\] does not answer \[{", line)
-    write(tmp_path / "in", {"a.jsonl": as_json({"prompt": "Ho", "chosen": TALK}, [ANSWER, *TALK])})
-    found = converted(tmp_path, "--messages_key", "chosen")
+    write_rows({"prompt": "Ho", "chosen": TALK}, [ANSWER, *TALK])
+    found = converted("--messages_key chosen")
     assert sorted(map(json.loads, found), key=len) == [TALK, [ANSWER, *TALK]]
 
-def test_an_answer_may_repeat_its_question(tmp_path):
+def test_an_answer_may_repeat_its_question():
     """Only a chat that begins with the messages of its prompt is a whole one."""
     whole = [{**USER, "tool_calls": []}, {**ANSWER, "content": "Hi"}]
     rows = [{"prompt": "Hi", "completion": "Hi"}, {"messages": [USER], "chosen": whole},
             {"prompt": "Hi", "completion": "Hi", "history": [["So", "So"]]}]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    found = sorted(map(json.loads, converted(tmp_path)), key=len)
+    write_rows(*rows)
+    found = chats()
     echo = [USER, {**ANSWER, "content": "Hi"}]
     earlier = [{**message, "content": "So"} for message in TALK]
     assert found == [echo, echo, earlier + echo]
 
-def test_roles_have_the_names_of_sharegpt_and_llama_factory(tmp_path):
+def test_roles_have_the_names_of_sharegpt_and_llama_factory():
     names = ["human", "function_call", "observation", "gpt", "user", "chatgpt", "bing", "model",
              "function", "Chatbot"]
     row = {"conversations": [{"from": name, "value": "x"} for name in names]}
-    write(tmp_path / "in", {"a.jsonl": as_json(row, TALK)})
-    chat = max(map(json.loads, converted(tmp_path)), key=len)
+    write_rows(row, TALK)
+    chat = max(chats(), key=len)
     assert [message["role"][0] for message in chat] == [*"uatauaaata"]
     row = {"conversations": [{"from": "user", "content": "Hi"}, {"from": "assistant", "content": "Hello"}]}
-    write(tmp_path / "in", {"a.jsonl": as_json(row, [ANSWER, *TALK])})    # ColossalChat's
-    assert sorted(map(json.loads, converted(tmp_path)), key=len) == [TALK, [ANSWER, *TALK]]
+    write_rows(row, [ANSWER, *TALK])    # ColossalChat's
+    assert chats() == [TALK, [ANSWER, *TALK]]
 
-def test_signs_of_damaged_text_are_counted(tmp_path, capsys):
+def test_signs_of_damaged_text_are_counted(output):
     """UTF-16 without its mark is valid UTF-8, with a NUL in each letter."""
-    write(tmp_path / "in", {
+    write({
         "a.txt": "Hello".encode("utf-16-le"), "b.csv": "text\na\0b\n",
         "c.jsonl": texts_as_json(["fine", "a\0b", "b<|im_end|>", "<start_of_turn>", "<\uff5cend\uff5c>"]),
         "d.txt": '{"text": "a"}\n{"text": "b"}'})
-    assert len(converted(tmp_path)) == 8
-    printed = capsys.readouterr().out
+    assert len(converted()) == 8
+    printed = output()
     found = re.findall(r"^texts (?:with|that are) ([^ ,]+).*: (\d), such as ", printed, re.MULTILINE)
     assert sorted(found) == [("<start_of_turn>", "1"), ("<|im_end|>", "1"), ("<\uff5cend\uff5c>", "1"),
                              ("JSON", "1"), ("NUL", "3")]
 
-def test_chats_show_no_sign_of_damage(tmp_path, capsys):
+def test_chats_show_no_sign_of_damage(output):
     """Shards hold them as JSON."""
-    write(tmp_path / "in", {"a.jsonl": as_json(TALK, [*TALK, *TALK])})
-    assert len(converted(tmp_path)) == 2
-    assert "texts" not in capsys.readouterr().out
+    write_rows(TALK, [*TALK, *TALK])
+    assert len(converted()) == 2
+    assert "texts" not in output()
 
-def test_a_readme_among_files_without_quotes_is_no_document(tmp_path, capsys):
+def test_a_readme_among_files_without_quotes_is_no_document(output):
     about = {"README.txt": "about", "LICENSE.txt": "MIT"}
-    write(tmp_path / "in", {**about, "a.jsonl": texts_as_json(["a", "b"])})
-    assert command(*glob.glob(f"{tmp_path}/in/*"), "--out", tmp_path / "out") is None
-    assert sorted(read_all(tmp_path / "out")) == ["a", "b"]
-    assert "ignored files, about the data (to read them: --as_text README.md): 2, " in capsys.readouterr().out
-    assert "no files to read; ignored" in command(tmp_path / "in/README.txt", "--out", tmp_path / "x")
+    write({**about, "a.jsonl": texts_as_json(["a", "b"])})
+    assert command(*glob.glob("in/*"), "--out", "out") is None
+    assert sorted(read_all()) == ["a", "b"]
+    assert "ignored files, about the data (to read them: --as_text README.md): 2, " in output()
+    assert "no files to read; ignored" in command("in/README.txt", "--out", "x")
 
-def test_two_answers_are_for_the_user_to_choose(tmp_path):
+def test_two_answers_are_for_the_user_to_choose():
     row = {"prompt": "Hi", "response": "a", "output": "b", "question": ""}
-    write(tmp_path / "in", {"a.jsonl": as_json(row, {**row, "response": "c"})})
-    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    write_rows(row, {**row, "response": "c"})
+    line = refused()
     assert "it has 'response' and 'output'," in line and "--ignore_keys output (to skip" in line
-    found = map(json.loads, converted(tmp_path, "--ignore_keys", "output"))
+    found = chats("--ignore_keys output")
     assert sorted(answer["content"] for _, answer in found) == ["a", "c"]
 
 # --------------------------------------------------------------------------------------------------
 # Processes
 
-def test_second_convert_into_one_folder_is_refused(tmp_path):
+def test_second_convert_into_one_folder_is_refused():
     """What a killed one has left is to be removed."""
-    write(tmp_path, {"a.jsonl": texts_as_json("ab"), ".out.convert/runs/a": "x"})
-    words = tmp_path / "a.jsonl", "--out", tmp_path / "out"
+    write({"a.jsonl": texts_as_json("ab"), ".out.convert/runs/a": "x"}, ".")
+    words = "a.jsonl", "--out", "out"
     line = command(*words)
-    assert re.search("writes .*/out, or was killed; wait for it, or rm -r .*/.out.convert$", line)
-    shutil.rmtree(tmp_path / ".out.convert")
+    assert re.search("writes out, or was killed; wait for it, or rm -r .out.convert$", line)
+    shutil.rmtree(".out.convert")
     assert command(*words) is None
-    assert sorted(os.listdir(tmp_path)) == ["a.jsonl", "out"]
+    assert sorted(os.listdir()) == ["a.jsonl", "out"]
 
 def group_of(pid):
     """The process group of a process that is alive."""
@@ -1215,7 +1290,7 @@ convert.main()
 def test_workers_end_with_convert(tmp_path, number):
     """Killed, or stopped by Ctrl-C: no worker or shard stays."""
     lines = texts_as_json(["some text " * 50] * 19_999 + ["other"])
-    write(tmp_path / "in", {f"{i}.jsonl": lines for i in range(4)})
+    write({f"{i}.jsonl": lines for i in range(4)})
     words = [f"{tmp_path}/in", "--out", f"{tmp_path}/out", "-w", "2"]
     process = subprocess.Popen([sys.executable, "-c", STUCK, *words], cwd=HERE, text=True,
                                stderr=subprocess.PIPE, start_new_session=True)
@@ -1237,7 +1312,7 @@ def test_workers_end_with_convert(tmp_path, number):
         assert "Traceback" not in printed and "stopped" in printed
     assert os.listdir(tmp_path) == ["in"]
     assert command(*words) is None
-    assert sum(sum(shard.group_sizes) for shard in all_of(tmp_path / "out")) == 80_000
+    assert sum(sum(shard.group_sizes) for shard in all_of()) == 80_000
 
 def test_scripts_that_are_run_directly_say_how_to_run_them():
     files = {*glob.glob("dev/*.py", root_dir=HERE)} - {"dev/records.py"}
@@ -1245,78 +1320,64 @@ def test_scripts_that_are_run_directly_say_how_to_run_them():
         ended = subprocess.run([sys.executable, name], cwd=HERE, text=True, capture_output=True)
         assert re.fullmatch("usage: .*\n", ended.stderr), name
 
-def test_history_of_a_conversation_is_not_said_to_be_dropped(tmp_path, capsys):
+def test_history_of_a_conversation_is_not_said_to_be_dropped(output):
     rows = [{"history": [["So", "So"]], "prompt": "Hi", "answer": "Hello"} for _ in "ab"]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows, TALK)})
-    assert len(converted(tmp_path)) == 3
-    assert "dropped" not in capsys.readouterr().out
+    write_rows(*rows, TALK)
+    assert len(converted()) == 3
+    assert "dropped" not in output()
 
-def test_a_whole_chat_repeats_the_weights_of_its_prompt(tmp_path):
+def test_a_whole_chat_repeats_the_weights_of_its_prompt():
     """If one masks an answer and the other does not, which one is right?"""
     masked = [USER, {**ANSWER, "weight": 0}]
-    write(tmp_path / "in", {"a.jsonl": as_json({"messages": masked, "chosen": TALK}, TALK + TALK)})
-    line = command(tmp_path / "in", "--out", tmp_path / "x")
+    write_rows({"messages": masked, "chosen": TALK}, TALK + TALK)
+    line = refused()
     assert re.search("line 1: .* does not answer .*'weight': 0", line)
-    found = converted(tmp_path, "--messages_key", "chosen")
+    found = converted("--messages_key chosen")
     assert sorted(map(json.loads, found), key=len) == [TALK, TALK + TALK]
 
-def test_columns_of_chats_are_not_read_with_a_text_key(tmp_path):
+def test_columns_of_chats_are_not_read_with_a_text_key():
     odd = pa.array(2 * [10 ** 12], pa.timestamp("s"))    # Python has no such year
     table = pa.table({"text": ["a", "b"], "label": odd, "history": odd, "system": odd})
-    write(tmp_path / "in", {"a.parquet": as_parquet(table)})
-    assert sorted(converted(tmp_path, "--text_key", "text")) == ["a", "b"]
+    write({"a.parquet": as_parquet(table)})
+    assert converted("--text_key text") == ["a", "b"]
 
-def test_processes_that_cannot_start_leave_no_folder(tmp_path, monkeypatch):
-    write(tmp_path / "in", {"a.jsonl": texts_as_json("ab")})
+def test_processes_that_cannot_start_leave_no_folder(monkeypatch):
+    write_texts("ab")
     monkeypatch.setattr(convert, "cores", lambda: 2)
     monkeypatch.setattr(convert, "ProcessPoolExecutor", mock.Mock(side_effect=OSError("no semaphores")))
-    line = command(tmp_path / "in", "--out", tmp_path / "out", "-w", 2)
+    line = refused("-w", 2)
     assert "no semaphores" in line
-    assert os.listdir(tmp_path) == ["in"]
+    assert os.listdir() == ["in"]
 
-def test_a_history_that_is_a_text_is_shown_whole(tmp_path):
-    row = {"history": "[['Hi', 'Hello']]", "prompt": "Hi", "answer": "Hello"}
-    write(tmp_path / "in", {"a.jsonl": as_json(row)})
-    line = command(tmp_path / "in", "--out", tmp_path / "out")
-    assert "saw \"[['Hi', 'Hello']]\"; to leave it out" in line
-
-def test_marks_of_other_kinds_name_their_message(tmp_path):
-    write(tmp_path / "in", {"a.jsonl": as_json([USER, {**ANSWER, "weight": "x", "loss": 1}])})
-    line = command(tmp_path / "in", "--out", tmp_path / "out")
-    assert "message 1: expected a weight of 0 or 1; saw " in line
-
-def test_two_questions_are_for_the_user_to_choose(tmp_path):
+def test_two_questions_are_for_the_user_to_choose():
     """... and not joined, as an input is."""
     row = {"prompt": "Hi", "question": "Ho", "answer": "Hello"}
-    write(tmp_path / "in", {"a.jsonl": as_json(row, {**row, "answer": "Yo"})})
-    assert "it has 'prompt' and 'question', of which" in command(tmp_path / "in", "--out", tmp_path / "x")
-    assert TALK in map(json.loads, converted(tmp_path, "--ignore_keys", "question"))
+    write_rows(row, {**row, "answer": "Yo"})
+    assert "it has 'prompt' and 'question', of which" in refused()
+    assert TALK in chats("--ignore_keys question")
 
-def test_one_of_several_marks_masks_a_message(tmp_path):
+def test_one_of_several_marks_masks_a_message():
     marked = {**ANSWER, "weight": 1, "loss": 0, "train": True}
-    write(tmp_path / "in", {"a.jsonl": as_json([USER, marked, *TALK], TALK)})
-    found = sorted(map(json.loads, converted(tmp_path)), key=len)
+    write_rows([USER, marked, *TALK], TALK)
+    found = chats()
     assert found[1] == [USER, {**ANSWER, "weight": 0}, *TALK]
 
-def test_a_full_out_is_refused_before_files_are_read(tmp_path):
-    write(tmp_path, {"a.jsonl": b"{bad", "full/x": ""})
-    line = command(tmp_path / "a.jsonl", "--out", tmp_path / "full")
+def test_a_full_out_is_refused_before_files_are_read():
+    write({"a.jsonl": b"{bad", "full/x": ""}, ".")
+    line = command("a.jsonl", "--out", "full")
     assert "full; to write elsewhere" in line
 
-def test_a_number_that_is_too_large_for_a_column_is_an_error(tmp_path):
-    rows = [{"text": "a", "n": 2 ** 70}, {"text": "b", "n": 1}]
-    write(tmp_path / "in", {"a.jsonl": as_json(*rows)})
-    line = command(tmp_path / "in", "--out", tmp_path / "x", "--keep", "n")
-    assert re.search("error: --keep: .*; expected values of one type", line)
-
-def test_a_killed_worker_is_named(tmp_path, monkeypatch):
-    write(tmp_path / "in", {"a.jsonl": texts_as_json("ab")})
+def test_a_killed_worker_is_named(monkeypatch):
+    write_texts("ab")
     monkeypatch.setattr(convert, "cores", lambda: 2)
     monkeypatch.setattr(convert, "start_process", functools.partial(os._exit, 1))
-    line = command(tmp_path / "in", "--out", tmp_path / "x", "-w", 2)
+    line = refused("-w", 2)
     assert "a worker process was killed; if memory ran out: -w 1" in line
-    assert os.listdir(tmp_path) == ["in"]
+    assert os.listdir() == ["in"]
 
-def test_without_copies_drop_copies_changes_no_order(tmp_path):
-    write(tmp_path / "in", {"a.jsonl": texts_as_json(map(str, range(50)))})
-    assert converted(tmp_path, "--drop_copies") == converted(tmp_path)
+def test_without_copies_drop_copies_changes_no_order():
+    write_texts(map(str, range(50)))
+    converted()
+    documents = read_all()
+    converted("--drop_copies")
+    assert read_all() == documents
