@@ -26,6 +26,7 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -63,12 +64,12 @@ def permuted(items, seed, *key):
     return [items[i] for i in sorted(range(len(items)), key=numbers.__getitem__)]
 
 def line_of(shards, epoch, seed):
-    """All documents of an epoch, in its order: [(location, average bytes in its shard)]"""
+    """All documents of an epoch, in its order: [(location, average bytes in its row group)]"""
     groups = []
     for shard in shards:
-        average = max(1, shard.text_bytes // sum(shard.group_sizes))
         for row_group, n in enumerate(shard.group_sizes):
-            group = [(shard.location(row_group, row), average) for row in range(n)]
+            n_bytes = max(n, shard.group_bytes[row_group])    # documents may be empty
+            group = [(shard.location(row_group, row), Fraction(n_bytes, n)) for row in range(n)]
             groups.append(permuted(group, seed, 1, epoch, len(groups)))
     groups = [group for group in groups if group]
     return list(itertools.chain(*permuted(groups, seed, 0, epoch)))
@@ -77,7 +78,7 @@ def line_of(shards, epoch, seed):
 def chunks_of(run, source, epoch):
     """The chunks of each segment of the line, lists of locations, all of the same bytes."""
     line = line_of(run.sources[source], epoch, run.shuffle_seed)
-    n_bytes = sum(average for _, average in line)
+    n_bytes = int(sum(average for _, average in line))
     per_lane = max(1, round(n_bytes / run.num_lanes / run.chunk_bytes))
     n_chunks = per_lane * run.num_lanes
     cuts = [n_bytes * k // n_chunks for k in range(1, n_chunks)]
@@ -122,13 +123,14 @@ def piles_of(run):
 
 def rows_of_run(run, piles, g=0):
     """
-    Yield the rows of the run from row g on. Lanes take turns, and one that has ended gives its turn
-    to the next one. (An endless run without a token never yields.)
+    Yield the rows of the run from row g on. Lanes take turns. In a finite run, a lane that has ended
+    gives its turn to the next one. (An endless run without a token never yields.)
     """
+    is_finite = None not in run.epochs.values()
     while True:
         first = g % run.num_lanes
-        lanes_in_turn = piles[first:] + piles[:first]
-        dealt = (deal(run, g, lane) for lane in lanes_in_turn)
+        in_turn = piles[first:] + piles[:first] if is_finite else [piles[first]]
+        dealt = (deal(run, g, lane) for lane in in_turn)
         row = next(filter(None, dealt), None)
         if row is None:
             break
@@ -147,10 +149,10 @@ def deal(run, g, lane):
     return None
 
 def chosen(run, sources, g):
-    """The weights divide [0, 1) among the sources. Row g is at g * golden ratio mod 1."""
+    """The weights divide [0, 1) among the sources. Row g is the point g * SPREAD / 2**64 mod 1."""
     weights = [run.weights[source] for source in sources]
     numbers = [weight(g) if callable(weight) else weight for weight in weights]
-    point = g * 0x9E3779B97F4A7C15 % 2**64 / 2**64 * sum(numbers)
+    point = g * 0x5D9DC1A99CCFC6A7 % 2**64 / 2**64 * sum(numbers)
     for source, end in zip(sources, itertools.accumulate(numbers), strict=True):
         if point < end:
             return source

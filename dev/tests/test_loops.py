@@ -559,7 +559,7 @@ def test_each_token_has_the_weight_of_its_document(folder):
             end = piece.offset + piece.stop - piece.start
             want[row, piece.offset:end] = scores[piece.location.row]
     has_target = names["targets"] >= 0
-    assert torch.equal(names["weight"], want[:, 1:] * has_target)
+    assert torch.equal(names["weights"], want[:, 1:] * has_target)
 
 def test_a_random_transform_depends_on_the_document_and_the_epoch(folder):
     """It is the same for a folder that has moved, and loses no token."""
