@@ -82,7 +82,7 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
         assert found.tolist() == np.where(mask, ids, np.invert(ids)).tolist()
         assert bounds.tolist() == [0, len(ids)]
     else:
-        with pytest.raises(UserError, match=r"nothing to learn: .* saw \[{\"role\""):
+        with pytest.raises(UserError, match=r"nothing to train on; .* saw \[{\"role\""):
             encode_conversations(tok, lines)
 
 @pytest.mark.parametrize("template, messages, words", [
@@ -93,7 +93,7 @@ def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
     ("nanochat", chat(("system", "a"), ("system", "b"), HI),
      "message 1: expected .* role 'assistant' or 'user'; saw .*'b'"),
     ("nanochat", chat(("system", 5), HI), "message 0: .* saw .*5"),
-    ("nanochat", [], "nothing to learn"),
+    ("nanochat", [], "nothing to train on"),
     ("nanochat", chat(("user", PARTS[1:2])), "message 0: expected text, .* of type text; saw"),
     ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: expected text, or"),
     ("nanochat", ["Hi"], "message 0: .* saw 'Hi'"),
