@@ -71,7 +71,8 @@ def compare(ours, theirs, is_nfc, path):
         ids = found[1:].tolist()
         if ids != want.ids or ours.decode(ids) != text:
             raise UserError(
-                f"{path}: we would encode {text[:80]!r} to other ids; nothing was written")
+                f"{path}: this tokenizer would encode {text[:80]!r} differently here; nothing was "
+                "written")
     return len(texts)
 
 def hard_texts(enc, added=()):
@@ -192,12 +193,15 @@ def pattern_of(pre_tokenizer, check):
 def main(argv=None):
     parser = Parser(
         "python -m dev.import_tokenizer",
-        description="Convert Hugging Face's tokenizer.json, if it is a byte-level BPE.",
+        description="Convert a Hugging Face tokenizer.json that is a byte-level BPE (GPT-2, Llama 3, "
+                    "Qwen), so that train.py and the loader can use it.",
         epilog="example: python -m dev.import_tokenizer tokenizer.json --out my_llama")
     parser.add_argument("file", type=expand_home, help="a tokenizer.json")
     parser.add_argument(
         "--out", required=True, type=local_folder, help="new folder to save it in")
-    parser.add_argument("--bos", help=f"token before each document (default: {BOS_NAMES})")
+    parser.add_argument(
+        "--bos", metavar="TOKEN",
+        help=f"token before each document (default: the first that exists of {', '.join(BOS_NAMES)})")
     flags = parser.parse_args(argv)
     with errors_in_one_line():
         print(import_tokenizer(flags.file, flags.out, flags.bos))

@@ -55,7 +55,7 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     complete shards of the same text and tokenizer. keep: columns to copy next to the tokens.
     """
     if os.path.realpath(out) == os.path.realpath(data_dir):
-        raise UserError(f"cannot write to {out}; name another local folder with --out")
+        raise UserError(f"cannot write to {out}; pass a different local folder: --out NEW_FOLDER")
     shards = all_shards(data_dir)
     if shards[0].kind == "tokens":
         raise UserError(f"{data_dir} holds token ids already; name a folder of text shards")
@@ -65,7 +65,7 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     others = [name for name, *_ in dataset.list_files(out) if name not in names]
     if others:
         raise UserError(
-            f"{out} holds {min(others)}, which {data_dir} does not; name a new folder with --out")
+            f"{out} has {min(others)}, which is not in {data_dir}; choose a new folder: --out FOLDER")
     columns = columns_of(shards[0])
     missing = {*keep} - {*columns}
     if missing:
@@ -124,8 +124,8 @@ def check_kept(out, shard, made_from, keep):
     has_same_rows = footer.shard.group_sizes == shard.group_sizes
     if not is_same or not has_same_rows or columns != ["tokens", *keep]:
         raise UserError(
-            f"{path} already exists, but was made from different text, with another tokenizer, or "
-            "with other --keep columns; choose a new folder with --out")
+            f"{path} already exists, but was made from different text, with a different tokenizer, "
+            "or with other --keep columns; choose a new folder: --out FOLDER")
 
 def in_order(function, items):
     """Yield function(item) for each item, in order. Threads run ahead by a few items."""
@@ -283,12 +283,14 @@ def main(argv=None):
     add("folder", nargs="?", metavar="FOLDER",
         help="folder or URI of shards, also as --data FOLDER (default: what train.py uses)")
     add("--data", help=argparse.SUPPRESS)
-    add("--tokenizer", help="its folder: tokenize uses it, stats counts tokens, head shows text")
-    add("--out", type=dataset.local_folder, help="tokenize: folder for the token shards")
+    add("--tokenizer", metavar="DIR",
+        help="folder of a tokenizer: to tokenize, to count tokens in stats, to show text in head")
+    add("--out", type=dataset.local_folder, help="tokenize: new folder for the token shards")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME",
-        help="tokenize: extra columns to keep")
+        help="tokenize: copy these columns, too")
     add("-n", type=at_least_1, default=5, help="head: number of documents (default: 5)")
-    add("--split", default="train", choices=("train", "val"), help="head: which (default: train)")
+    add("--split", default="train", choices=("train", "val"),
+        help="head: which split (default: train)")
     flags = parser.parse_intermixed_args(argv)    # FOLDER may come after an option
     if flags.command == "tokenize" and not flags.out:
         parser.error("tokenize needs a folder for the token shards: --out FOLDER")

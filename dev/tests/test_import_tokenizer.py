@@ -206,8 +206,8 @@ def changed(part, **changes):
     (lambda described: add(described, "<a>", rstrip=True), "has rstrip in its token '<a>'"),
     (lambda described: add(described, "<a>", single_word=True), "has single_word in its token"),
     # Found before others, or inside a special token, which Hugging Face takes as a whole
-    (lambda described: add(add(described, "<ab>", normalized=True), "b>c"), "to other ids"),
-    (lambda described: add(described, "text|>"), "to other ids"),
+    (lambda described: add(add(described, "<ab>", normalized=True), "b>c"), "differently here"),
+    (lambda described: add(described, "text|>"), "differently here"),
     # Their regex knows what tiktoken's does not
     (lambda described: described.update(train(r"\X")), r"tiktoken refuses .*Invalid escape: .X"),
     (dict.clear, "is not Hugging Face's tokenizer")])

@@ -104,7 +104,7 @@ def test_training_gives_rustbpes_merges_and_survives_hostile_documents():
 
 @pytest.mark.parametrize("vocab_size", [-1, 264, 1 << 31, 5_000_000_000])
 def test_a_vocabulary_fits_int32(vocab_size):
-    with pytest.raises(UserError, match=rf"vocabulary of {vocab_size:,} tokens; expected 265 to"):
+    with pytest.raises(UserError, match=rf"vocab_size is {vocab_size:,}; expected 265 to"):
         RustBPETokenizer.train_from_iterator(["a"], vocab_size)
 
 def test_ids_are_tiktokens_for_lists_and_arrays():
@@ -176,7 +176,7 @@ def test_gigatoken_encodes_vocabularies_with_special_tokens_first_and_between():
     assert ids.tolist() == [0, *tok.enc.encode_ordinary(SOURCES[3])]
     assert tok.why_tiktoken is None
 
-ADVICE = "to encode several times as fast: pip install tiktoken==0.14.0 gigatoken==0.10.0"
+ADVICE = "for faster encoding: pip install tiktoken==0.14.0 gigatoken==0.10.0"
 RIGHT = RustBPETokenizer._call_gigatoken
 
 def with_wrong_bounds(tok, documents):
@@ -194,8 +194,8 @@ def with_wrong_ids(tok, documents):
     ("tokenizer.SCHEMES", {}, "gigatoken does not know this split pattern"),
     ("tokenizer.metadata.version", lambda name: distribution(f"no-{name}"), ADVICE),
     ("tiktoken.__version__", "0.15.1", ADVICE),    # other versions know other characters
-    ("tokenizer.RustBPETokenizer._call_gigatoken", with_wrong_ids, "gigatoken has other ids"),
-    ("tokenizer.RustBPETokenizer._call_gigatoken", with_wrong_bounds, "gigatoken has other ids"),
+    ("tokenizer.RustBPETokenizer._call_gigatoken", with_wrong_ids, "gigatoken's ids differ"),
+    ("tokenizer.RustBPETokenizer._call_gigatoken", with_wrong_bounds, "gigatoken's ids differ"),
     (None, None, "gigatoken fails with this vocabulary: assertion")])    # a token no merge makes
 def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
     ranks = dict(small().enc._mergeable_ranks)
@@ -274,7 +274,7 @@ def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path, monkeypatch
     monkeypatch.setattr(module, "write_atomic", fail_at_second)
     with pytest.raises(OSError, match="full"):
         fresh().save(tmp_path / "new")
-    words = r"no tokenizer, .*nanoloader\.json.*; to train .*; .* see Tokenizers in README"
+    words = r"no tokenizer, .*nanoloader\.json.*To train .*To import .* Tokenizers in .*README"
     with pytest.raises(UserError, match=words):
         get_tokenizer(tmp_path / "new")
     tok.save(tmp_path / "new")
