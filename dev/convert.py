@@ -1,17 +1,21 @@
 """
-Make shuffled shards from your own text or chats.
+Convert text or chats to shards: parquet files that the loader reads.
 
-    python -m dev.convert my_folder --out my_shards                   # all files that we can read
-    python -m dev.convert 'my/**/*.jsonl.gz' --text_key data.content  # a key in a key
-    python -m dev.convert book.txt --cut_bytes 2000                   # cut at blank lines
-    python -m dev.convert chats.jsonl --out my_chats                  # in their usual forms
+    python -m dev.convert my_folder --out my_shards                   # every file of a known type
+    python -m dev.convert 'my/**/*.jsonl.gz' --text_key data.content  # {"data": {"content": ...}}
+    python -m dev.convert book.txt --cut_bytes 2000                   # documents of up to 2 kB
+    python -m dev.convert chats.jsonl --out my_chats                  # messages, prompt and answer
 
-All text is written twice, so any amount of it is shuffled in bounded memory: 197 MB of JSON lines
-take 4.0 s of one core, and 380 MB of memory (2 cores, 2026-11).
+It shuffles the documents, sets about 1% of them aside for validation, and makes sure that no
+validation text is also in the training data. Files that are named for a split (train-*, val-*)
+keep it; test-* files are left out. A report says what was dropped, skipped or ignored.
 
-In this order: convert; the shuffle; records of files; which files; the folder and processes; the
-command. dev/records.py makes documents of records.
+The shuffle takes little memory for any amount of text: 197 MB of JSON lines take 4.0 s of one core,
+and 380 MB of memory (2 cores, 2026-11).
 """
+
+# In this order: convert; the shuffle; records of files; which files; the folder and processes; the
+# command. dev/records.py makes documents of records.
 
 import sys
 
@@ -508,22 +512,25 @@ def main(argv=None):
     add("inputs", nargs="+", metavar="IN", type=dataset.expand_home,
         help=f"files, folders, globs in quotes: {SUFFIXES} (a .tsv has no quotes around texts)")
     add("--out", type=dataset.local_folder,
-        help="folder, new or empty (default: where train.py looks)")
-    add("--text_key", help="key or column that holds the text (default text); a.b: b in a")
+        help="new or empty folder (default: ~/.cache/nanoloader/base_data, where train.py looks)")
+    add("--text_key",
+        help="key or column that holds the text (default: text); write a.b for key b inside a")
     add("--messages_key", help="key or column that holds conversations, or their questions "
         "(default: messages, conversations, prompt, question, instruction)")
-    add("--keep", **names, help="more columns, to keep")
+    add("--keep", **names, help="copy these columns, too")
     add("--as_text", **names, help="read only these files, as plain text: '*.py'")
     add("--split_at", metavar="MARK", type=lambda mark: mark.replace("\\n", "\n").encode(),
-        help="a document of plain text ends at each such mark: '<|endoftext|>'")
+        help="split plain text into documents at each MARK, such as '<|endoftext|>'")
     add("--cut_bytes", type=at_least_1,
-        help="cut plain text to this size, at blank lines (default 1 GiB)")
-    add("--drop_copies", action="store_true", help="keep one of each text")
+        help="cut plain text into documents of up to this size, at blank lines (default: 1 GiB)")
+    add("--drop_copies", action="store_true",
+        help="drop documents whose text occurs before")
     add("--ignore_keys", **names,
-        help="drop these keys of messages, such as reasoning_content, or columns")
-    add("--skip_bad", action="store_true", help="skip and count bad documents, unreadable files")
+        help="drop these keys of messages, such as reasoning_content, and columns of these names")
+    add("--skip_bad", action="store_true",
+        help="skip and count bad documents and unreadable files, instead of stopping at the first")
 
-    add("-w", "--num_workers", type=at_least_1, help="processes (default: up to one per core)")
+    add("-w", "--num_workers", type=at_least_1, help="processes (default: at most one per core)")
     flags = parser.parse_args(argv)
     if {"text", "messages", "tokens"} & {*flags.keep}:
         parser.error("--keep: the names text, messages and tokens are reserved for the documents")
