@@ -1,14 +1,16 @@
 """
-Which documents a run of train.py saw, when, and how hard they were for the model.
+Which documents a run of train.py saw, when, and how hard they were for the model; its curves.
 
     python -m dev.runs audit --resume FILE --steps 600:602    the documents in these steps' rows
     python -m dev.runs when RUN shard_00000.parquet:0         the steps that have row 0 of this file
     python -m dev.runs losses RUN                             the easiest and the hardest documents
+    python -m dev.runs plot RUN [RUN ...]                     loss, rates, speed: plot.png
 
 RUN is the folder of a run; FILE is a checkpoint in it. `losses` needs a run with --ledger. The
 trade-off: steps that are in no ledger are packed again, every row of them, as fast as the loader
 can. `audit` packs from the beginning of the run if a step is before FILE. `when` packs the steps to
-come, and past steps that the ledger lacks.
+come, and past steps that the ledger lacks. RUN/log.jsonl says with which flags each part of the run
+was started, and has a hash of the rows of each step: other rows are an error.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -16,7 +18,9 @@ if __name__ == "__main__" and not __package__:
 
 import argparse
 import functools
+import itertools
 import json
+import os
 import sys
 from typing import NamedTuple
 
@@ -26,11 +30,18 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dataloader import PackedLoader
-from dataset import Location, Parser, UserError, errors_in_one_line, expand_home
+from dataset import (
+    Location,
+    Parser,
+    UserError,
+    atomic_file,
+    errors_in_one_line,
+    expand_home,
+)
 from dev.convert import at_least_1
 from dev.ledger import list_ledger
 from tokenizer import RustBPETokenizer
-from train import load_checkpoint, newest_checkpoint, sources_of
+from train import load_checkpoint, newest_checkpoint, read_log, sources_of, sum_counts
 
 # --------------------------------------------------------------------------------------------------
 # A run, from its newest checkpoint
@@ -41,23 +52,15 @@ def newest_of(run):
 def flags_of(saved):
     return argparse.Namespace(**saved["flags"])
 
-def loader_of(saved, begins=False):
-    """A loader for a checkpoint's run, at the checkpoint or at the beginning of the run."""
-    changed = saved["constant_since"]
-    if begins and changed:
-        raise UserError(f"the run changed its flags at step {changed}: a checkpoint of step "
-                        f"{saved['step']} cannot name rows before it; pass one of step {changed} "
-                        "or before")
-    flags, state = flags_of(saved), json.loads(saved["loader"])
-    config = state["config"]
+def loader_of(saved, flags=None):
+    """A loader for a checkpoint's run, at its beginning. flags: of a part of the run (see parts)"""
+    flags = flags or flags_of(saved)
+    config = json.loads(saved["loader"])["config"]
     tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
-    loader = PackedLoader(
-        tokenizer, flags.batch_size, state["T"], "train", packing=state["packing"],
+    return PackedLoader(
+        tokenizer, flags.batch_size, flags.seq_len, "train", packing=flags.packing,
         data_dir=sources_of(flags), rank=0, world_size=1, num_lanes=config["num_lanes"],
         chunk_bytes=config["chunk_bytes"], shuffle_seed=config["shuffle_seed"])
-    if not begins:
-        loader.load_state_dict(state)
-    return loader
 
 def shards_of(loader):
     return [shard for source in loader.sources.values() for shard in source.shards]
@@ -88,16 +91,48 @@ class Seen(NamedTuple):
     start: int
     stop: int
 
-def pack_again(saved, loader, first, stop):
-    """Yield (step, g, its pieces as Seen) of each row of steps `first` to `stop` - 1."""
-    begin = saved["step"] if loader.rows_delivered else 0
+def pack_again(run, saved, begins, first, stop):
+    """
+    Yield (step, g, its pieces as Seen) of each row of steps `first` to `stop` - 1, packed from the
+    checkpoint or from the beginning of the run.
+    """
+    log = [*read_log(f"{run}/log.jsonl")]
+    hashes = {-1: 0, saved["step"] - 1: saved["rows_hash"]}    # of all rows up to a step
+    hashes |= {record["step"]: int(record["rows_hash"], 16) for record in log if "rows_hash" in record}
+    begin = 0 if begins else saved["step"]
+    state = None if begins else json.loads(saved["loader"])
     if begin < stop:
         print(f"packing steps {begin:,} to {stop - 1:,}", file=sys.stderr)
-    for step in range(begin, stop):
-        next(loader)
-        if step >= first:
-            for g, pieces in zip(loader.row_numbers, loader.pieces(), strict=True):
-                yield step, g, [Seen(step, g, *piece[:4]) for piece in pieces]
+    for start, end, flags in parts(run, log, begin, stop):
+        with loader_of(saved, flags) as loader:
+            if state:
+                loader.load_state_dict(state)
+            for step in range(start, end):
+                check_rows(run, step, next(loader), loader, hashes)
+                for g, pieces in zip(loader.row_numbers, loader.pieces(), strict=True):
+                    if step >= first:
+                        yield step, g, [Seen(step, g, *piece[:4]) for piece in pieces]
+            state = loader.state_dict()
+
+def parts(run, log, begin, stop):
+    """Yield (first step, one after the last, flags) of steps that one command made."""
+    headers = [record for record in log if "flags" in record]    # one for each start of the run
+    starts = [header["step"] for header in headers if begin < header["step"] < stop]
+    for start, end in itertools.pairwise([begin, *starts, stop]):
+        known = [header for header in headers if header["step"] <= start]
+        if not known:
+            raise UserError(f"{run}/log.jsonl does not tell the flags of step {start}, so its rows "
+                            "cannot be named; pass a run's folder, or a checkpoint in it, with "
+                            "its log")
+        yield start, end, argparse.Namespace(**known[-1]["flags"])
+
+def check_rows(run, step, batch, loader, hashes):
+    """UserError unless this batch has the hash that the log has. (A step to come has none yet.)"""
+    _, of_step = sum_counts(*batch, loader.row_numbers)
+    if {step - 1, step} <= hashes.keys() and (hashes[step] - hashes[step - 1] - of_step) % 2**64:
+        raise UserError(f"step {step}: the rows that were packed again are not those of "
+                        f"{run}/log.jsonl, so its documents cannot be named; the data or the code "
+                        "has changed since")
 
 def without_bos_again(pieces):
     """Leave out a BOS that is repeated before a later piece of its document."""
@@ -113,10 +148,10 @@ def audit(path, steps=None):
     all ranks: rank g % W of W delivers row g. For steps before the checkpoint, the run is packed
     again from its beginning.
     """
-    saved = load_checkpoint(path)
+    saved, run = load_checkpoint(path), os.path.dirname(path) or "."
     first, stop = steps or (saved["step"], saved["step"] + 1)
-    with loader_of(saved, begins=first < saved["step"]) as loader:
-        for step, g, seen in pack_again(saved, loader, first, stop):
+    with loader_of(saved) as loader:
+        for step, g, seen in pack_again(run, saved, first < saved["step"], first, stop):
             yield f"step {step}, row {g} of the run"
             for piece in without_bos_again(seen):
                 yield f"  {describe(piece, loader)}"
@@ -217,7 +252,9 @@ def when(run, name=None, text=None):
         raise UserError("which document? Name it by FILE:ROW or FILE:GROUP:ROW, or pass --text "
                         "WORDS; such as: python -m dev.runs when RUN shard_00000.parquet:0")
     saved = newest_of(run)
-    now, n_steps = saved["step"], flags_of(saved).steps
+    headers = [record for record in read_log(f"{run}/log.jsonl") if "flags" in record]
+    n_steps = headers[-1]["flags"]["steps"] if headers else flags_of(saved).steps
+    now = saved["step"]
     with loader_of(saved) as loader:
         wanted = {*find_documents(loader, name, text)}
         if not wanted:
@@ -225,7 +262,7 @@ def when(run, name=None, text=None):
                             "FILE[:GROUP]:ROW or --text WORDS")
         ledger = read_ledger(run, loader.sources)
         is_complete = {*range(now)} <= {*ledger["step"].unique().to_pylist()}
-        seen = {*seen_in(ledger, wanted), *replay(saved, not is_complete, wanted)}
+        seen = {*seen_in(ledger, wanted), *replay(run, saved, not is_complete, n_steps, wanted)}
         seen = sorted(without_bos_again(seen))
         for piece in seen:
             to_come = "to come: " if piece.step >= now else ""
@@ -260,12 +297,75 @@ def seen_in(ledger, wanted):
             piece = row["epoch"], row["start"], row["stop"]
             yield Seen(row["step"], row["g"], location, *piece)
 
-def replay(saved, begins, wanted):
-    """Yield each piece of these documents, from the checkpoint or the beginning to the end."""
-    with loader_of(saved, begins) as loader:
-        first = 0 if begins else saved["step"]
-        for _, _, seen in pack_again(saved, loader, first, flags_of(saved).steps):
-            yield from (piece for piece in seen if piece.location in wanted)
+def replay(run, saved, begins, stop, wanted):
+    """Yield each piece of these documents, from the checkpoint or the beginning to step `stop`."""
+    for _, _, seen in pack_again(run, saved, begins, 0, stop):
+        yield from (piece for piece in seen if piece.location in wanted)
+
+# --------------------------------------------------------------------------------------------------
+# plot: the curves of one or several runs
+
+PANELS = {
+    "loss": "loss: nats per target",
+    "val": "val: bits per byte",
+    "rate": "learning rate of the matrices",
+    "speed": "tokens per second",
+    "wait": "waiting for data: share of the step"}
+
+def plot(folders, out):
+    """
+    Draw the log of each run: loss, bits per byte of val, the rate of the matrices, tokens per second
+    and the share of each step that waited for data. Thin lines are single steps, thick ones means;
+    a triangle is a resume.
+    """
+    try:
+        from matplotlib.figure import Figure  # an optional package, and no window is opened
+    except ImportError:
+        raise UserError("plot needs matplotlib: pip install matplotlib") from None
+    figure = Figure((13, 7.5), layout="constrained")
+    panels = figure.subplot_mosaic([["loss", "loss", "val"], ["rate", "speed", "wait"]])
+    for key, title in PANELS.items():
+        panels[key].set_title(title, loc="left", fontsize=11)
+        panels[key].grid(alpha=0.25)
+        panels[key].spines[["top", "right"]].set_visible(False)
+    for number, folder in enumerate(folders):
+        draw_run(panels, [*read_log(f"{folder}/log.jsonl")], folder, f"C{number % 10}")
+    panels["wait"].yaxis.set_major_formatter(lambda share, _: f"{share:.1%}")
+    panels["speed"].yaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
+    for key in ("rate", "speed", "wait"):
+        panels[key].set_xlabel("step")
+        panels[key].set_ylim(bottom=0)
+    figure.legend(*panels["loss"].get_legend_handles_labels(), loc="outside upper left", ncols=4)
+    with atomic_file(out) as part:
+        figure.savefig(part, dpi=120, format="png")
+    yield f"{out}: {len(folders)} runs"
+
+def draw_run(panels, log, name, color):
+    steps = [record for record in log if "tokens_per_s" in record]
+    if not steps:
+        raise UserError(f"{name}/log.jsonl has no steps; name the folder of a run that has begun")
+    x = [record["step"] for record in steps]
+    losses = [record.get("loss", np.nan) for record in steps]    # without a target, no loss
+    waits = [record["wait_ms"] / record["step_ms"] for record in steps]
+    speeds = [record["tokens_per_s"] for record in steps]
+    for key, values in (("loss", losses), ("wait", waits), ("speed", speeds)):
+        panels[key].plot(x, values, color=color, alpha=0.25, linewidth=0.7)
+        panels[key].plot(x, smooth(values), color=color, label=name)
+    panels["rate"].plot(x, [record["lr"] for record in steps], color=color)
+    evals = [record for record in log if "val_bpb" in record]
+    bits = [record["val_bpb"] for record in evals]
+    panels["val"].plot([record["step"] for record in evals], bits, color=color, marker="o")
+    resumes = [record["step"] for record in log if "flags" in record and record["step"] > 0]
+    heights = np.interp(resumes, x, smooth(losses))
+    panels["loss"].plot(resumes, heights, "^", color=color, markeredgecolor="white", markersize=9)
+
+def smooth(values):
+    """Means of the steps around each, about a fortieth of them."""
+    values = np.array(values, float)
+    window = np.ones(2 * (len(values) // 80) + 1)
+    is_known = np.isfinite(values)
+    sums = np.convolve(np.where(is_known, values, 0), window, "same")
+    return sums / np.maximum(1, np.convolve(is_known, window, "same"))
 
 # --------------------------------------------------------------------------------------------------
 # The command line
@@ -296,6 +396,13 @@ def make_parser():
     command.add_argument("run", type=expand_home, metavar="RUN",
                          help="the folder of a run with --ledger")
     command.add_argument("--head", type=at_least_1, default=10, metavar="N", help="default 10")
+
+    command = commands.add_parser(
+        "plot", description=plot.__doc__, epilog="example: python -m dev.runs plot runs/a runs/b")
+    command.set_defaults(lines=lambda flags: plot(flags.runs, flags.out))
+    command.add_argument("runs", nargs="+", type=expand_home, metavar="RUN", help="folders of runs")
+    command.add_argument("--out", type=expand_home, default="plot.png", metavar="FILE",
+                         help="the picture (default: plot.png)")
 
     command = commands.add_parser(
         "when", description=when.__doc__,

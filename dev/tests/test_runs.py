@@ -1,11 +1,15 @@
 """dev/runs.py: the ledger has each token once, and what is packed again is what the ledger has."""
 
 import collections
+import contextlib
+import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -37,7 +41,7 @@ def base(tmp_path_factory):
 def words_of(base, name):
     return (f"--data {base}/a:0.6 {base}/b:0.4 --tokenizer {base}/tokenizer --out {base}/{name} "
             "--device cpu --depth 1 --seq_len 64 --batch_size 16 --steps 24 --save_every 6 "
-            "--eval_every 200 --num_lanes 4 --ledger").split()
+            "--eval_every 200 --num_lanes 4 --keep 9 --ledger").split()
 
 @pytest.fixture(scope="module")
 def alone(base):
@@ -57,6 +61,9 @@ def ranks(base):
 @pytest.fixture
 def documents(base):
     return texts_of(f"{base}/a") | texts_of(f"{base}/b")
+
+def ledgers_of(*steps):
+    return [f"ledger/step_{step:07d}_rank_0000.parquet" for step in steps]
 
 def location_of(row):
     name = os.path.basename(row["path"])
@@ -78,7 +85,7 @@ def test_ledger_has_each_token_of_an_epoch_once_and_replay_finds_the_same(alone,
         assert targets[1, location] == len(text)
     assert max(epoch for epoch, _ in tokens) > 2, "two whole epochs"
     wanted = {*documents}
-    again = runs.replay(runs.newest_of(alone), True, wanted)
+    again = runs.replay(alone, runs.newest_of(alone), True, 24, wanted)
     assert sorted(again) == sorted(runs.seen_in(ledger, wanted))
 
 def test_ledgers_of_one_and_two_ranks_are_equal(alone, ranks):
@@ -107,8 +114,8 @@ def test_when_prints_past_and_coming_steps(alone, base, documents, capsys):
     """At step 18 of the run: with a whole ledger, and with one of which a file is missing."""
     middle = base / "middle"
     (middle / "ledger").mkdir(parents=True)
-    ledgers = [f"ledger/step_{n:07d}_rank_0000.parquet" for n in (0, 6, 12)]
-    for name in ["step_0000018.pt", *ledgers]:
+    ledgers = ledgers_of(0, 6, 12)
+    for name in ["step_0000018.pt", "log.jsonl", *ledgers]:
         os.link(f"{alone}/{name}", middle / name)
     location = Location(f"{base}/a/train-1.parquet", 1, 8, "train-1.parquet")
     seen = runs.without_bos_again([*runs.seen_in(runs.read_ledger(alone), {location})])
@@ -151,12 +158,50 @@ def test_audit_names_the_documents_of_the_rows(alone, documents, capsys, words, 
             want[piece.g].add(f"  {described(piece, documents)}")
     assert [{*row.splitlines()} for row in rows] == [*want.values()]
 
-def test_audit_refuses_steps_before_changed_flags(alone, monkeypatch):
-    path = f"{alone}/step_0000018.pt"
-    saved = {**runs.load_checkpoint(path), "constant_since": 2}
-    monkeypatch.setattr(runs, "load_checkpoint", lambda path: saved)
-    with pytest.raises(ValueError, match=r"at step 2: .*; pass one of step 2 or before"):
-        next(runs.audit(path, (1, 2)))
+@pytest.fixture(scope="module")
+def changed(alone, base):
+    """The run `alone` up to step 12, then twice resumed with other flags: at 12 and at 18."""
+    folder = base / "changed"
+    (folder / "ledger").mkdir(parents=True)
+    for name in ("step_0000012.pt", "log.jsonl", *ledgers_of(0, 6)):
+        shutil.copy(f"{alone}/{name}", folder / name)
+    resume = ["--out", str(folder), "--resume", "auto", "--keep", "9", "--steps"]
+    train.main([*resume, "18", "--batch_size", "8", "--seq_len", "48"])
+    train.main([*resume, "24", "--batch_size", "4", "--data", f"{base}/a", f"{base}/b"])
+    return str(folder)
+
+@pytest.mark.parametrize("file, first, stop", [
+    (12, 12, 15), (12, 17, 20), (18, 18, 19), (18, 10, 13), (24, 0, 24)])
+def test_audit_of_a_run_with_changed_flags_names_the_rows_of_each_part(changed, file, first, stop):
+    lines = [*runs.audit(f"{changed}/step_{file:07d}.pt", (first, stop))]
+    told = [tuple(map(int, re.findall(r"\d+", line))) for line in lines if line.startswith("step")]
+    ledger = runs.read_ledger(changed)
+    rows = zip(ledger["step"].to_pylist(), ledger["g"].to_pylist(), strict=True)
+    assert told == sorted({(step, g) for step, g in rows if first <= step < stop})
+
+def test_when_knows_the_rows_of_each_part(changed, tmp_path):
+    """The same with the ledger, and without it, packed again."""
+    shutil.copytree(changed, tmp_path / "run")
+    want = [*runs.when(changed, "a/train-1.parquet:1:8")]
+    shutil.rmtree(tmp_path / "run/ledger")
+    assert [*runs.when(str(tmp_path / "run"), "a/train-1.parquet:1:8")] == want
+
+@pytest.mark.parametrize("lost, message", [
+    (["header of 0"], "does not tell the flags of step 0"),
+    (["header of 12"], "step 12: the rows that were packed again are not those of "),
+    ([0, 1, 2], None)])
+def test_audit_refuses_to_name_what_the_log_does_not_know(changed, tmp_path, lost, message):
+    """Without these records of the log; without some steps, the others still show that it is right."""
+    shutil.copy(f"{changed}/step_0000018.pt", tmp_path)
+    kept = []
+    for line in Path(changed, "log.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        name = f"header of {record['step']}" if "flags" in record else record["step"]
+        if name not in lost:
+            kept.append(line)
+    (tmp_path / "log.jsonl").write_text("\n".join(kept))
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        [*runs.audit(f"{tmp_path}/step_0000018.pt", (13, 14))]
 
 # --------------------------------------------------------------------------------------------------
 # losses
