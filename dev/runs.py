@@ -306,7 +306,7 @@ def replay(run, saved, begins, stop, wanted):
 # plot: the curves of one or several runs
 
 PANELS = {
-    "loss": "loss: nats per target",
+    "loss": "loss: nats per target (triangle: resumed)",
     "val": "val: bits per byte",
     "rate": "learning rate of the matrices",
     "speed": "tokens per second",
@@ -323,14 +323,15 @@ def plot(folders, out):
     except ImportError:
         raise UserError("plot needs matplotlib: pip install matplotlib") from None
     figure = Figure((13, 7.5), layout="constrained")
-    panels = figure.subplot_mosaic([["loss", "loss", "val"], ["rate", "speed", "wait"]])
+    layout = [["loss", "loss", "val"], ["rate", "speed", "wait"]]
+    panels = figure.subplot_mosaic(layout, sharex=True)
     for key, title in PANELS.items():
         panels[key].set_title(title, loc="left", fontsize=11)
         panels[key].grid(alpha=0.25)
         panels[key].spines[["top", "right"]].set_visible(False)
     for number, folder in enumerate(folders):
         draw_run(panels, [*read_log(f"{folder}/log.jsonl")], folder, f"C{number % 10}")
-    panels["wait"].yaxis.set_major_formatter(lambda share, _: f"{share:.1%}")
+    panels["wait"].yaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
     panels["speed"].yaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
     for key in ("rate", "speed", "wait"):
         panels[key].set_xlabel("step")
