@@ -39,9 +39,16 @@ from dataset import (
     expand_home,
 )
 from dev.convert import at_least_1
-from dev.ledger import list_ledger
 from tokenizer import RustBPETokenizer
-from train import load_checkpoint, newest_checkpoint, read_log, sources_of, sum_counts
+from train import (
+    RANK,
+    list_own,
+    load_checkpoint,
+    newest_checkpoint,
+    read_log,
+    sources_of,
+    sum_counts,
+)
 
 # --------------------------------------------------------------------------------------------------
 # A run, from its newest checkpoint
@@ -164,8 +171,8 @@ def describe(piece, loader):
 # The ledger: what train.py --ledger wrote
 
 def read_ledger(run, sources=None):
-    """Its records (see dev/ledger.py) for these sources, or for all, in the order of the run."""
-    files = list_ledger(run)
+    """Its records (see train.losses_of_pieces) for these sources, or for all, in the order of the run."""
+    files = list_own(f"{run}/_ledger", RANK)
     if not files:
         return pa.schema({"step": pa.int64(), "path": pa.string()}).empty_table()
     ledger = pq.read_table(files).sort_by("g")

@@ -95,8 +95,8 @@ def test_ranks_of_two_jobs_on_one_port_do_not_meet():
     others = [start_rank("B", rank, port, "2") for rank in (0, 1)]
     for process in others:
         told, _ = process.communicate(timeout=100)
-        assert process.returncode == 1 and f"127.0.0.1:{port}" in told, told
-        assert "error: " in told and "Traceback" not in told, told
+        assert process.returncode == 1 and "choose another MASTER_PORT" in told, told
+        assert "Traceback" not in told, told
     second = start_rank("A", 1, port, "1")
     told, _ = first.communicate(timeout=100)
     assert second.wait(100) == first.returncode == 0 and "done at step 3" in told, told

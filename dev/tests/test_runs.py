@@ -63,7 +63,7 @@ def documents(base):
     return texts_of(f"{base}/a") | texts_of(f"{base}/b")
 
 def ledgers_of(*steps):
-    return [f"ledger/step_{step:07d}_rank_0000.parquet" for step in steps]
+    return [f"_ledger/step_{step:07d}_rank_0000.parquet" for step in steps]
 
 def location_of(row):
     name = os.path.basename(row["path"])
@@ -113,7 +113,7 @@ def described(piece, documents):
 def test_when_prints_past_and_coming_steps(alone, base, documents, capsys):
     """At step 18 of the run: with a whole ledger, and with one of which a file is missing."""
     middle = base / "middle"
-    (middle / "ledger").mkdir(parents=True)
+    (middle / "_ledger").mkdir(parents=True)
     ledgers = ledgers_of(0, 6, 12)
     for name in ["step_0000018.pt", "log.jsonl", *ledgers]:
         os.link(f"{alone}/{name}", middle / name)
@@ -162,7 +162,7 @@ def test_audit_names_the_documents_of_the_rows(alone, documents, capsys, words, 
 def changed(alone, base):
     """The run `alone` up to step 12, then twice resumed with other flags: at 12 and at 18."""
     folder = base / "changed"
-    (folder / "ledger").mkdir(parents=True)
+    (folder / "_ledger").mkdir(parents=True)
     for name in ("step_0000012.pt", "log.jsonl", *ledgers_of(0, 6)):
         shutil.copy(f"{alone}/{name}", folder / name)
     resume = ["--out", str(folder), "--resume", "auto", "--keep", "9", "--steps"]
@@ -183,7 +183,7 @@ def test_when_knows_the_rows_of_each_part(changed, tmp_path):
     """The same with the ledger, and without it, packed again."""
     shutil.copytree(changed, tmp_path / "run")
     want = [*runs.when(changed, "a/train-1.parquet:1:8")]
-    shutil.rmtree(tmp_path / "run/ledger")
+    shutil.rmtree(tmp_path / "run/_ledger")
     assert [*runs.when(str(tmp_path / "run"), "a/train-1.parquet:1:8")] == want
 
 @pytest.mark.parametrize("lost, message", [

@@ -41,7 +41,6 @@ from hypothesis import strategies as st
 import dataloader
 import dataset
 import train
-from dev.ledger import Ledger, list_ledger
 from test_dataloader import HERE, TIMES, grouped
 from tokenizer import RustBPETokenizer
 
@@ -390,8 +389,9 @@ def test_not_finite_loss_names_the_command_that_lists_its_documents(command, mon
     nats = torch.ones(4, 32)
     monkeypatch.setattr(train, "train_step", lambda *_: (nats, next(norms)))
     told = command("--out run", status=1)
-    assert re.search(r"error: step 4: loss \d\.\d+, gradient norm nan; its documents: python -m dev"
-                     r".runs audit --steps 4:5 --resume run/step_0000003.pt\n", told)
+    audit = dataset.command("dev.runs audit --steps 4:5 --resume", "run/step_0000003.pt")
+    assert re.search(r"error: step 4: loss \d\.\d+, gradient norm nan; its documents: ", told)
+    assert told.endswith(f"its documents: {audit}\n") and audit.startswith(f"cd {HERE} && python -m ")
     assert train.list_checkpoints("run") == ["run/step_0000003.pt"]
 
 # --------------------------------------------------------------------------------------------------
@@ -682,16 +682,28 @@ def test_a_run_takes_and_removes_only_its_own_checkpoints(finished, resume, comm
     assert train.list_checkpoints("run") == own and train.newest_checkpoint("run") == own[1]
     assert "step_10000001.pt is newer than step 0" in command("--out run", status=1)
 
-def test_a_ledger_takes_and_removes_only_its_own_files():
+def test_a_ledger_takes_and_removes_only_its_own_files(command):
     """From the step on that the run writes again, counting beyond seven digits."""
-    os.makedirs("run/ledger")
+    command("--ledger --steps 2 --out run")
+    os.remove("run/step_0000002.pt")
     own = [f"step_{step:07}_rank_0000.parquet" for step in (0, 9_999_999, 10_000_000)]
     copies = ["step_9999999_rank_0000 (1).parquet", "step_9999999.parquet", "step_best.parquet"]
-    for name in own + copies:
-        Path(f"run/ledger/{name}").touch()
-    assert {*list_ledger("run")} == {f"run/ledger/{name}" for name in own}
-    Ledger("run", 9_999_999, SimpleNamespace(token_bytes=[]))
-    assert {*os.listdir("run/ledger")} == {own[0], *copies}
+    for name in own[1:] + copies:
+        Path(f"run/_ledger/{name}").touch()
+    paths = [f"run/_ledger/{name}" for name in own]
+    assert train.list_own("run/_ledger", train.RANK) == paths
+    command("--steps 2 --out run")
+    assert {*os.listdir("run/_ledger")} == {*copies}
+
+def test_a_run_in_the_folder_of_its_data_is_no_data(command, monkeypatch):
+    """Its ledger is parquet, too. Once with an index, which must match the folder."""
+    shutil.copytree("a", "mine")
+    monkeypatch.chdir("mine")
+    command("--data . --ledger --steps 4 --save_every 2")
+    assert os.listdir("runs") and "done at step 6" in command("--resume auto --steps 6", toy="")
+    dataset.write_index(".")
+    assert "done at step 8" in command("--resume auto --steps 8", toy="")
+    assert {shard.name for shard in dataset.all_shards(".")} == {"train-0.parquet", "val.parquet"}
 
 @pytest.mark.parametrize("words, kept", [
     ("", [6, 8]), ("--keep 1", [8]), ("--keep 3", [4, 6, 8]), ("--keep_every 4", [4, 6, 8]),
@@ -751,10 +763,11 @@ def test_flipped_bit_or_truncated_checkpoint_is_named(finished, resume):
     told = resume("--out run")
     assert "loaded run/step_0000006.pt" in told and "done at step 8" in told
 
+TRAIN = f"python {shlex.quote(str(HERE / 'train.py'))}"    # tests are in other folders
 FULL = ("error: [Errno 28] No space left on device; free some space if the disk is full, then: "
-        "python train.py --resume auto --out run (without a checkpoint: the same command again)")
+        f"{TRAIN} --resume auto --out run (without a checkpoint: the same command again)")
 
-@pytest.mark.parametrize("place", ["torch.save", "Ledger.save", "train.write_atomic", "train.open"])
+@pytest.mark.parametrize("place", ["torch.save", "train.pq.write_table", "train.write_atomic", "train.open"])
 def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, place):
     """Of a checkpoint, the ledger, and the log as a run begins and later."""
     Path(f"run/step_0000007.pt.{'0a' * 16}.tmp").touch()    # of a killed run
@@ -766,13 +779,13 @@ def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, p
             if place == "torch.save":
                 raise RuntimeError("unexpected pos 64")    # as torch does
 
-    owner, name = place.split(".")
-    owners = {"torch": torch, "Ledger": Ledger, "train": train}
+    owner, _, name = place.rpartition(".")
+    owners = {"torch": torch, "train.pq": train.pq, "train": train}
     with mock.patch.object(owners[owner], name, full, create=True):    # open is a builtin
         assert FULL in resume("--out run --steps 9 --ledger", status=1)
     assert "done at step 9" in resume("--out run --steps 9")
     files = {".lock", "log.jsonl", "step_0000008.pt", "step_0000009.pt"}
-    assert {*os.listdir("run")} - {"ledger"} == files
+    assert {*os.listdir("run")} - {"_ledger"} == files
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_disk_without_locks_is_named_and_the_run_goes_on(command, monkeypatch, number):
