@@ -105,7 +105,7 @@ def convert(described, bos, path):
         if not condition:
             raise UserError(
                 f"{path} {seen}; only a byte-level BPE such as GPT-2's is converted; for others, "
-                "see A tokenizer of your own in dev/loops.md")
+                "see dev/recipes/own_tokenizer.py")
 
     model = described["model"]
     normalizer = described["normalizer"] or {}

@@ -1,6 +1,6 @@
 """
 nanochat's two generators, with the same names, arguments and rows, token for token. To train
-nanochat, copy this file, too: see dev/loops.md. Three things are better than in nanochat: threads
+nanochat, copy this file, too: see dev/recipes/README.md. Three things are better than in nanochat: threads
 encode ahead, a resume on the same number of ranks is exact, and a rank without any document is an
 error, not an endless search.
 
@@ -14,7 +14,7 @@ encodes them again.
 """
 
 if __name__ == "__main__" and not __package__:
-    raise SystemExit("usage: import it, as dev/loops.md shows")
+    raise SystemExit("usage: import it, as dev/recipes/README.md shows")
 
 import itertools
 from bisect import bisect_left, insort
@@ -158,7 +158,7 @@ def read_state(state, config):
             raise UserError(
                 f"this state is another run's: {key} is {theirs!s:.12} in it, but {ours!s:.12} "
                 "here; a run resumes with its own data and tokenizer, and with the states of all "
-                "its ranks, as dev/loops.md saves them")
+                "its ranks, as dev/recipes/nanochat.patch saves them")
     return {(turn, row): n for turn, row, n in state["buffered"]}, tuple(state["place"])
 
 def check_shards(shards, world_size):

@@ -19,10 +19,10 @@ from tokenizer import ALL_ROLES, EMPTY, NANOCHAT, read_messages
 OTHER_TYPES = (
     "choose another column with --text_key, cast bytes to strings, write pandas' columns as "
     "records (df.to_json(NEW, orient='records', lines=True)), or for conversations, add "
-    "--messages_key NAME; for ids of tokens, see nanoGPT's tokens in dev/loops.md")
+    "--messages_key NAME; for ids of tokens, see dev/recipes/token_files.py")
 # Names of special tokens: of tiktoken, Hugging Face, Gemma and DeepSeek
 SPECIAL = re.compile(rb"<(\|\w+\|>|/s>|[be]os>|\w+_of_turn>|\xef\xbd\x9c[^>\s']{1,60}>)")
-OTHER_FORMS = "; to bring it into this form: see Other forms of data in dev/loops.md"
+OTHER_FORMS = "; to bring it into this form: see Other forms of data in dev/recipes/forms.md"
 
 def make_document(record, flags, say):
     """

@@ -33,7 +33,7 @@ import dataset
 from dev import convert
 from test_dataloader import HERE
 
-LOOPS_MD = (HERE / "dev/loops.md").read_text()
+FORMS_MD = (HERE / "dev/recipes/forms.md").read_text()
 
 # --------------------------------------------------------------------------------------------------
 # Each test has a folder of its own: `in` is converted to `out`
@@ -623,7 +623,7 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.jsonl", '\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\] .*a.b", 0),
     ("a.jsonl", '{"question": "x", "answers": ["y"]}',
      rf"line 1: {MISSING}\['question', 'answers'\] .* a question such as 'prompt' needs an answer "
-     "such as 'completion'.*see Other forms of data in dev/loops.md", 0),
+     "such as 'completion'.*see Other forms of data in dev/recipes/forms.md", 0),
     ("a.jsonl", '{"question": "x", "answer": ["y"]}',
      r"line 1: expected a text, or messages .*; saw \['y'\]; .* see Other forms of data in dev", 0),
     ("a.jsonl", '{"question": "x", "answer": 0}', "line 1: expected a text, .*; saw 0; ", 0),
@@ -935,8 +935,8 @@ OTHER_FORMS = [    # each recipe's input and output, for one record
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
 @pytest.mark.parametrize("number", range(len(OTHER_FORMS)))
-def test_other_forms_become_chats_by_the_commands_of_loops_md(number):
-    recipes = re.findall(r"jq -c '[^']*'[\s\\]*OLD > NEW.jsonl", LOOPS_MD)
+def test_other_forms_become_chats_by_the_commands_of_forms_md(number):
+    recipes = re.findall(r"jq -c '[^']*'[\s\\]*OLD > NEW.jsonl", FORMS_MD)
     assert len(recipes) == len(OTHER_FORMS)
     given, expected = OTHER_FORMS[number]
     write({"OLD": as_json(given)}, ".")
@@ -1118,8 +1118,8 @@ def test_a_question_may_look_like_a_mark():
     found = chats("--messages_key label")
     assert sorted(question["content"] for question, _ in found) == ["0", "Hi"]
 
-def test_files_become_lines_of_json_by_the_commands_of_loops_md():
-    text = LOOPS_MD[LOOPS_MD.index("## Other forms"):]
+def test_files_become_lines_of_json_by_the_commands_of_forms_md():
+    text = FORMS_MD[FORMS_MD.index("## Other forms"):]
     commands = re.findall(r"^(python -c .*?|jq -c '.\[\]' OLD.json) > OLD\b", text, re.DOTALL | re.MULTILINE)
     rows = [{"text": "Hi,\n\"you\"", "n": "1"}, {"text": "", "n": "2"}]
     table = pa.Table.from_pylist([{"a": {"b": row}} for row in rows])

@@ -30,8 +30,9 @@ from test_dataloader import HERE
 
 README = (HERE / "README.md").read_text(encoding="utf-8")
 TRAIN = (HERE / "dev/train.md").read_text(encoding="utf-8")
-LOOPS = (HERE / "dev/loops.md").read_text(encoding="utf-8")
-PAGES = ["README.md", "dev/loops.md", "dev/train.md", "dev/log.md", "dev/gpu.md"]
+RECIPES = (HERE / "dev/recipes/README.md").read_text(encoding="utf-8")
+PAGES = ["README.md", "dev/recipes/README.md", "dev/recipes/forms.md", "dev/loops.md", "dev/train.md",
+         "dev/log.md", "dev/gpu.md"]
 TOY = ["--steps", "2", "--seq_len", "64", "--eval_bytes", "2000"]
 ANSWERS = {"--sample", "--chat"}
 
@@ -119,9 +120,6 @@ def test_python_works_after_the_commands(reader, monkeypatch):
         exec(compile(code, "README.md", "exec"), names)
     assert names["loss"] > 0
     assert names["state"]["rows"] == 11 * 4, "after the first batch and ten steps"
-    late = re.search(r"```python\n(def late.*?)```", LOOPS, re.DOTALL)[1]
-    exec(compile(late, "loops.md", "exec"), names)
-    assert [names["late"](row) for row in (0, 1000, 5500, 10_000)] == [0, 0, 0.5, 1]
     loaders = [value for value in names.values() if isinstance(value, PackedLoader)]
     for loader in loaders:
         next(loader)
@@ -161,7 +159,7 @@ def test_files_copied_into_a_package_import_each_other(tmp_path):
         with open(package / f"{name}.py", "a") as file:
             file.write("import dataclasses\nimport datetime\n")
     (package / "other.py").write_text("import dataset\n")
-    sed = re.search(r"^sed -i (.*\\\n)*.*", LOOPS, re.MULTILINE)[0]
+    sed = re.search(r"^sed -i (.*\\\n)*.*", RECIPES, re.MULTILINE)[0]
     subprocess.run(sed, shell=True, check=True, cwd=package)
     subprocess.run([sys.executable, "-c", "import mine.data.dataloader"], check=True, cwd=tmp_path)
     assert (package / "other.py").read_text() == "import dataset\n"

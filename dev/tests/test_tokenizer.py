@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import runpy
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -462,7 +463,7 @@ def test_an_error_names_its_document():
         encode(encoder, [*5 * ["ab"], "bad", "bad", None])
 
 @pytest.mark.parametrize("tok, reason", [
-    (object(), "object cannot be used: AttributeError.*as dev.loops.md shows"),
+    (object(), "object cannot be used: AttributeError.*as in dev/recipes/own_tokenizer.py"),
     (stub(lambda text: [*text]), "BOS .256. first"),
     (stub(lambda text: [256, 256, *text]), r"ids \[256, 256, 97\], .* one BOS"),
     (stub(lambda text: [256.0, 97.5]), "expected integers t in"),
@@ -479,11 +480,10 @@ def test_a_tokenizer_that_cannot_be_used_is_refused(tok, reason):
     with pytest.raises(UserError, match=reason):
         Encoder(tok)
 
-def test_the_readmes_wrapper_gives_all_tokens_of_hugging_faces_file():
-    library, names = pytest.importorskip("tokenizers"), {}
-    loops = Path(module.__file__).with_name("dev") / "loops.md"
-    code = re.search(r"```python\n(class Wrapped.*?)```", loops.read_text(), re.DOTALL)[1]
-    exec(code, names)
+def test_the_recipes_wrapper_gives_all_tokens_of_hugging_faces_file():
+    library = pytest.importorskip("tokenizers")
+    recipe = Path(module.__file__).with_name("dev") / "recipes/own_tokenizer.py"
+    names = runpy.run_path(recipe)
     theirs = library.ByteLevelBPETokenizer()
     theirs.train_from_iterator(SOURCES[:9], 500, special_tokens=["<s>"], show_progress=False)
     theirs.enable_truncation(64)

@@ -1,0 +1,338 @@
+"""
+Runs the files of dev/recipes/ as a reader does, in a folder with the three files of the loader. Each
+loop prints its loss. It is run undisturbed, in one process. Then ranks are killed in their saves, and
+the same command resumes, also on another number of ranks. The losses must be those of the first run:
+they show if model, optimizer or rows are not.
+"""
+
+import contextlib
+import io
+import itertools
+import json
+import multiprocessing
+import multiprocessing.connection
+import os
+import re
+import runpy
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+
+HERE = Path(__file__).parents[2]
+RECIPES = HERE / "dev/recipes"
+
+# --------------------------------------------------------------------------------------------------
+# One harness for all loops
+
+@pytest.fixture(scope="session")
+def project(tmp_path_factory):
+    """Has the three files, shards of short documents, and the base directory of all recipes."""
+    folder = tmp_path_factory.mktemp("project")
+    write_corpus(folder / "my_shards")
+    return folder
+
+def write_corpus(folder):
+    words = (HERE / "dataloader.py").read_text().split()
+    texts = [" ".join(words[i:i + 1 + i * i % 61]) for i in range(0, len(words), 4)]
+    folder.mkdir()
+    for name, part in {"train-0": texts[::2], "train-1": texts[1::2], "val": texts[:40]}.items():
+        pq.write_table(pa.table({"text": part}), folder / f"{name}.parquet", row_group_size=100)
+
+@pytest.fixture
+def folder(project, tmp_path, monkeypatch):
+    files = [HERE / f"{name}.py" for name in ("dataset", "dataloader", "tokenizer")]
+    for path in [*project.iterdir(), *files]:
+        (tmp_path / path.name).symlink_to(path)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+def be_a_rank(recipe, rank, world_size, port, log, kill, base_dir):
+    """kill: (the rank, a part of a file's name, how many times it is written)"""
+    file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout = sys.stderr = os.fdopen(file, "w", buffering=1)
+    os.environ["NANOLOADER_BASE_DIR"] = base_dir
+    if world_size > 1:    # as torchrun does
+        os.environ |= {
+            "RANK": f"{rank}", "WORLD_SIZE": f"{world_size}", "LOCAL_RANK": f"{rank}",
+            "LOCAL_WORLD_SIZE": f"{world_size}", "GROUP_WORLD_SIZE": "1", "GROUP_RANK": "0",
+            "TORCHELASTIC_RUN_ID": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{port}",
+            "COORDINATOR": f"127.0.0.1:{port}"}    # for JAX
+    torch.set_num_threads(1)    # OpenMP hangs in a forked process
+    if kill and kill[0] == rank:
+        kill_in_a_write(*kill[1:], log)
+    sys.path[:] = [path for path in sys.path if path not in ("", str(HERE))]
+    sys.argv = [recipe, "my_shards"]
+    runpy.run_path(recipe, run_name="__main__")
+
+def kill_in_a_write(name, count, log):
+    torch_save = torch.save
+
+    def audited_save(what, file, *args, **kwargs):    # torch opens a file without telling Python
+        sys.audit("torch.save", file)
+        torch_save(what, file, *args, **kwargs)
+
+    def hear(event, arguments):
+        nonlocal count
+        is_open = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if (is_open or event in ("os.mkdir", "os.rename", "torch.save")) and name in f"{arguments}":
+            count -= 1
+            if count == 0:
+                Path(f"{log}-killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.save = audited_save
+    sys.addaudithook(hear)
+
+# Forks of a process that has only imported these: after a backward, here, torch forbids a fork.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["pytest", "tiktoken", "pyarrow.parquet", "huggingface_hub",
+                               "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
+
+def run(recipe, world_size, log, kill=None):
+    """The losses that it printed, {step: loss}"""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        _, port = free.getsockname()
+    processes = []
+    for rank in range(world_size):
+        arguments = f"{RECIPES / recipe}", rank, world_size, port, log, kill, f"{Path('base').resolve()}"
+        processes.append(SERVER.Process(target=be_a_rank, args=arguments))
+        processes[-1].start()
+    sentinels = [process.sentinel for process in processes]
+    while sentinels:
+        ended = multiprocessing.connection.wait(sentinels, 100)
+        assert ended, Path(log).read_text()[-5000:]
+        sentinels = [sentinel for sentinel in sentinels if sentinel not in ended]
+        if any(process.exitcode for process in processes):    # as torchrun does
+            for process in processes:
+                process.kill()
+    text = Path(log).read_text()
+    assert kill or not any(process.exitcode for process in processes), text[-5000:]
+    assert not kill or Path(f"{log}-killed").exists(), text[-5000:]
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): .*loss (\S+)", text)}
+
+@pytest.fixture(scope="session")
+def losses_of(project):
+    """By recipe, those of a run that never stopped. Most train the same model."""
+    return {}
+
+@pytest.mark.parametrize("recipe, module, undisturbed, kill, world_size", [
+    ("ddp.py", "torch", "ddp.py", (0, "ddp.pt.new", 3), 1),
+    ("fsdp2.py", "torch", "ddp.py", (1, "fsdp2/20", 1), 1),
+    ("tensor_parallel.py", "torch", "ddp.py", (1, "tensor_parallel/20", 1), 2),
+    ("with_accelerate.py", "accelerate", "ddp.py", (0, "20/loader.json", 1), 1),
+    ("with_lightning.py", "lightning", "ddp.py", (0, "step=20.ckpt", 1), 1),
+    ("with_transformers.py", "transformers", "with_transformers.py", (1, "checkpoint-20", 1), 1),
+    ("with_jax.py", "jax", "with_jax.py", (0, "20/params.pkl", 1), 1)])
+def test_loop_killed_in_a_save_resumes(folder, losses_of, recipe, module, undisturbed, kill, world_size):
+    """Two ranks, of which one is killed in its second save. world_size: of the run that resumes"""
+    pytest.importorskip(module)
+    if undisturbed not in losses_of:
+        losses_of[undisturbed] = run(undisturbed, 1, "undisturbed")
+        for path in folder.glob(f"{Path(undisturbed).stem}*"):
+            path.rename(f"of-{path.name}")
+    want = losses_of[undisturbed]
+    assert [*want] == [*range(1, 41)]
+    first = run(recipe, 2, "log-1", kill)
+    assert first == pytest.approx({step: want[step] for step in range(1, 21)}, rel=1e-3)
+    rest = run(recipe, world_size, "log-2")
+    assert rest == pytest.approx({step: want[step] for step in range(11, 41)}, rel=1e-3)
+
+def test_validation_is_the_same_on_any_number_of_ranks(folder):
+    one, two = (run("validation.py", n, f"log-{n}") for n in (1, 2))
+    assert [*one] == [20, 40] and one[20] > one[40]
+    assert one == pytest.approx(two, rel=1e-3)
+
+def test_torchtitan_resumes_on_a_different_number_of_ranks(folder, type_in):
+    """torchtitan resumes from the merged states of two ranks. Positions begin again at each document."""
+    pytest.importorskip("torchtitan")
+    from dataloader import merge_states
+    tokenizer = train_tokenizer("my_tokenizer")
+    names, _ = type_in("with_torchtitan.py", "my_shards", "my_tokenizer")
+    build = names["Packed"].Config(dataset_path="my_shards").build
+    options = {"seq_len": 16, "tokenizer": None, "snapshot_every_n_steps": 1}
+    two = [build(dp_world_size=2, dp_rank=rank, local_batch_size=2, **options) for rank in range(2)]
+    alone = build(dp_world_size=1, dp_rank=0, local_batch_size=4, **options)
+    next(iter(alone))
+    for packed in two:
+        batch, labels = next(iter(packed))
+        assert labels.shape == (2, 16)
+        begins = batch["input"] == tokenizer.get_bos_token_id()
+        begins[:, 0] = True
+        assert torch.equal(batch["positions"] == 0, begins)
+        assert (batch["positions"].diff()[~begins[:, 1:]] == 1).all()
+    resumed = build(dp_world_size=1, dp_rank=0, local_batch_size=4, **options)
+    resumed.load_state_dict(merge_states([packed.state_dict() for packed in two]))
+    assert torch.equal(next(iter(resumed))[1], next(iter(alone))[1])
+
+# --------------------------------------------------------------------------------------------------
+# Recipes about data: run in this process
+
+@pytest.fixture
+def type_in(folder, monkeypatch):
+    """recipe, arguments -> (its names, what it printed)"""
+    monkeypatch.setenv("NANOLOADER_BASE_DIR", "base")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def run_recipe(recipe, *arguments):
+        monkeypatch.setattr(sys, "argv", [recipe, *arguments])
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            names = runpy.run_path(f"{RECIPES / recipe}", run_name="__main__")
+        return names, printed.getvalue()
+
+    return run_recipe
+
+def train_tokenizer(folder):
+    from tokenizer import RustBPETokenizer
+    texts = pq.read_table("my_shards/train-0.parquet")["text"].to_pylist()
+    tokenizer = RustBPETokenizer.train_from_iterator(texts, 400)
+    tokenizer.save(folder)
+    return tokenizer
+
+def spans_of_documents(row, bos):
+    """[(begin, end)]; the BOS at the end of a short row are one document."""
+    text = "".join("|" if token == bos else "x" for token in row)
+    return [found.span() for found in re.finditer(r"^[^|]+|\|+[^|]*", text)]
+
+@pytest.mark.parametrize("packing", ["flat", "bestfit", "exactfit", "wholefit"])
+def test_attention_stays_within_documents(type_in, packing, monkeypatch):
+    """Dense, flex, and document by document, as varlen_attn does on a GPU."""
+    flex_module = "torch.nn.attention.flex_attention"
+    monkeypatch.setattr(f"{flex_module}._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    names, printed = type_in("attention.py", "my_shards")
+    assert re.search(r"differ by at most (\d.\de-0[6-9]|0)", printed)
+    tokenizer, T = names["tokenizer"], 16
+    bos = tokenizer.get_bos_token_id()
+    from dataloader import PackedLoader
+    batches = [*PackedLoader(tokenizer, 6, T, "val", data_dir="my_shards", packing=packing, epochs=1)]
+    for inputs, _ in [batches[0], batches[-1]]:
+        q, k, v = torch.randn(3, 6, 2, T, 8)
+        document = names["number_documents"](inputs, bos)
+        dense = names["dense_attention"](q, k, v, document)
+        torch.testing.assert_close(names["masked_flex_attention"](q, k, v, document), dense)
+        spans = [(b, *span) for b in range(6) for span in spans_of_documents(inputs[b].tolist(), bos)]
+        for b, begin, end in spans:
+            alone = [x[b, :, begin:end] for x in (q, k, v)]
+            want = F.scaled_dot_product_attention(*alone, is_causal=True)
+            torch.testing.assert_close(dense[b, :, begin:end], want)
+        lengths = [end - begin for _, begin, end in spans]
+        cu_seqlens, positions = names["bounds_and_positions"](document, 96)
+        assert cu_seqlens.diff().tolist() == lengths + (96 - len(lengths)) * [0]
+        assert positions.tolist() == [*itertools.chain(*map(range, lengths))]
+    with pytest.raises(AssertionError, match="raise most_documents"):
+        names["bounds_and_positions"](document, 5)
+
+@pytest.mark.parametrize("rank, part", [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])])
+def test_context_parallel_parts_have_early_and_late_tokens(rank, part):
+    code = re.search(r"def part_of.*?\n\n?(?=```)", (RECIPES / "README.md").read_text(), re.DOTALL)[0]
+    names = {}
+    exec(code, names)
+    assert names["part_of"](torch.arange(8).expand(3, 8), rank, 2).tolist() == 3 * [part]
+
+def test_wrapped_tokenizer_gives_its_tokens(type_in):
+    library = pytest.importorskip("tokenizers")
+    texts = pq.read_table("my_shards/train-0.parquet")["text"].to_pylist()
+    theirs = library.ByteLevelBPETokenizer()
+    theirs.train_from_iterator(texts, 500, special_tokens=["<s>"], show_progress=False)
+    theirs.save("tokenizer.json")
+    names, printed = type_in("own_tokenizer.py", "tokenizer.json", "<s>", "my_shards")
+    assert names["inputs"][0, 0] == 0 and printed.startswith("<s>")
+    assert any(text and text in printed for text in texts)
+
+def test_loss_weights_are_those_of_the_documents(type_in):
+    words = (HERE / "dataloader.py").read_text().split()
+    texts = [" ".join(words[i:i + 9]) for i in range(2000)]
+    scores = [i % 4 / 4 + 0.25 for i in range(2000)]
+    Path("scored").mkdir()
+    pq.write_table(pa.table({"text": texts, "score": scores}), "scored/train.parquet")
+    pq.write_table(pa.table({"text": texts[:9], "score": scores[:9]}), "scored/val.parquet")
+    names, printed = type_in("loss_weights.py", "scored")
+    assert printed.count("weighted loss") == 10
+    want = torch.zeros(4, 129)
+    for row, pieces in enumerate(names["loader"].pieces()):
+        for piece in pieces:
+            end = piece.offset + piece.stop - piece.start
+            want[row, piece.offset:end] = scores[piece.location.row]
+    assert torch.equal(names["weights"], want[:, 1:] * (names["targets"] >= 0))
+
+def test_fill_in_the_middle_depends_on_the_document_and_the_epoch(type_in):
+    """It is the same for a folder that has moved, and loses no token."""
+    from dataset import Location
+    names, printed = type_in("fill_in_the_middle.py", "my_shards")
+    assert printed.count("<|python_start|>") == printed.count("<|output_start|>") > 0
+    transform, n_changed, n_new = names["fill_in_the_middle"], 0, 0
+    ids = np.arange(20)
+    marks = [names[name] for name in ("fim_start", "fim_end", "fim_middle")]
+    for i in range(100):
+        location = Location("my_shards/a.parquet", 0, i, "a.parquet")
+        changed = transform(ids, location, 1)
+        assert np.array_equal(changed, transform(ids, location._replace(path="/moved/a.parquet"), 1))
+        n_new += not np.array_equal(changed, transform(ids, location, 2))
+        if len(changed) > len(ids):
+            n_changed += 1
+            bos, start, end, middle = np.split(changed, np.flatnonzero(np.isin(changed, marks)))
+            assert np.array_equal(ids, [*bos, *start[1:], *middle[1:], *end[1:]])
+    assert 30 < n_changed < 70 < n_new
+
+def test_only_the_last_answer_is_trained_on(type_in):
+    turns = ["Hi", "Yo", "Bye", "So long"]
+    chat = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+    Path("my_chats").mkdir()
+    for name in ("train", "val"):
+        pq.write_table(pa.table({"messages": 200 * [json.dumps(chat)]}), f"my_chats/{name}.parquet")
+    names, printed = type_in("last_answer.py", "my_chats")
+    assert printed.count("Yo<|assistant_end|>") > 1
+    assert set(printed.partition("trained: ")[2].strip().split("<|assistant_end|>")) == {"So long", ""}
+    line_end, yo, end = 5, 6, 7    # ChatML: a masked line end follows each answer
+    ids = np.array([1, ~2, yo, end, ~line_end, ~2, yo, yo, end, ~line_end])
+    found = names["last_answer"](ids, None, 1)
+    assert found.tolist() == [~1, ~2, ~yo, ~end, ~line_end, ~2, yo, yo, end, ~line_end]
+
+def test_a_second_source_comes_in_late(type_in):
+    Path("my_json").mkdir()
+    for name in ("train-0", "val"):
+        shutil.copy(f"my_shards/{name}.parquet", "my_json")
+    names, printed = type_in("changing_weights.py", "my_shards", "my_json")
+    assert [names["late"](row) for row in (0, 1000, 5500, 10_000)] == [0, 0, 0.5, 1]
+    shares = [int(share) for share in re.findall(r": (\d+)% ", printed)]
+    assert shares[0] < 15 < shares[2] < shares[-1] and 45 <= shares[-1] <= 55
+
+@pytest.mark.parametrize("kind", ["nanogpt", "llm.c"])
+def test_token_files_become_shards(type_in, kind):
+    """Each document once, with its BOS in front."""
+    from dataset import list_shards
+    tokenizer = train_tokenizer("my_tokenizer")
+    bos = tokenizer.get_bos_token_id()
+    documents = [tokenizer.encode(f"document {i}") for i in range(2500)]
+    parts = {"train": documents[:2400], "val": documents[2400:]}
+    for split, part in parts.items():
+        ids = [[bos, *document] if kind == "llm.c" else [*document, bos] for document in part]
+        header = 1024 * b"\1" if kind == "llm.c" else b""
+        Path(f"{split}.bin").write_bytes(header + np.concatenate(ids).astype(np.uint16).tobytes())
+    type_in("token_files.py", kind, "my_tokenizer", "my_tokens", "train.bin", "val.bin")
+    for split, part in parts.items():
+        [shard] = list_shards("my_tokens", split)
+        groups = [shard.read(i).to_pylist() for i in range(len(shard.group_sizes))]
+        found = [np.frombuffer(raw, shard.dtype).tolist() for raw in itertools.chain(*groups)]
+        assert found == [[bos, *ids] for ids in part]
+        assert sum(shard.group_bytes) == 4 * sum(map(len, found))
+
+def test_tiny_shakespeare_is_cut_at_blank_lines(type_in):
+    text = "".join(f"Speaker {i}:\n{40 * 'word '}\n\n" for i in range(100))
+    Path("input.txt").write_text(text)
+    type_in("shakespeare.py", "input.txt", "shakespeare")
+    train, val = (pq.read_table(f"shakespeare/{split}.parquet")["text"].to_pylist()
+                  for split in ("train", "val"))
+    assert all(2000 < len(document) < 2500 for document in train[:-1])
+    assert "".join(train + val) == text and train[0].endswith("\n\n")
