@@ -241,6 +241,44 @@ def test_losses_print_the_documents_at_both_ends_once(alone, documents, capsys, 
     assert not [*lines]
 
 # --------------------------------------------------------------------------------------------------
+# plot
+
+def test_plot_draws_the_log_of_each_run(alone, changed, tmp_path, capsys, monkeypatch):
+    """A thin and a thick line for each run, with the values of its log; a mark for each resume."""
+    from matplotlib.figure import Figure
+    figures, savefig = [], Figure.savefig
+
+    def save(figure, *where, **how):
+        figures.append(figure)
+        savefig(figure, *where, **how)
+
+    monkeypatch.setattr(Figure, "savefig", save)
+    runs.main(["plot", alone, changed, "--out", f"{tmp_path}/plot.png"])
+    assert "plot.png: 2 runs" in capsys.readouterr().out
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")
+    loss, *others = figures[0].axes
+    log = [record for record in train.read_log(f"{alone}/log.jsonl") if "loss" in record]
+    of_alone, mean, no_resumes, *_, resumes = loss.lines
+    assert [*of_alone.get_ydata()] == [record["loss"] for record in log]
+    assert [*mean.get_xdata()] == [record["step"] for record in log]
+    assert not len(no_resumes.get_xdata()) and [*resumes.get_xdata()] == [12, 18]
+    assert [len(panel.lines) for panel in others] == [2, 2, 4, 4]
+
+def test_curves_are_means_without_what_is_missing():
+    values = [np.nan, *range(1, 200)]
+    assert runs.smooth(values) == pytest.approx(
+        [np.nanmean(values[max(0, i - 2):i + 3]) for i in range(200)])
+
+@pytest.mark.parametrize("has_matplotlib", [True, False])
+def test_plot_says_what_it_needs(tmp_path, monkeypatch, has_matplotlib):
+    if not has_matplotlib:
+        monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    message = "has no steps; name the folder" if has_matplotlib else "pip install matplotlib"
+    with pytest.raises(SystemExit, match=message):
+        runs.main(["plot", str(tmp_path), "--out", f"{tmp_path}/plot.png"])
+    assert not os.path.exists(tmp_path / "plot.png")
+
+# --------------------------------------------------------------------------------------------------
 # Mistakes
 
 @pytest.mark.parametrize("words, message", [
