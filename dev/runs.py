@@ -105,7 +105,9 @@ def pack_again(run, saved, begins, first, stop):
     """
     log = [*read_log(f"{run}/log.jsonl")]
     hashes = {-1: 0, saved["step"] - 1: saved["rows_hash"]}    # of all rows up to a step
-    hashes |= {record["step"]: int(record["rows_hash"], 16) for record in log if "rows_hash" in record}
+    for record in log:
+        if "rows_hash" in record:
+            hashes[record["step"]] = int(record["rows_hash"], 16)
     begin = 0 if begins else saved["step"]
     state = None if begins else json.loads(saved["loader"])
     if begin < stop:
@@ -116,9 +118,9 @@ def pack_again(run, saved, begins, first, stop):
                 loader.load_state_dict(state)
             for step in range(start, end):
                 check_rows(run, step, next(loader), loader, hashes)
-                for g, pieces in zip(loader.row_numbers, loader.pieces(), strict=True):
-                    if step >= first:
-                        yield step, g, [Seen(step, g, *piece[:4]) for piece in pieces]
+                rows = zip(loader.row_numbers, loader.pieces(), strict=True)
+                for g, pieces in rows if step >= first else ():
+                    yield step, g, [Seen(step, g, *piece[:4]) for piece in pieces]
             state = loader.state_dict()
 
 def parts(run, log, begin, stop):
@@ -136,7 +138,8 @@ def parts(run, log, begin, stop):
 def check_rows(run, step, batch, loader, hashes):
     """UserError unless this batch has the hash that the log has. (A step to come has none yet.)"""
     _, of_step = sum_counts(*batch, loader.row_numbers)
-    if {step - 1, step} <= hashes.keys() and (hashes[step] - hashes[step - 1] - of_step) % 2**64:
+    before, after = hashes.get(step - 1), hashes.get(step)
+    if None not in (before, after) and (before + of_step) % 2**64 != after:
         raise UserError(f"step {step}: the rows that were packed again are not those of "
                         f"{run}/log.jsonl, so its documents cannot be named; the data or the code "
                         "has changed since")
@@ -171,7 +174,7 @@ def describe(piece, loader):
 # The ledger: what train.py --ledger wrote
 
 def read_ledger(run, sources=None):
-    """Its records (see train.losses_of_pieces) for these sources, or for all, in the order of the run."""
+    """Its records (by train.losses_of_pieces) of these sources, or of all, in the order of rows."""
     files = list_own(f"{run}/_ledger", RANK)
     if not files:
         return pa.schema({"step": pa.int64(), "path": pa.string()}).empty_table()
@@ -321,9 +324,9 @@ PANELS = {
 
 def plot(folders, out):
     """
-    Draw the log of each run: loss, bits per byte of val, the rate of the matrices, tokens per second
-    and the share of each step that waited for data. Thin lines are single steps, thick ones means;
-    a triangle is a resume.
+    Draw the log of each run: loss, bits per byte of val, the rate of the matrices, tokens per
+    second and the share of each step that waited for data. Thin lines are single steps, thick ones
+    are means. A triangle is a resume.
     """
     try:
         from matplotlib.figure import Figure  # an optional package, and no window is opened
@@ -335,6 +338,7 @@ def plot(folders, out):
     for key, title in PANELS.items():
         panels[key].set_title(title, loc="left", fontsize=11)
         panels[key].grid(alpha=0.25)
+        panels[key].tick_params(labelbottom=True)
         panels[key].spines[["top", "right"]].set_visible(False)
     for number, folder in enumerate(folders):
         draw_run(panels, [*read_log(f"{folder}/log.jsonl")], folder, f"C{number % 10}")
@@ -359,10 +363,12 @@ def draw_run(panels, log, name, color):
     for key, values in (("loss", losses), ("wait", waits), ("speed", speeds)):
         panels[key].plot(x, values, color=color, alpha=0.25, linewidth=0.7)
         panels[key].plot(x, smooth(values), color=color, label=name)
-    panels["rate"].plot(x, [record["lr"] for record in steps], color=color)
+    rates = [record["lr"] for record in steps]
+    panels["rate"].plot(x, rates, color=color)
     evals = [record for record in log if "val_bpb" in record]
+    steps_of_evals = [record["step"] for record in evals]
     bits = [record["val_bpb"] for record in evals]
-    panels["val"].plot([record["step"] for record in evals], bits, color=color, marker="o")
+    panels["val"].plot(steps_of_evals, bits, color=color, marker="o")
     resumes = [record["step"] for record in log if "flags" in record and record["step"] > 0]
     heights = np.interp(resumes, x, smooth(losses))
     panels["loss"].plot(resumes, heights, "^", color=color, markeredgecolor="white", markersize=9)
