@@ -1,9 +1,9 @@
 """
-Pretrain with litgpt (0.5.13), in one process or in several:
+Pretrain with litgpt (0.5.13):
 
     python dev/recipes/with_litgpt.py pythia-14m my_shards
 
-The same command resumes, on any number of ranks. Each validation reads the same rows.
+The same command resumes. Each validation reads the same rows.
 
 After a crash during a save, delete the newest folder of with_litgpt/ if it has no model_config.yaml,
 which is written last. Do not resume from `final`: its loader is a batch ahead of the model. Do not use
