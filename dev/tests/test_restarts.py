@@ -8,11 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
+import torch.distributed as dist
 
 import dataset
+import train
 from test_dataloader import HERE
 
 TOY = ("--device cpu --dtype float32 --depth 1 --seq_len 32 --batch_size 4 --vocab_size 300 --num_lanes 4 "
@@ -73,6 +76,16 @@ def test_killed_ranks_start_again_and_the_run_is_that_of_an_undisturbed_one():
     for step, record in run.items():
         assert record["rows_hash"] == whole[step]["rows_hash"]
         assert record["loss"] == pytest.approx(whole[step]["loss"], rel=1e-5)
+
+def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch):
+    """The store of all attempts is one. With old keys in it, gloo hangs, but not each time."""
+    of_torchrun = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(of_torchrun, 0, 1)]))
+    for attempt in ("0", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        store, _, _ = train.meet_ranks(SimpleNamespace(data=["a"], seed=1))
+        assert not store.check(["address of rank 0"])
+        store.set("address of rank 0", "")
 
 def start_rank(job, rank, port, seed):
     env = {**ENV, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",

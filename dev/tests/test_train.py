@@ -367,6 +367,10 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
      "error: run/step_0000008.pt has --depth 1 --seed 1; leave out these flags"),
     ("--resume run", "error: no checkpoint run (a run keeps its newest ones: see --keep); name a "
      "file, or a run's folder: --resume auto --out FOLDER, or"),
+    ("--seed -1", "error: --seed: expected 0 or more, below 2**63"),
+    (f"--seed {10**20}", "error: --seed: expected 0 or more, below 2**63"),
+    (f"--steps {10**20}", "error: --steps: expected a number above 0, below 2**63"),
+    ("--threads 0", "error: --threads: expected a number above 0"),
     ("--keep 0", "error: --keep: expected a number above 0"),
     ("--init run/step_0000008.pt --data a --depth 2",
      "error: run/step_0000008.pt has --depth 1; leave out these flags"),
