@@ -133,8 +133,13 @@ def scatter_files(building, flags, total, files):
     for path, read, is_val, number in files:
         records = records_of(path, read, flags)
         for index, (what, place, record) in enumerate(records):
+            if read is read_tsv and has_quotes(record):
+                say("lines with a quote at an end of a field (if these quotes are not the text's, "
+                    "name it .csv)")
             try:
                 text, kept = make_document(record, flags, say)
+                for value in kept.values():
+                    pa.scalar(value)    # raises if no column can hold it
             except Exception as error:    # bad records may raise any
                 problem = f": {error}{ADVICE.get(type(error), '')}"
                 if not flags.skip_bad:
@@ -143,8 +148,6 @@ def scatter_files(building, flags, total, files):
                 continue
             if not text:
                 continue
-            if read is read_tsv and text[:1] == text[-1:] == b'"':
-                say("texts in quotes (if these are not the text's, name it .csv)")
             key = hash_of(b"0 %d %d" % (number, index)) + is_val
             words = text.translate(SPACES, b"\r").strip()
             # Val takes the largest hashes: hardly that of a text that is most of all text.
@@ -167,23 +170,27 @@ def hash_of(data):
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") // 4 * 2
 
 # What to do, in addition to what an error says
+NO_UTF8 = (
+    "; expected UTF-8; if only this place is damaged: --skip_bad; if all of the file is of another "
+    "kind (file OLD shows it), and is not compressed: iconv -f WINDOWS-1252 (or -f UTF-16) -t UTF-8 "
+    "OLD > NEW; of parquet: write the column again; half a surrogate pair (such as \\ud83d) is no "
+    "text: remove it")
 ADVICE = {
-    UnicodeDecodeError:
-        "; expected UTF-8; if only this place is damaged: --skip_bad; if all of the file is of "
-        "another kind (file OLD shows it), and is not compressed: iconv -f WINDOWS-1252 (or -f "
-        "UTF-16) -t UTF-8 OLD > NEW; of parquet: write the column again",
+    UnicodeDecodeError: NO_UTF8,
+    UnicodeEncodeError: NO_UTF8,    # in CSV, byte e9 is shown as \udce9
     OSError:    # zstd's windows of more than 128 MB are one
         "; if it is damaged, copy it again; if zstd needs too much memory, decompress it first: "
         "zstd -d --long=31",
-    UnicodeEncodeError: "; half a surrogate pair (such as \\ud83d) is no text; remove it",
     csv.Error:
         '; expected quotes around a text, and "" for a quote in it (if quotes mean nothing in a '
         "file of tabs, name it .tsv)",
     json.JSONDecodeError:
         "; expected one JSON document per line, or one array. If the file was cut off, copy it "
-        "again; if a document has several lines, or lines end as on old Macs: jq -c . OLD > "
-        "NEW.jsonl (of arrays: jq -c '.[]'); what Python printed, with single quotes, is no JSON: "
-        "ast.literal_eval reads it"}
+        "again; if documents have several lines, or lines end as on old Macs: jq -c . OLD > "
+        "NEW.jsonl (of arrays: jq -c '.[]'; of texts with line ends as they are: see Other forms of "
+        "data in dev/recipes/forms.md); if Python printed lines with single quotes: python -c 'import ast, "
+        "json, sys; [print(json.dumps(ast.literal_eval(line))) for line in sys.stdin]' < OLD > "
+        "NEW.jsonl"}
 
 def write_run(building, rows):
     """rows: [{KEY: key, TEXT_HASH: hash, DOCUMENT: text, name: kept value}, ...]"""
@@ -260,7 +267,7 @@ def records_of(path, read, flags):
 
 def open_stream(path):
     """Decompressed, by the file's name."""
-    if path.lower().endswith(".gz"):
+    if path.lower().endswith((".gz", ".gzip")):
         return gzip.open(path)    # Arrow refuses the zeros that may follow gzip's data
     return io.BufferedReader(pa.input_stream(path), 1 << 10)    # a cut file loses less than this
 
@@ -280,27 +287,68 @@ def read_json(path, flags):
         else:
             yield from read_lines(path, flags)
 
-def read_csv(path, flags, delimiters=",;|\t", quoting=csv.QUOTE_MINIMAL):
+def read_csv(path, flags, delimiters="\t,;|", quoting=csv.QUOTE_MINIMAL):
     """What divides columns is the one of the delimiters that is most frequent in line 1."""
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
-        lines = io.TextIOWrapper(stream, "utf-8-sig", newline="")
+        # Bytes that are no UTF-8 become surrogates, which cannot be encoded.
+        lines = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
         header = next(filter(str.strip, lines), "")    # the first line that is not blank
+        header.encode()
         delimiter = max(delimiters, key=header.count)
-        lines = itertools.chain([header], lines)
-        rows = csv.DictReader(lines, delimiter=delimiter, quoting=quoting, strict=True)
-        names = [
-            (name or f"column {i}", i) for i, name in enumerate(rows.fieldnames, 1)]
-        rows.fieldnames = [*dict_of_pairs(names)]    # raises if a name is there twice
-        for record in rows:
-            if None in record or None in record.values():
+        rows = rows_of_csv(itertools.chain([header], lines), delimiter, quoting)
+        _, names = next(rows, (0, []))
+        if isinstance(names, csv.Error):
+            raise names
+        pairs = [(name or f"column {i}", i) for i, name in enumerate(names, 1)]
+        names = [*dict_of_pairs(pairs)]    # raises if a name is there twice
+        for number, fields in rows:
+            if isinstance(fields, csv.Error):
+                record = fields
+            elif len(fields) == len(names):
+                record = dict(zip(names, fields, strict=True))
+            else:
                 record = UserError(
                     f"expected {counted(len(names), 'field')}, as in the first line; quote texts "
                     f"that have {delimiter!r} (a .tsv has no quotes; if yours has, name it .csv)")
-            yield f"line {rows.line_num}", record
+            yield f"line {number}", record
+
+def rows_of_csv(lines, delimiter, quoting):
+    """
+    (the number of its first line, fields or an error) of each row. A bad quote costs its line, not
+    all up to the next quote: the lines between them are read again.
+    """
+    number, n_again = 1, 0
+    taken, again = [], []    # the lines of a row; those to read again, the last one first
+
+    def take():
+        while line := again.pop() if again else next(lines, ""):
+            taken.append(line)
+            yield line
+
+    while True:
+        try:
+            for fields in csv.reader(take(), delimiter=delimiter, quoting=quoting, strict=True):
+                if fields:    # a blank line has none
+                    yield number, fields
+                number += len(taken)
+                taken.clear()
+            return
+        except csv.Error as error:
+            n_again += len(taken)
+            if n_again > 10_000_000:    # quotes are wrong everywhere
+                raise
+            yield number, error
+            again += taken[:0:-1]
+            number += 1
+            taken.clear()
 
 def read_tsv(path, flags):
     return read_csv(path, flags, "\t", csv.QUOTE_NONE)
+
+def has_quotes(record):
+    return isinstance(record, dict) and any(
+        field.strip('"') != field for field in record.values())
 
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it
 CUT = rb"""(?sx)
@@ -317,11 +365,15 @@ def read_text(path, flags):
     pattern = CUT % {b"SIZE": flags.cut_bytes or 1 << 30}
     with open_stream(path) as stream:
         text = stream.read().removeprefix(b"\xef\xbb\xbf")    # a BOM
-    documents = [text]
-    if flags.split_at:
-        documents = map(bytes.strip, text.split(flags.split_at))
+    documents = text.split(flags.split_at) if flags.split_at else [text]
     numbers = itertools.count()
-    for document in documents:
+    for i, document in enumerate(documents):
+        if i > 0:    # line ends at a mark
+            document = document.lstrip(b"\r\n")
+        if i < len(documents) - 1:
+            document = document.rstrip(b"\r\n")
+        if document.isspace():
+            document = b""
         for part in re.finditer(pattern, document):
             try:
                 record = {flags.text_key or "text": part[0].decode()}
@@ -330,7 +382,8 @@ def read_text(path, flags):
             yield f"text {next(numbers)}", record
 
 def read_parquet(path, flags):
-    file = parquet.ParquetFile(path, page_checksum_verification=True)
+    file = parquet.ParquetFile(
+        path, page_checksum_verification=True, arrow_extensions_enabled=True)
     return rows_of(file.iter_batches(ROW_GROUP_DOCUMENTS, use_threads=False), flags)
 
 def read_arrow(path, flags):
@@ -349,9 +402,22 @@ def rows_of(batches, flags):
     numbers = itertools.count()
     for batch in batches:
         unread = dict.fromkeys(batch.schema.names, NOT_READ)
-        needed = unread.keys() & needed_columns(flags)
-        for row in batch.select([*needed]).to_pylist():
+        needed = batch.select([*unread.keys() & needed_columns(flags)])
+        rows = needed.to_pylist(maps_as_pydicts="strict")
+        if "arrow.json" in str(needed.schema):
+            rows = decode_json(rows, pa.list_(pa.struct(needed.schema)))
+        for row in rows:
             yield f"row {next(numbers)}", unread | row
+
+def decode_json(value, kind):
+    """Values of the type JSON (DuckDB's, and Json() of datasets), also inside lists and structs."""
+    if isinstance(kind, pa.JsonType):
+        return value and load_json(value.encode())
+    if isinstance(value, list):
+        return [decode_json(item, kind.value_type) for item in value]
+    if isinstance(value, dict):
+        return {field.name: decode_json(value[field.name], field.type) for field in kind}
+    return value
 
 # Compressed text: .jsonl.gz, .txt.zst and so on
 READERS = by_name({
@@ -400,23 +466,26 @@ def find_files(flags, report):
         is_split = read_text not in readers.values()
     use = "kept out of train" if is_split else "read like all others"
     files = []
+    ignores_train = "train" in splits and not is_split    # said, since val may be among the others
     for path, split in zip(names, splits, strict=True):
-        if split in ("val", "test"):
-            report.add(f"files named for {split}, {use}", path)
+        if split in ("val", "test") or ignores_train:
+            report.add(f"files named for {split or 'no split'}, {use}", path)
         if split != "test" or not is_split:
             is_val = is_split and split == "val"
             files.append((path, readers[path], is_val, len(files)))
     return files
 
 def expand(given, report):
-    """The paths of a file, folder or glob."""
-    pattern = glob.escape(given) if os.path.exists(given) else given
-    if os.path.isdir(given):
-        dataset.list_files(given)    # refuses older versions, circular links, unreadable folders
-        pattern += "/**"
-        for path in glob.glob(f"{pattern}/.*", recursive=True):
-            report.add("ignored, with a dot in front of the name", path)
-    found = glob.glob(pattern, recursive=True)
+    """The paths of a file, of a folder, or of all files and folders that a glob matches."""
+    found = [given] if os.path.exists(given) else glob.glob(given, recursive=True)
+    found, hidden = {*map(os.path.abspath, found)}, set()
+    for folder in filter(os.path.isdir, [*found]):
+        dataset.list_files(folder)    # refuses older versions, circular links, unreadable folders
+        below = f"{glob.escape(folder)}/**"
+        found.update(glob.glob(below, recursive=True))
+        hidden.update(glob.glob(f"{below}/.*", recursive=True))
+    for path in sorted(hidden):
+        report.add("ignored, with a dot in front of the name", path)
     files = [*itertools.filterfalse(os.path.isdir, found)]
     if not files:
         raise UserError(
@@ -426,12 +495,16 @@ def expand(given, report):
 def choose_reader(path, root, as_text):
     """The function that reads a file, or as a text, why it is ignored. root: of all inputs"""
     folder, base = os.path.split(path)
+    if re.search("[\udc80-\udcff]", path):    # Python's, for bytes
+        return "with names that are no UTF-8 (rename them)"
     if as_text:
         return read_text if any(map(Path(path).match, as_text)) else "of other kinds"
     if base in ABOUT_DATA.split():
         return "about the data (to read them: --as_text README.md)"
-    suffix = Path(re.sub(r"\.(gz|GZ|zst|bz2|lz4)$", "", base)).suffix
+    suffix = Path(re.sub(r"(?i)\.(gz|gzip|zst|bz2|lz4)$", "", base)).suffix
     read = READERS.get(suffix.lower(), "of other kinds")
+    if dataset.SHARD_SUFFIX.search(base):
+        read = read_parquet
     if read is read_text:    # __init__.py is a file like any other
         return read
     if dataset.HIDDEN.search(folder.removeprefix(root)):

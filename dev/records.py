@@ -10,6 +10,8 @@ import collections
 import json
 import re
 
+import pyarrow as pa
+
 from dataset import UserError
 from tokenizer import ALL_ROLES, EMPTY, NANOCHAT, read_messages
 
@@ -257,11 +259,15 @@ def said(messages):
 
 def clean(role, content, flags):
     """Messages as shards hold them, before they are checked. The content may be a text."""
-    if isinstance(content, str):
-        if CHAT.match(content):
+    match content:
+        case str() if CHAT.match(content):
             content = load_json(content.encode())
-        else:
+        case str():
             content = {"role": role, "content": content}
+        case [str(first), *_] if first.lstrip().startswith("{"):    # List(Json()) of datasets
+            content = [load_json(text.encode()) for text in content]
+        case {"role": list()} | {"from": list()}:    # its Sequence: an object of lists
+            content = pa.table(content).to_pylist()
     messages = content if isinstance(content, list) else [content]
     if {*map(type, messages)} != {dict}:
         raise UserError(
@@ -296,10 +302,13 @@ def weight_of(value):
 # JSON
 
 def load_json(data):
-    """NaN is null. data: UTF-8 (Python itself would also read UTF-16)"""
+    """
+    NaN is null. A text may have tabs and line ends as they are. data: UTF-8 (Python itself would
+    also read UTF-16)
+    """
     return json.loads(
         data.decode("utf-8-sig"), object_pairs_hook=dict_of_pairs,
-        parse_constant=lambda name: None)
+        parse_constant=lambda name: None, strict=False)
 
 def dict_of_pairs(pairs):
     """If a key is repeated, Python keeps the last value. Here, it is an error."""

@@ -565,7 +565,7 @@ def test_a_tsv_has_no_quotes(output, name):
     data = "\r\n".join(lines).encode()
     write({name: gzip.compress(data) if name[5:] else data})
     assert converted() == sorted(filter(None, texts))
-    assert "texts in quotes (if these are not the text's, name it .csv): 2, " in output()
+    assert "lines with a quote at an end of a field (if these quotes are not the " in output()
 
 @pytest.mark.parametrize("text", ['she said "so"', '"so"', '"so", she said', "two\nlines", "a\tb"])
 def test_quotes_of_a_tsv_are_said(output, text):
@@ -576,8 +576,7 @@ def test_quotes_of_a_tsv_are_said(output, text):
         assert re.search(r"a.tsv, line [23]: expected 2 fields, as in the first line; quote texts "
                          r"that have '.t' \(a .tsv has no quotes; if yours has, name it .csv", line)
     else:
-        assert "\ntexts in quotes (if these are not the text's, name it .csv): 1, such as " in (
-            "\n" + output())
+        assert "quotes are not the text's, name it .csv): 1, such as " in output()
     assert bool(line) == (text in ("two\nlines", "a\tb"))
     os.rename("in/a.tsv", "in/a.csv")
     assert converted() == sorted([text, "x"])
@@ -609,8 +608,9 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.json", '[{"text": "a"},\n {"text": "b"', "unreadable: .* line 2", 0),
     ("a.json", "[" * 200_000, "unreadable: maximum recursion depth", 0),
     ("a.csv", 'text\n"one more"\n"never ends\n',
-     "unreadable after line 2: unexpected end.*; expected quotes", 1),
-    ("a.csv", b"text\ncaf\xe9\n", "unreadable: .* 0xe9 .*; expected UTF-8; .*-f WINDOWS-1252", 0),
+     "line 3: unexpected end.*; expected quotes", 1),
+    ("a.csv", b"text\ncaf\xe9\n", "line 2: .*udce9.*; expected UTF-8; .*-f WINDOWS-1252", 0),
+    ("a.csv", b"text,caf\xe9\nx,y\n", "unreadable: .*udce9.*; expected UTF-8; ", 0),
     ("a.csv", "text,text\nx,y\n", "unreadable: a key is there twice: .*'text', 1.*'text', 2", 0),
     ("a.parquet", as_parquet(TWICE), "unreadable: .*2 times", 0),
     ("a.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: a key is there twi", 1),
@@ -646,7 +646,7 @@ BAD_CHATS = [    # test_templates.py has more
     ([USER, answer("")], "expected an .*, and none that is empty"),
     ([USER, answer(""), *TALK], "expected an .*, and none that is empty"),
     ([{"from": "user", "value": "a", "content": "b"}, ANSWER], "message 0: its value would be l"),
-    (str(TALK), "Expecting property name .* ast.literal_eval reads it"),
+    (str(TALK), "Expecting property name .*ast.literal_eval.line"),
     ([USER, HIDDEN, USER, HIDDEN], "expected an assistant.*; saw .*Hi"),
     ('[{"role": "user", "role": "user"}]', "a key is there twice: .*; remove one"),
     (["Hi"], r"expected a text, or messages such as {'role': .*; saw \['Hi'\]; "),
@@ -694,7 +694,7 @@ def test_bad_document_is_named(output, name, data, words, n_before):
     ("a.jsonl", '{"text": "a", "n": 1}\n{"text": "b", "n": "a"}', "--keep n",
      "error: --keep: .*; expected values of one type"),
     ("a.jsonl", f'{{"text": "a", "n": {2 ** 70}}}\n{{"text": "b", "n": 1}}', "--keep n",
-     "error: --keep: .*; expected values of one type"),
+     "line 1: .* too large"),
     ("a.jsonl", '{"text": "a"}\n{"text": "b"}', "--keep n",
      "no document has a value under one of --keep; saw .* n: null"),
     ("a.jsonl", '{"history": "[[\'Hi\', \'Yo\']]", "prompt": "Hi", "answer": "Yo"}', "",
@@ -1381,3 +1381,128 @@ def test_without_copies_drop_copies_changes_no_order():
     documents = read_all()
     converted("--drop_copies")
     assert read_all() == documents
+
+# --------------------------------------------------------------------------------------------------
+# What other tools write
+
+def json_column(*values):
+    """As DuckDB and Json() of datasets write it."""
+    return pa.ExtensionArray.from_storage(pa.json_(), pa.array(map(json.dumps, values)))
+
+def table_bytes(**columns):
+    return as_parquet(pa.table(columns))
+
+def turns_as_json():
+    turns = pa.StructArray.from_arrays(
+        [pa.array(["user", "assistant"]), json_column("Hi", "Hello")], ["role", "content"])
+    return pa.ListArray.from_arrays(pa.array([0, 2], pa.int32()), turns)
+
+MAPS = pa.list_(pa.map_(pa.string(), pa.string()))
+FORMS_OF_CHATS = {
+    "contents_of_type_json": turns_as_json,
+    "a_column_of_type_json": lambda: json_column(TALK),
+    "a_list_of_json": lambda: pa.array([[*map(json.dumps, TALK)]]),
+    "an_object_of_lists": lambda: pa.array([{"role": ["user", "assistant"], "content": ["Hi", "Hello"]}]),
+    "a_list_of_maps": lambda: pa.array([[list(message.items()) for message in TALK]], MAPS)}
+
+@pytest.mark.parametrize("form", FORMS_OF_CHATS)
+def test_chats_of_other_tools_are_read(form):
+    write({"a.parquet": table_bytes(messages=FORMS_OF_CHATS[form]())})
+    write({"b.jsonl": as_json(TALK + TALK)})
+    assert chats() == [TALK, TALK + TALK]
+
+def test_texts_of_type_json_are_decoded_or_refused():
+    for name in ("train", "val"):
+        column = {"text": json_column(f'say "{name}"')}
+        write({f"{name}.parquet": table_bytes(**column)})
+    assert converted() == ['say "train"', 'say "val"']
+    pq.write_table(pa.table(column), "in/val.parquet", store_schema=False)    # as DuckDB's
+    with pytest.raises(dataset.UserError, match="decodes texts of the type JSON"):
+        all_of("in")
+
+@pytest.mark.parametrize("codec", ["gzip", "snappy", "zstd", "brotli", "GZ"])
+def test_shards_named_for_their_codec_are_read(codec):
+    write({"a.parquet": table_bytes(text=["a"]), f"b.parquet.{codec}": table_bytes(text=["b"])})
+    assert sorted(read_all("in")) == converted() == ["a", "b"]
+
+@pytest.mark.parametrize("name, is_table", [
+    ("book.metadata.json", False), ("metadata/book.metadata.json", False),
+    ("metadata/v1.metadata.json", True), ("_delta_log/0.json", True)])
+def test_a_table_of_another_tool_has_more_than_one_sign(name, is_table):
+    write({"a.parquet": table_bytes(text=["a"]), "b.parquet": table_bytes(text=["b"]), name: "{}"})
+    if is_table:
+        assert "is a table of Delta, Hudi or Iceberg" in refused()
+    else:
+        assert sorted(read_all("in")) == ["a", "b"]
+
+def test_quotes_around_a_glob_change_nothing(output):
+    write({"a.parquet": table_bytes(text=["a"]), "b.parquet/part-0.parquet": table_bytes(text=["b"]),
+           "c.parquet/.part-0.parquet.crc": "", "c.parquet/part-0.parquet": table_bytes(text=["c"])})
+    assert command("'in/*.parquet' --out out") is None
+    assert sorted(read_all()) == ["a", "b", "c"]
+    assert "ignored, with a dot in front of the name: 1, such as in/c.parquet/.part" in output()
+
+TSV = [    # each with a text in quotes
+    "text\n\"Title\nHe said \"\"so\"\".\nThe end.\"\nother\n",
+    "prompt\tanswer\n\"Hi\"\tHello\nHo\tHello\n",
+    "text\ttitle\nb\t\"a\"\nc\td\n"]
+
+@pytest.mark.parametrize("data", TSV)
+def test_quotes_in_any_column_of_a_tsv_are_said(output, data):
+    write({"a.tsv": data})
+    converted("--keep title" if "title" in data else "")
+    assert "quote at an end of a field (if these quotes are not the text's, name it .csv)" in output()
+    os.rename("in/a.tsv", "in/a.csv")
+    documents = converted()
+    assert len(documents) == 2 and '""' not in "".join(documents)
+
+def test_only_line_ends_at_a_mark_are_removed():
+    write({"a.txt": "\n\n    if x:\r\n<m>\n\ty \n\n<m> <m>z\n"})
+    assert converted("--split_at '<m>'") == ["\ty ", "\n\n    if x:", "z\n"]
+
+def test_as_text_says_that_it_ignores_train(output):
+    """In the layout of the 1-billion-word benchmark."""
+    write({"training/a-00001-of-00100": "a", "heldout/a.heldout-00000-of-00050": "b"})
+    converted("--as_text 'a*'")
+    printed = output()
+    assert "files named for train, read like all others: 1, such as in/training/" in printed
+    assert "files named for no split, read like all others: 1, such as in/heldout/" in printed
+
+@pytest.mark.parametrize("bad", [b'x,"a" b', b'x,"never ends', b"x,caf\xe9", b"x", b'x,"a","b'])
+@pytest.mark.parametrize("place", range(3))
+def test_a_bad_row_of_a_csv_costs_one_document(output, bad, place):
+    rows = [b"1,a", b'2,"b, b"', b"3,c", b"4,d"]
+    rows.insert(place, bad)
+    write({"a.csv": b"\n".join([b"n,text", *rows])})
+    assert converted("--skip_bad") == ["a", "b, b", "c", "d"]
+    assert f"skipped bad documents: 1, such as in/a.csv, line {place + 2}: " in output()
+
+def test_bad_values_to_keep_are_found_at_their_record():
+    write({"a.jsonl": '{"text": "a"}\n{"text": "b", "n": "half \\ud83d"}\n{"text": "c", "n": "x"}\n'})
+    assert "a.jsonl, line 2: 'utf-8' codec" in refused("--keep n")
+    assert converted("--keep n --skip_bad") == ["a", "c"]
+
+def test_names_that_are_no_utf8_are_said(output):
+    write_texts("ab")
+    with open(b"in/caf\xe9.jsonl", "wb") as file:
+        file.write(b'{"text": "c"}')
+    assert converted() == ["a", "b"]
+    assert "with names that are no UTF-8 (rename them): 1, " in output()
+
+def test_tabs_in_a_text_are_read():
+    write({"a.jsonl": '{"text": "a\tb"}\n{"text": "c"}\n'})
+    assert converted() == ["a\tb", "c"]
+
+def test_the_advice_for_json_leads_somewhere():
+    """... for line ends in a text, and for what Python printed."""
+    block = re.search(r'^python -c "import json\n.*?> OLD$', FORMS_MD, re.MULTILINE | re.DOTALL)[0]
+    write({"OLD.json": '{\n "text": "a\nb"}\n{"text": "c"}'}, ".")
+    subprocess.run(block, shell=True, check=True)
+    write({"a.jsonl": Path("OLD").read_bytes()})
+    assert converted() == ["a\nb", "c"]
+    write({"a.jsonl": "{'text': 'a'}\n{'text': 'b'}\n"})
+    advised = re.search("python -c 'import ast.*NEW.jsonl", refused())[0]
+    shutil.copy("in/a.jsonl", "OLD")
+    subprocess.run(advised, shell=True, check=True)
+    shutil.move("NEW.jsonl", "in/a.jsonl")
+    assert converted() == ["a", "b"]

@@ -798,3 +798,17 @@ def test_token_shards_of_two_tokenizers_do_not_mix(tmp_path):
         dataset.write_shard(f"{tmp_path}/{name}.parquet", [pa.array([b"12"])], "tokens", metadata)
     with pytest.raises(UserError, match="shards of different kinds"):
         dataset.usable_shards(dataset.all_shards(str(tmp_path)))
+
+@pytest.mark.parametrize("name", ["../a.parquet", "/a.parquet", "b/../../a.parquet", "..\\a.parquet"])
+@pytest.mark.parametrize("index_format", [4, 5])
+def test_names_of_an_index_stay_in_their_folder(tmp_path, name, index_format):
+    entry = {"format": index_format, "shards": {name: {"file_size": 9}}}
+    (tmp_path / "index.json").write_text(json.dumps(entry))
+    with pytest.raises(UserError, match="which may be outside the folder"):
+        dataset.read_index(str(tmp_path))
+
+def test_a_strangers_command_is_not_printed(tmp_path):
+    (tmp_path / "index.json").write_text('{"unfinished": "rm -r ~"}')
+    with pytest.raises(UserError, match="finish it where it was made") as error:
+        dataset.read_index(f"file://{tmp_path}")
+    assert "rm" not in str(error.value)
