@@ -124,7 +124,7 @@ def test_python_works_after_the_commands(reader, monkeypatch):
     for loader in loaders:
         next(loader)
         loader.close()
-    assert len(loaders) == 4
+    assert len(loaders) == 3
 
 def test_calls_in_the_table_of_the_api_exist():
     section = README.partition("## The API on one screen")[2].partition("\n## ")[0]
