@@ -76,8 +76,8 @@ def step_ms(name, micro=ROWS, compiled=COMPILE, frozen=(), profiled=False):
         getattr(model, part).weight.requires_grad_(False)
     train.compile_parts(model, compiled)
     flags = SimpleNamespace(batch_size=256, seq_len=T, micro_batch_size=micro, dtype="bfloat16",
-                            lr=None, init=None)
-    optimizers = train.make_optimizers(model, flags, 0)
+                            lr=None, init=None, table_decay=0)
+    optimizers = train.make_optimizers(model, flags)
     train.set_rates(optimizers, 500, 2520)
 
     def step(ids):

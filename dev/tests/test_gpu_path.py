@@ -83,8 +83,8 @@ def test_step_at_depth_12_stays_on_its_device_and_in_bfloat16(cuda_guard, monkey
         model = fake_model(device)
         inputs = torch.empty(6, 256, dtype=torch.int64, device=device)
         flags = SimpleNamespace(batch_size=256, seq_len=2048, micro_batch_size=4,
-                                dtype="bfloat16", lr=None, init=None)
-        optimizers = train.make_optimizers(model, flags, 0)
+                                dtype="bfloat16", lr=None, init=None, table_decay=0)
+        optimizers = train.make_optimizers(model, flags)
         for _ in range(2):
             train.sum_counts(inputs, inputs, range(12, 18))
             nats, norm = train.train_step(model, optimizers, inputs, inputs, 1536, flags)
@@ -93,26 +93,30 @@ def test_step_at_depth_12_stays_on_its_device_and_in_bfloat16(cuda_guard, monkey
     train.rope_tables.cache_clear()
     assert seen == {(device, torch.bfloat16, torch.bfloat16)}, "also after a norm or a square"
 
-def test_gradients_travel_in_the_dtype_of_the_activations(monkeypatch):
-    """By two ranks that have the same gradient, of a model with one weight."""
-    sent = []
+@pytest.mark.parametrize("world, sent", [(1, []), (2, [(torch.float32, 6)])])
+def test_gradients_are_summed_in_fp32_and_in_one_call(monkeypatch, world, sent):
+    """By ranks that have the same gradient, whatever the activations are; alone, nothing is sent."""
+    calls = []
+    monkeypatch.setattr(train, "ranks_of_this_process", lambda: (0, world))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
 
     def all_reduce(tensor):
-        sent.append(tensor.dtype)
-        tensor.mul_(2)
+        calls.append((tensor.dtype, tensor.numel()))
+        tensor.mul_(world)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    targets = torch.tensor([[1.0, 2.0]])
-    for dtype in ("float32", "bfloat16"):
-        model = torch.nn.Linear(1, 1, bias=False)
-        torch.nn.init.ones_(model.weight)
-        model.forward = lambda _, targets, weight=model.weight: weight.flatten() * targets.flatten()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        flags = SimpleNamespace(micro_batch_size=1, dtype=dtype)
-        train.train_step(model, [optimizer], targets, targets, 8, flags)
-        assert model.weight.item() == 1 - 2 * (1 + 2) / 8
-    assert sent == [torch.float32, torch.bfloat16]
+    weights = [torch.nn.Parameter(torch.ones(size)) for size in ((1,), (2, 2), (1,), (3,))]
+    model = torch.nn.Module()
+    for i, p in enumerate(weights):
+        model.register_parameter(f"p{i}", p)
+    model.forward = lambda inputs, targets: sum(p.sum() for p in weights[:3]) * targets.flatten()
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    flags = SimpleNamespace(micro_batch_size=1, dtype="bfloat16")
+    targets = torch.tensor([[1.001, 2.0]])    # 1.001 is not in bfloat16
+    train.train_step(model, [optimizer], targets, targets, 16, flags)
+    for p in weights[:3]:
+        torch.testing.assert_close(p, torch.full_like(p, 1 - world * 3.001 / 16), rtol=0, atol=1e-7)
+    assert weights[3].eq(1).all() and calls == sent
 
 @pytest.mark.parametrize("local_rank, slurm_id, n_visible, index", [
     ("1", "2", 4, 1), ("", "2", 4, 2), ("2", "", 1, 0), ("", "", 2, 0)])
@@ -123,7 +127,8 @@ def test_each_rank_takes_a_gpu_of_its_node(monkeypatch, local_rank, slurm_id, n_
     for name, value in {"LOCAL_RANK": local_rank, "SLURM_LOCALID": slurm_id}.items():
         if value:
             monkeypatch.setenv(name, value)
-    train.start_ranks(SimpleNamespace(device="cuda"))
+    with train.group_of_ranks(SimpleNamespace(device="cuda")):
+        pass
     assert taken == [index]
 
 def test_speed_is_of_each_rank(monkeypatch):
@@ -136,14 +141,16 @@ def test_speed_is_of_each_rank(monkeypatch):
 # --------------------------------------------------------------------------------------------------
 # Compilation
 
-@pytest.mark.parametrize("is_cuda, choice, want", [
-    (True, "auto", 2), (True, "off", 0), (False, "auto", 0), (False, "on", 2)])
-def test_compiles_on_cuda_or_when_asked(monkeypatch, is_cuda, choice, want):
+@pytest.mark.parametrize("best, words, want", [
+    ("cuda", "", 2), ("cuda", "--compile off", 0), ("cuda", "--device cpu", 0), ("cpu", "", 0),
+    ("cpu", "--compile on", 2)])
+def test_compiles_on_cuda_or_when_asked(monkeypatch, best, words, want):
     compiled = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device(best))
+    monkeypatch.setattr(train, "computes_bf16", lambda device: True)
     monkeypatch.setattr(torch, "compile", lambda function, dynamic: compiled.append(function))
-    embedding = SimpleNamespace(weight=SimpleNamespace(is_cuda=is_cuda))
-    model = SimpleNamespace(embedding=embedding, blocks=[], embed=1, read_out=2)
-    train.compile_parts(model, choice)
+    model = SimpleNamespace(blocks=[], embed=1, read_out=2)
+    train.compile_parts(model, train.parse_flags(words.split()).compile)
     assert len(compiled) == want
 
 def test_all_blocks_share_few_compiled_variants(monkeypatch):

@@ -5,6 +5,7 @@ process, at toy size; only two ranks are processes of their own.
     NANOLOADER_EXAMPLES=20 python -m pytest dev/tests/test_train.py -k drawn    # more draws
 """
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -24,7 +25,9 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 import zlib
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -76,7 +79,7 @@ def own_folder(base, tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def own_signals():
-    """A run keeps its handlers until its process ends. None is ignored, as nohup or & would."""
+    """None is ignored, as nohup or & would."""
     numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1]
     before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
     yield
@@ -197,8 +200,13 @@ def seed_apart(seed, manual_seed=train.torch.manual_seed):    # rank 0 sends its
     return manual_seed(seed + int(os.environ["RANK"]))
 def print_and_stop(flags, record, seconds, print_step=train.print_step):
     print_step(flags, record, seconds)
-    if record["step"] == 2 and os.environ["RANK"] == "1":    # one tells the other
-        os.kill(os.getpid(), signal.SIGTERM)
+    if record["step"] == 2 and os.environ["RANK"] == "1" and "two" in sys.argv[1]:
+        os.kill(os.getpid(), signal.SIGTERM)    # one tells the other
+def fail(loader, following=train.PackedLoader.__next__):
+    if loader.rows_delivered == 5 * 4 and os.environ["RANK"] == os.environ["FAILING"]:
+        raise train.UserError("this shard is bad")
+    return following(loader)
+train.PackedLoader.__next__ = fail
 train.print_step = print_and_stop
 train.torch.manual_seed = seed_apart
 for words_of_second in sys.argv[2:]:
@@ -212,12 +220,17 @@ for words_of_second in sys.argv[2:]:
     print([os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids], flush=True)
 """
 
-def two_ranks(words, *words_of_second):
-    """train.py as two processes, once for each string of the second's words. -> what it printed"""
+def two_ranks(words, *words_of_second, failing=""):
+    """
+    train.py as two processes, once for each string of the second's words, by default once as the
+    first. failing: the rank that has no batch after 5 steps. -> what it printed
+    """
+    words_of_second = words_of_second or [""]
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     env = {**os.environ, "PYTHONPATH": str(HERE), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+           "FAILING": failing}
     return subprocess.check_output([sys.executable, "-c", RANKS, words, *words_of_second],
                                    text=True, timeout=300, env=env, stderr=subprocess.STDOUT)
 
@@ -239,7 +252,7 @@ def test_two_ranks_then_one_have_the_log_of_one(command, resume):
 def test_ranks_wait_until_the_checkpoint_is_written(monkeypatch):
     """A launcher would end rank 0 in its save once another rank has exited."""
     waits = []
-    monkeypatch.setattr(train, "gather_states", lambda loader: {})
+    monkeypatch.setattr(train, "merge_states", lambda states: {})
     monkeypatch.setattr(train, "sum_over_ranks", lambda _: waits.append(os.listdir("run")))
     os.mkdir("run")
     constants = {"flags": {"keep": 2, "keep_every": None}}
@@ -252,7 +265,7 @@ def test_ranks_compare_their_val_text(command):
     for text in ("one two", "one owt"):
         write("tiny", ["one two"] * 9, [text])
         with mock.patch.object(train, "check_ranks") as check_ranks:
-            command("--data tiny --steps 1 --out run")
+            command("--data tiny --steps 1 --noise 0 --table_decay 0 --out run")
         [header, *others] = check_ranks.call_args.args[0]
         compared.append((header["flags"].pop("val_digests"), header, others))
         shutil.rmtree("run")
@@ -267,9 +280,9 @@ def test_third_signal_ends_a_process_that_waits():
     child = os.fork()
     if child == 0:
         signal.alarm(30)
-        train.note_signals()
-        os.rename("a", "waits")
-        threading.Semaphore(0).acquire()
+        with train.note_signals():
+            os.rename("a", "waits")
+            threading.Semaphore(0).acquire()
     while not os.path.exists("waits"):
         time.sleep(0.05)
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGTERM):
@@ -296,9 +309,9 @@ def test_ranks_whose_launcher_is_gone_save_and_stop():
 
 def test_nohup_is_respected():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    signals = train.note_signals()
-    os.kill(os.getpid(), signal.SIGHUP)
-    os.kill(os.getpid(), signal.SIGTERM)
+    with train.note_signals() as signals:
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGTERM)
     assert signals == [signal.SIGTERM]
 
 def test_closed_pipe_does_not_end_a_run(monkeypatch):
@@ -325,22 +338,33 @@ def test_errors_of_the_system_are_a_line_and_bugs_a_traceback(error, kind):
     with at_call(1, "set_rates", fail), pytest.raises(kind) as seen:
         train.main(f"{TOY} --data a".split())
     if kind is SystemExit:
-        assert str(seen.value).startswith(f"error: {error}; free some space if the disk is full, ")
+        advice = "free some space if the disk is full"
+        if isinstance(error, PermissionError):
+            advice = "let this user write there, or name another folder with --out"
+        assert str(seen.value).startswith(f"error: {error}; {advice}, then: ")
         assert re.search(r" --out runs/\d.*\(python -X dev shows where\)$", str(seen.value))
 
-def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
-    """After an error, NCCL could wait for the other ranks for ever: Python's end is skipped."""
+def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
+    """But after an error, NCCL could wait for the other ranks for ever: Python's end is skipped."""
     at_exit = []
     monkeypatch.setattr(train.atexit, "register", lambda *work: at_exit.append(work))
-    monkeypatch.setattr(train.atexit, "unregister", lambda _: at_exit.clear())
     variables = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    command("--data nowhere", status=1)
-    assert dist.is_initialized() and at_exit == [(os._exit, 1)]
-    dist.destroy_process_group()
-    command("--steps 1")
-    assert not dist.is_initialized() and not at_exit
+    for words, status in (("--data nowhere", 1), ("--steps 1", 0), ("--data nowhere", 1)):
+        command(words, status=status)
+        assert not dist.is_initialized() and not at_exit
+    started = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *backend, **more: started.append(more))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(train, "meet_ranks", lambda flags: (None, 0, 1))
+    with pytest.raises(KeyError), train.group_of_ranks(SimpleNamespace(device="cuda")):
+        raise KeyError
+    assert at_exit == [(os._exit, 1)]
+    assert started[0]["device_id"] == torch.device("cuda", 3)
+    assert 60 < started[0]["timeout"].total_seconds() < 1800, "torch's own for gloo is 1,800"
 
 @pytest.mark.parametrize("words, told", [
     ("--resume auto --out run --steps 1", "done at step 8 of 1; 0 steps"),
@@ -352,10 +376,11 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
     ("--eval ''", "error: no checkpoint (a run keeps"),
     ("--tokenizer ''", "error: has no tokenizer, or a damaged one"),
     ("--step 5", "error: unrecognized arguments: --step 5"),
-    ("--batch_size 0", "error: --batch_size: expected a number above 0"),
-    ("--lr nan", "error: --lr: expected a number above 0"),
-    ("--lr inf", "error: --lr: expected a number above 0"),
-    ("--lr -1", "error: --lr: expected a number above 0"),
+    ("--batch_size 0", "error: argument --batch_size: 0: expected 1 or more; see"),
+    ("--lr nan", "error: argument --lr: nan: expected 1e-99 or more; see"),
+    ("--lr inf", "error: argument --lr: inf: expected 1e-99 or more; see"),
+    ("--lr -1", "error: argument --lr: -1: expected 1e-99 or more; see"),
+    ("--noise -0.1", "error: argument --noise: -0.1: expected 0 or more; see"),
     ("--data a:0.7 b", "error: --data a:0.7 b: expected each path once, and a weight for each"),
     ("--data 2024-01-01T00:30", "error: 2024-01-01T00 does not exist, or has no shards"),
     ("--data a ./a/", "error: --data a ./a/: expected each path once"),
@@ -367,11 +392,10 @@ def test_process_group_is_destroyed_after_success_only(command, monkeypatch):
      "error: run/step_0000008.pt has --depth 1 --seed 1; leave out these flags"),
     ("--resume run", "error: no checkpoint run (a run keeps its newest ones: see --keep); name a "
      "file, or a run's folder: --resume auto --out FOLDER, or"),
-    ("--seed -1", "error: --seed: expected 0 or more, below 2**63"),
-    (f"--seed {10**20}", "error: --seed: expected 0 or more, below 2**63"),
-    (f"--steps {10**20}", "error: --steps: expected a number above 0, below 2**63"),
-    ("--threads 0", "error: --threads: expected a number above 0"),
-    ("--keep 0", "error: --keep: expected a number above 0"),
+    (f"--seed {10**20}", f"error: argument --seed: {10**20}: expected less than 2**63; see"),
+    ("--seed -1", "error: argument --seed: -1: expected 0 or more; see"),
+    (f"--steps {2**63}", f"error: argument --steps: {2**63}: expected less than 2**63; see"),
+    ("--keep 0", "error: argument --keep: 0: expected 1 or more; see"),
     ("--init run/step_0000008.pt --data a --depth 2",
      "error: run/step_0000008.pt has --depth 1; leave out these flags"),
     ("--eval old.pt", "error: old.pt cannot be used (ValueError('its version is 2, this code"),
@@ -397,6 +421,133 @@ def test_not_finite_loss_names_the_command_that_lists_its_documents(command, mon
     assert re.search(r"error: step 4: loss \d\.\d+, gradient norm nan; its documents: ", told)
     assert told.endswith(f"its documents: {audit}\n") and audit.startswith(f"cd {HERE} && python -m ")
     assert train.list_checkpoints("run") == ["run/step_0000003.pt"]
+
+def test_a_run_gives_everything_back_in_whatever_way_it_ends(command, monkeypatch):
+    """A notebook keeps the last error, with all its variables, and goes on in the same process."""
+    def held():
+        for thread in {*threading.enumerate()} - threads:    # of the loader
+            thread.join(60)
+        handlers = [signal.getsignal(number) for number in SIGNALS]
+        return handlers, warnings.showwarning, {*threading.enumerate()}, atexit._ncallbacks()
+
+    threads = {*threading.enumerate()}
+    command("--steps 1")    # torch does some things once
+    before, kept = held(), []
+    for ending in (OSError(errno.ENOSPC, "full"), ValueError("a bug"), Killed(), None):
+        def end(ending=ending):
+            if ending:
+                raise ending
+
+        with at_call(3, "train_step", end):
+            try:
+                train.main(f"{TOY} --data a --out run --save_every 100".split())
+            except BaseException as error:
+                kept.append(error)
+        assert held() == before
+    assert len(kept) == 3 and newest("run")["step"] == 8
+
+def test_a_run_in_a_thread_that_is_not_the_main_one():
+    """Where no signal can be noted."""
+    with ThreadPool(1) as pool:
+        words = f"{TOY} --data a --out run".split()
+        assert pool.apply(train.main, [words]) == 0
+    assert newest("run")["step"] == 8
+
+def test_main_takes_no_words_of_the_notebook(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["ipykernel", "-f", "kernel.json"])
+    seen = []
+    monkeypatch.setattr(train, "run", lambda flags: seen.append(flags.given))
+    train.main([])
+    assert seen == [[]]
+
+def test_errors_of_stdout_are_as_before(monkeypatch):
+    with open(os.devnull, "w", encoding="latin-1") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with dataset.errors_in_one_line():
+            print("\u2028")
+        assert stdout.errors == "strict"
+
+@pytest.mark.parametrize("error", [
+    dataset.UserError("a/train-0, row 7: bad"), OSError("lost"), ValueError("my transform"),
+    MemoryError()])
+def test_an_error_of_the_loader_first_saves_what_is_done(command, resume, monkeypatch, error):
+    """A resume repeats the failed step."""
+    command("--save_every 100 --out whole")
+    following = dataloader.PackedLoader.__next__
+
+    def fail(loader):
+        if loader.rows_delivered == 5 * 4:
+            raise error
+        return following(loader)
+
+    with monkeypatch.context() as patch, pytest.raises((SystemExit, type(error))) as seen:
+        patch.setattr(dataloader.PackedLoader, "__next__", fail)
+        train.main(f"{TOY} --data a --save_every 100 --out run".split())
+    assert str(error) in str(seen.value)
+    assert train.list_checkpoints("run") == ["run/step_0000005.pt"]
+    resume("--out run")
+    assert log_of("run") == log_of("whole")
+
+@pytest.mark.filterwarnings("ignore:left out")
+def test_bad_documents_end_a_run_or_are_left_out_counted_and_named(command):
+    """By all ranks, in the log."""
+    chats = [json.dumps([{"role": "user", "content": f"{i}?"},
+                         {"role": "assistant", "content": "so"}]) for i in range(40)]
+    dataset.write_shard("chats/val.parquet", [pa.array(chats)], "messages")
+    chats[7] = '[{"role": "assistant"}]'
+    dataset.write_shard("chats/train-0.parquet", [pa.array(chats)], "messages")
+    RustBPETokenizer.train_from_iterator(["user assistant so"] * 9, 270).save("other")
+    words = f"{TOY} --vocab_size 270 --tokenizer other --data chats --num_lanes 4 --out"
+    assert "chats/train-0.parquet, row group 0, row 7: " in command(f"{words} run", toy="", status=1)
+    told = two_ranks(f"{words} left_out --skip_bad")
+    assert "[0, 0]" in told, told
+    records = [record for record in log_of("left_out") if "warnings" in record]
+    names = [name for record in records for of_rank in record["warnings"] for name in of_rank]
+    assert any("left out: chats/train-0.parquet, row group 0, row 7: " in name for name in names)
+    assert records[-1]["bad_documents"] >= 1
+
+def test_an_error_of_one_rank_saves_the_steps_of_all(command, resume):
+    """The other one has drawn the batch, which is drawn again."""
+    words = f"{TOY} --data a --save_every 100 --num_lanes 4"
+    told = two_ranks(f"{words} --out run", failing="1")
+    assert "error: this shard is bad" in told and "error: another rank has no batch" in told
+    assert "[1, 1]\n" in told and "Traceback" not in told, told
+    assert train.list_checkpoints("run") == ["run/step_0000005.pt"]
+    resume("--out run")
+    command("--save_every 100 --num_lanes 4 --out whole")
+    assert newest("run")["rows_hash"] == newest("whole")["rows_hash"]
+    assert newest("run")["loader"] == newest("whole")["loader"]
+
+@pytest.mark.parametrize("words", ["--lr 9e18", "--lr 9e18 --save_every 1", "--lr 1e15"])
+def test_weights_that_are_not_finite_are_neither_saved_nor_logged(finished, resume, words):
+    """Nor those that are too large for a finite loss. The error says what to do, and it works."""
+    told = resume(f"--out run --steps 9 {words}", status=1)
+    assert "Traceback" not in told
+    [command] = re.findall(r"; the last good checkpoint is run/step_0000008.pt. Lower the rate \(it "
+                           r"was [\de.+]+\): python \S+train.py (--resume auto --out run --lr .*)", told)
+    assert newest("run")["step"] == 8
+    for line in Path("run/log.jsonl").read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+    lr = float(words.split()[1])
+    assert float(command.split()[-1]) == pytest.approx(lr / 3, rel=0.2)
+    resume("--out run --steps 9 --lr 0.001")
+    assert newest("run")["step"] == 9
+
+def test_a_weight_that_no_loss_needs_must_be_finite_too(finished):
+    model = train.GPT(1, 64)
+    train.check_weights(8, model, {"a": 1.0}, optimizers_of(model), "run")
+    with torch.no_grad():
+        model.bigrams.weight[-1] = math.inf
+    with pytest.raises(dataset.UserError, match=r"good checkpoint is run/step_0000008\.pt"):
+        train.check_weights(8, model, {"a": 1.0}, optimizers_of(model), "run")
+
+def test_a_sample_of_weights_that_are_not_finite_is_a_line(finished, command):
+    checkpoint = newest("run")
+    checkpoint["model"]["head.weight"][7] = math.nan
+    torch.save(checkpoint, "run/step_0000009.pt")
+    for words in ("--sample x --out run", "--eval run/step_0000009.pt"):
+        told = command(words, toy="", status=1)
+        assert "error: the model's logits are not finite; choose an earlier checkpoint" in told
 
 # --------------------------------------------------------------------------------------------------
 # What flags, --resume, --init, --eval, --sample and --chat take
@@ -451,12 +602,11 @@ def test_resumed_run_takes_the_flags_that_may_change(base, finished, resume):
     before, after = map(train.load_checkpoint, train.list_checkpoints("run"))
     for name, weight in before["model"].items():    # all rates follow --lr
         assert torch.allclose(weight, after["model"][name], atol=1e-20)
-    assert json.loads(after["loader"])["rows"] == 8 * 4 + 2 * 2 and after["constant_since"] == 8
+    assert json.loads(after["loader"])["rows"] == 8 * 4 + 2 * 2
     os.remove("b")
     shutil.copytree(base / "b", "b")
     dataset.write_shard("b/val.parquet", [pa.array(["other text"])])
     told = resume("--out run/ --steps 11")
-    assert newest("run")["constant_since"] == 8
     assert "done at step 11 of 11; 1 steps" in told
 
 @pytest.mark.parametrize("change", [None, "moved", "text", "shard", "eval_bytes"])
@@ -602,37 +752,48 @@ def test_models_are_told_when_they_are_evaluated_and_a_signal_breaks_it_off(comm
 
     monkeypatch.setattr(train.GPT, "forward", note)
     stop = functools.partial(signal.raise_signal, signal.SIGHUP)
-    with at_call(2, "evaluate", stop), at_call(3, "save", pytest.fail):
+    with at_call(4, "evaluate", stop), at_call(3, "save", pytest.fail):
         told = command("--eval_every 1 --save_every 1", status=143)
     changes = [mode for mode, _ in itertools.groupby(modes)]
-    assert changes == [(True, True), (False, False), (True, True)]
+    one_step = [(True, True), (False, False)]
+    assert changes == one_step + one_step, "each save is tried on val"
     assert "stopped at step 2 of 8" in told and "step 2: val" not in told
 
 # --------------------------------------------------------------------------------------------------
 # Several epochs
 
 def test_a_share_of_the_tokens_is_replaced_in_each_row_alike_on_any_rank():
+    """By any token but the special ones, which have no bytes."""
     inputs = torch.full((4, 1000), 7)
-    fifty = mock.Mock(**{"get_vocab_size.return_value": 50})
-    replace = functools.partial(train.add_noise, tokenizer=fifty, share=0.1)
-    noisy = replace(inputs, [8, 9, 10, 11], 1)
-    assert 300 < (noisy != 7).sum() < 500 and noisy.unique().tolist() == [*range(50)]
-    assert torch.equal(replace(inputs[:2], [9, 11], 1), noisy[[1, 3]])
-    of_other_seed = replace(inputs, [8, 9, 10, 11], 2)
+    tokenizer = SimpleNamespace(token_bytes=np.array([0, *range(1, 50), 0]))
+    flags = SimpleNamespace(noise=0.1, seed=1)
+    noisy = train.add_noise(inputs, [8, 9, 10, 11], flags, tokenizer)
+    assert 300 < (noisy != 7).sum() < 500 and noisy.unique().tolist() == [*range(1, 50)]
+    assert inputs.unique().tolist() == [7]
+    of_two = train.add_noise(inputs[:2], [9, 11], flags, tokenizer)
+    assert torch.equal(of_two, noisy[[1, 3]])
+    flags.seed = 2
+    of_other_seed = train.add_noise(inputs, [8, 9, 10, 11], flags, tokenizer)
     for others in (of_other_seed, noisy.roll(1, 0)):
         assert (others != noisy).any(dim=1).all()
-    assert replace(inputs, [8, 9, 10, 11], 1, share=0) is inputs
+    flags.noise = 0
+    assert train.add_noise(inputs, [8, 9, 10, 11], flags, tokenizer) is inputs
 
 @pytest.mark.parametrize("epochs, n_bytes, share", [
     ((0.5,), 1000, 0), ((2, 99), 1000, 0), ((16, 99), 1000, 0.225), ((16,), 3000, 0.075),
     ((16,), 1, 0.3), ((2 ** 20,), 1, 0.5)])
 def test_noise_grows_with_epochs_and_with_the_model_for_its_text(epochs, n_bytes, share):
+    """Unless both are typed."""
     model = torch.nn.Linear(500, 2, bias=False)    # 1,000 parameters
     sources = {i: mock.Mock(n_bytes=n_bytes / len(epochs)) for i in range(len(epochs))}
     loader = mock.Mock(sources=sources)
-    noise, decay = train.noise_and_decay(model, loader, dict(enumerate(epochs)))
-    assert noise == pytest.approx(share, abs=1e-5)
-    assert decay == 9 * math.log2(max(1, epochs[0]))
+    flags = SimpleNamespace(noise=None, table_decay=None)
+    train.choose_noise_and_decay(flags, model, loader, dict(enumerate(epochs)))
+    decay = 9 * math.log2(max(1, epochs[0]))
+    assert (flags.noise, flags.table_decay) == pytest.approx((share, decay), abs=1e-3)
+    flags = SimpleNamespace(noise=0, table_decay=1)
+    train.choose_noise_and_decay(flags, model, loader, dict(enumerate(epochs)))
+    assert (flags.noise, flags.table_decay) == (0, 1)
 
 @pytest.mark.parametrize("n_documents, is_noisy", [(99, False), (3, True)])
 def test_many_epochs_get_noise_and_tables_that_decay(command, n_documents, is_noisy):
@@ -641,15 +802,21 @@ def test_many_epochs_get_noise_and_tables_that_decay(command, n_documents, is_no
     with mock.patch.object(train, "add_noise", side_effect=train.add_noise) as replace:
         told = command("--data tiny --steps 5 --num_lanes 1 --out run")
     epochs = float(re.search(r"documents to train on, about ([\d.]+) epochs", told)[1])
-    noise = replace.call_args.args[-1]
+    noise = replace.call_args.args[2].noise
     assert noise == pytest.approx(0.1 * math.log2(max(1, epochs / 2)), abs=0.01)
-    assert f"random inputs: {noise:.1%}" in told
+    [line] = re.findall("^flags that the device or the data may decide: (.*)", told, re.M)
+    assert f" --noise {noise} --table_decay " in line
     tables, *others = newest("run")["optimizers"][1]["param_groups"]
     assert (noise > 0) == (tables["weight_decay"] > 0) == is_noisy
     assert [group["weight_decay"] for group in others] == [0, 0]
     with mock.patch.object(train, "add_noise", lambda inputs, *_: inputs):
         again = command("--data tiny --steps 5 --num_lanes 1")
     assert re.search("rows: hash .*", told)[0] in again
+    told = command(f"--data tiny --steps 5 --num_lanes 1 --out typed {line}")
+    assert log_of("typed") == log_of("run"), "what is printed can be typed"
+    assert line in told
+    told = command("--data tiny --steps 1 --num_lanes 1 --noise 0 --table_decay 0")
+    assert " --noise 0.0 --table_decay 0.0" in told
 
 # --------------------------------------------------------------------------------------------------
 # The run's folder and its checkpoints
@@ -852,8 +1019,9 @@ def test_run_of_a_frozen_matrix_trains_the_rest(command, monkeypatch):
     command("--steps 2")
 
 def optimizers_of(model, lr=None, tokens=2048):
-    flags = SimpleNamespace(lr=lr, batch_size=1, seq_len=tokens, init=None, dtype="float32")
-    return train.make_optimizers(model, flags, 0)
+    flags = SimpleNamespace(
+        lr=lr, batch_size=1, seq_len=tokens, init=None, dtype="float32", table_decay=0)
+    return train.make_optimizers(model, flags)
 
 def test_each_parameter_is_in_one_group_or_an_error_names_it():
     model = train.GPT(2, 300)
