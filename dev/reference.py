@@ -33,7 +33,7 @@ import pyarrow as pa
 from numpy.random import PCG64
 
 from dataloader import PACKINGS
-from dataset import UserError, list_shards, write_shard
+from dataset import list_shards, write_shard
 
 
 @dataclass(eq=False)    # so that functions of a run can be cached
@@ -127,33 +127,32 @@ def rows_of_run(run, piles, g=0):
     gives its turn to the next one. (An endless run without a token never yields.)
     """
     is_finite = None not in run.epochs.values()
+    equal = dict.fromkeys(run.weights, 1)
     while True:
         first = g % run.num_lanes
         in_turn = piles[first:] + piles[:first] if is_finite else [piles[first]]
-        dealt = (deal(run, g, lane) for lane in in_turn)
+        # A source of weight 0 gives a row only if nothing else can.
+        dealt = (deal(g, lane, weights) for weights in (run.weights, equal) for lane in in_turn)
         row = next(filter(None, dealt), None)
         if row is None:
             break
         yield row
         g += 1
-    if any(piles):
-        raise UserError(f"row {g}: the weights of all that has not ended are 0")
 
-def deal(run, g, lane):
+def deal(g, lane, weights):
     """Row g, if this lane, {source: an iterator}, has one. A source that has ended leaves it."""
-    while (source := chosen(run, lane, g)) is not None:
+    while (source := chosen(g, {source: weights[source] for source in lane})) is not None:
         row = next(lane[source], None)
         if row:
             return row
         del lane[source]
     return None
 
-def chosen(run, sources, g):
+def chosen(g, weights):
     """The weights divide [0, 1) among the sources. Row g is the point g * SPREAD / 2**64 mod 1."""
-    weights = [run.weights[source] for source in sources]
-    numbers = [weight(g) if callable(weight) else weight for weight in weights]
+    numbers = [weight(g) if callable(weight) else weight for weight in weights.values()]
     point = g * 0x5D9DC1A99CCFC6A7 % 2**64 / 2**64 * sum(numbers)
-    for source, end in zip(sources, itertools.accumulate(numbers), strict=True):
+    for source, end in zip(weights, itertools.accumulate(numbers), strict=True):
         if point < end:
             return source
     return None    # all weights are 0
