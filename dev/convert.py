@@ -92,8 +92,8 @@ def convert(flags):
             raise UserError("no documents; what was skipped, if anything, is listed above")
         if len(kinds) == 2:
             raise UserError(
-                "expected documents of one kind, saw text and conversations; convert them "
-                "separately (train.py can mix them: --data TEXTS:0.7 CHATS:0.3)")
+                "the input mixes text and conversations; convert them separately (train.py can mix "
+                "them: --data TEXTS:0.7 CHATS:0.3)")
         shards = divide(building, flags.drop_copies)
         gather = functools.partial(gather_shard, building, kinds.pop())
         written = run(gather, range(len(shards)), shards)
@@ -221,8 +221,9 @@ def divide(building, drop_copies):
     texts, first, copies = np.unique(
         hashes[rows], return_index=True, return_counts=True)
     if len(texts) < len(rows):
-        print(f"{len(rows) - len(texts):,} of {len(rows):,} documents are copies of others, white "
-              "space aside; train and val share none (--drop_copies keeps one of each)")
+        print(f"{len(rows) - len(texts):,} of {len(rows):,} documents repeat the text of another "
+              "one, ignoring white space; none is in both train and val (to keep only one of each: "
+              "--drop_copies)")
     in_val = hashes[keys % 2 == 1]
     if in_val.size == 0:
         rare = texts[copies <= np.median(copies)]    # a very frequent text would be all of val
@@ -233,9 +234,9 @@ def divide(building, drop_copies):
     is_val = np.isin(hashes[rows], in_val)
     if is_val.all():
         raise UserError(
-            f"no text is left for train: {counted(len(rows), 'document')} of "
-            f"{counted(len(texts), 'text')}; train and val need one each (to divide plain text: "
-            "--split_at '<|endoftext|>', or '\\n' at lines, or at blank lines: --cut_bytes 2000)")
+            f"no text is left for train: {counted(len(rows), 'document')}, "
+            f"{counted(len(texts), 'text')} without copies; train and val need one each. To divide "
+            "plain text: --split_at '<|endoftext|>', --split_at '\\n' for lines, or --cut_bytes 2000")
     return [*filter(len, np.array_split(rows[~is_val], n_shards - 1)), rows[is_val]]
 
 def gather_shard(building, kind, number, rows):
@@ -258,7 +259,7 @@ def records_of(path, read, flags):
     try:
         with open(path, "rb") as file:
             if file.read(99).startswith(b"version https://git-lfs"):
-                raise UserError("it is a pointer of git-lfs; to get the file: git lfs pull")
+                raise UserError("it is a Git LFS pointer, not the file; to get the file: git lfs pull")
         for where, record in read(path, flags):
             yield "bad documents", f"{path}, {where}", record
             rest = f"{path}, unreadable after {where}"
@@ -454,9 +455,9 @@ def find_files(flags, report):
             report.add(f"ignored files, {read}", path)
     if not readers:
         raise UserError(
-            f"no files to read; {'; '.join(report.lines())}; expected names with {SUFFIXES} (of "
-            "text also with .gz, .zst, .bz2 or .lz4); other plain text: --as_text '*.SUFFIX'; name "
-            "lines of JSON .jsonl; unpack archives first")
+            f"no files to read; {'; '.join(report.lines())}. Expected names that end in {SUFFIXES} "
+            "(text can also end with .gz, .zst, .bz2 or .lz4). To read other plain text: --as_text "
+            "'*.SUFFIX'. Rename files of JSON lines to .jsonl, and unpack archives first")
     names = {path: path.removeprefix(folder) for path in readers}
     if not flags.as_text:
         dataset.splits_of(names)    # UserError if train is beside a file of no split
@@ -464,7 +465,7 @@ def find_files(flags, report):
     is_split = "train" in splits
     if None in splits:    # code and notes are named for other things: train.py, testing.md
         is_split = read_text not in readers.values()
-    use = "kept out of train" if is_split else "read like all others"
+    use = "kept out of the training data" if is_split else "read like all others"
     files = []
     ignores_train = "train" in splits and not is_split    # said, since val may be among the others
     for path, split in zip(names, splits, strict=True):
@@ -489,7 +490,8 @@ def expand(given, report):
     files = [*itertools.filterfalse(os.path.isdir, found)]
     if not files:
         raise UserError(
-            f"{given} does not exist or has no files; expected a file, a folder, or a quoted glob")
+            f"{given} does not exist or has no files; expected a file, a folder, or a glob in "
+            "quotes: 'my/**/*.jsonl'")
     return files
 
 def choose_reader(path, root, as_text):
@@ -546,7 +548,7 @@ def workshop(out, n):
             pool = ProcessPoolExecutor(n, multiprocessing.get_context("spawn"), start_process)
         yield building, pool.map if pool else map
     except BrokenExecutor as error:
-        raise UserError("a worker process was killed; if memory ran out: -w 1") from error
+        raise UserError("a worker process was killed; if memory ran out, use -w 1") from error
     except (pa.ArrowException, OverflowError) as error:    # others are of a single record
         raise UserError(f"--keep: {error}; expected values of one type") from error
     finally:
@@ -562,7 +564,7 @@ def errors_of_disk(folder):
         yield
     except OSError as error:
         raise UserError(
-            f"{error}, in {folder}; to write elsewhere, name a new folder with --out") from error
+            f"{error}, in {folder}; to write elsewhere: --out NEW_FOLDER") from error
 
 def start_process():
     """Ctrl-C ends a process of ours at once, and so does our own end."""

@@ -62,7 +62,7 @@ def make_document(record, flags, say):
         if value not in EMPTY and name not in columns_of(flags.keep):
             if kind == "messages" and value == "rejected":
                 raise UserError(
-                    f"{name!r} is 'rejected'; to learn it nevertheless: --ignore_keys {name}")
+                    f"{name!r} is 'rejected'; to train on it anyway: --ignore_keys {name}")
             say(f"dropped column {name}")
     say(kind)
     report_signs(kind, text, say)
@@ -77,8 +77,8 @@ def report_signs(kind, text, say):
     special = SPECIAL.search(text)
     if special:
         name = special[0].decode()
-        say(f"texts with {name}, a special token's name, which is plain text here (if plain text "
-            f"ends there: --split_at '{name}'; to remove it: sed 's#{name}##g' OLD > NEW)")
+        say(f"texts that contain {name}, which is plain text here, not a special token (if it "
+            f"separates documents: --split_at '{name}'; to remove it: sed 's#{name}##g' OLD > NEW)")
 
 def as_dict(record, flags):
     """What a reader yields -> {column: value}. A record may also be a list of messages."""
@@ -222,8 +222,8 @@ def make_messages(values, record, flags, say):
         if message["role"] == "assistant" and message.get("weight", 1)]
     if not learned or not all(learned):
         raise UserError(
-            "expected an assistant's message to learn, and none that is empty, unless its weight "
-            f"is 0; saw {messages!r:.200}")
+            "expected at least one assistant message to train on, and none that is empty, unless its "
+            f"weight is 0; saw {messages!r:.200}")
     return messages
 
 def read_turns(values, flags):
@@ -236,8 +236,8 @@ def read_turns(values, flags):
     if added:
         if {*map(type, asked)} != {str}:
             raise UserError(
-                f"expected texts to join, as in input and context; saw {asked!r:.200}; to leave a "
-                "column out: --ignore_keys NAME")
+                "the columns of a question are joined, so each must hold a string; saw "
+                f"{asked!r:.200}; to leave a column out: --ignore_keys NAME")
         question = "\n\n".join(asked)
     questions = clean("user", question, flags)
     repeated = answers[:len(questions)]
@@ -314,7 +314,7 @@ def dict_of_pairs(pairs):
     """If a key is repeated, Python keeps the last value. Here, it is an error."""
     record = dict(pairs)
     if len(record) < len(pairs):
-        raise UserError(f"a key is there twice: {pairs!r:.300}; remove one")
+        raise UserError(f"a key occurs twice: {pairs!r:.300}; remove one")
     return record
 
 NOT_READ = ...    # neither null nor text

@@ -184,8 +184,8 @@ def read_ledger(run, sources=None):
     known = [shard.path for source in sources.values() for shard in source.shards]
     others = {*ledger["path"].unique().to_pylist()} - {*known}
     if others:
-        print(f"left out: {len(others)} files that the run no longer has (moved?), such as "
-              f"{min(others)}")
+        print(f"left out: {len(others)} files that the run no longer has (were they moved?); the "
+              f"first is {min(others)}")
     return ledger.filter(pc.field("path").isin(known))
 
 # --------------------------------------------------------------------------------------------------
@@ -259,8 +259,8 @@ def when(run, name=None, text=None):
     ledger. Without a ledger they are packed again, like the rows to come.
     """
     if not (name or text):
-        raise UserError("which document? Name it by FILE:ROW or FILE:GROUP:ROW, or pass --text "
-                        "WORDS; such as: python -m dev.runs when RUN shard_00000.parquet:0")
+        raise UserError("which document? Pass FILE:ROW or FILE:GROUP:ROW, or --text WORDS. For "
+                        "example: python -m dev.runs when RUN shard_00000.parquet:0")
     saved = newest_of(run)
     headers = [record for record in read_log(f"{run}/log.jsonl") if "flags" in record]
     n_steps = headers[-1]["flags"]["steps"] if headers else flags_of(saved).steps

@@ -100,7 +100,7 @@ def test_ledger_of_data_that_moved_says_what_is_left_out(alone, base, capsys):
     with runs.loader_of(runs.newest_of(alone)) as loader:
         b = {name: source for name, source in loader.sources.items() if name.endswith("/b")}
     ledger = runs.read_ledger(alone, b)
-    assert "left out: 2 files that the run no longer has (moved?)" in capsys.readouterr().out
+    assert "left out: 2 files that the run no longer has (were they moved?)" in capsys.readouterr().out
     assert {*ledger["path"].to_pylist()} == {f"{base}/b/train-{i}.parquet" for i in range(2)}
 
 # --------------------------------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_plot_says_what_it_needs(tmp_path, monkeypatch, has_matplotlib):
 
 @pytest.mark.parametrize("words, message", [
     ("audit --steps 4:4", "expected A:B"),
-    ("when RUN", "which document? Name it by FILE:ROW or"),
+    ("when RUN", "which document? Pass FILE:ROW or"),
     ("when RUN 0.parquet:0", "no 0.parquet:0 in the run's training data; expected FILE[:GROUP]"),
     ("losses WITHOUT", "has no ledger; train.py writes one with --ledger")])
 def test_mistakes_are_one_line(alone, tmp_path, capsys, words, message):
