@@ -6,6 +6,8 @@ download, the commands. Each section begins with its plainest example. Remote en
 
 import base64
 import contextlib
+import errno
+import gc
 import hashlib
 import http.server
 import io
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,6 +34,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.parquet.encryption as encryption
 import pytest
+from fsspec.spec import AbstractBufferedFile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -273,10 +277,107 @@ def test_other_columns_do_not_count_as_text(tmp_path):
     [shard] = list_shards(str(tmp_path), "train")
     assert 1 <= shard.text_bytes / sum(map(len, texts)) < 1.2
 
-def test_no_flipped_bit_of_a_footer_aborts_python(tmp_path):
+def test_texts_that_a_file_holds_once_count_as_often_as_they_are_there(tmp_path):
+    """pyarrow's footers tell no bytes of theirs. If they do not repeat, the footer is exact."""
+    texts = ["a" * 500, "b" * 900] * 2000
+    pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=1500)
+    pq.write_table(pa.table({"text": other_texts("")}), tmp_path / "b.parquet", row_group_size=300)
+    repeated, usual = shards = dataset.all_shards(str(tmp_path))
+    assert 0.9 < repeated.text_bytes / sum(map(len, texts)) < 1.5
+    metadata = pq.read_metadata(usual.path)
+    in_footer = [metadata.row_group(i).column(0).total_uncompressed_size for i in range(3)]
+    assert usual.group_bytes == tuple(in_footer)
+    dataset.write_index(str(tmp_path))
+    assert dataset.all_shards(str(tmp_path)) == shards
+    assert read(repeated) == texts
+    other = repeated._replace(group_bytes=(9, *repeated.group_bytes[1:]))
+    with pytest.raises(UserError, match=r"replaced by another .* its group_bytes was"):
+        other.read(0)
+
+def test_a_damaged_row_group_is_an_error_only_where_it_is_read(tmp_path):
+    """Also the one that is measured."""
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": ["secret"] * 9}), path, compression="none",
+                   write_statistics=False, write_page_checksum=True)
+    path.write_bytes(path.read_bytes().replace(b"secret", b"sacred", 1))
+    (shard,) = dataset.all_shards(str(tmp_path))
+    with pytest.raises(UserError, match=r"row group 0: .*checksum"):
+        shard.read(0)
+
+def cause_of(work):
+    with pytest.raises(UserError) as raised:
+        work()
+    return raised.value.__cause__
+
+def test_only_bytes_that_are_wrong_in_each_run_are_damaged(server, tmp_path):
+    """Not an error of a network or a disk, nor a footer's, nor a shard that was replaced."""
+    folder = write(tmp_path / "data", "a", "b", groups=[["secret"]])
+    path = Path(folder, "a.parquet")
+    shard, other = dataset.all_shards(folder)
+    failing = mock.Mock(**{"read_at.side_effect": OSError(5, "Input/output error")})
+    failing.__enter__, failing.__exit__ = lambda _: failing, lambda *_: None
+    shard.read(0)
+    with mock.patch("dataset.open_file", return_value=failing):
+        assert not isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
+    assert failing.read_at.call_count == 6
+    complete = path.read_bytes()
+    path.write_bytes(complete.replace(b"secret", b"sacred"))
+    assert isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
+    path.write_bytes(complete[:-1] + b"x")    # a damaged footer
+    os.utime(path, (1, 1))
+    assert not isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
+    assert cause_of(lambda: other._replace(digest="other").read(0)) is None
+    server.waits.clear()
+    (shard,) = list_shards(server.web, "val")
+    server.faults["c.parquet"] = [None, 503, "flip", "flip"]
+    assert isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
+    assert server.waits == [1, 2], "one for the 503; then the bytes were read twice"
+    server.faults["c.parquet"] = [503] * 6
+    assert not isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
+
+def test_footers_are_read_once_and_kept_small(tmp_path):
+    """Of any number of shards, in any order. Arrow kept files, rows and errors of each reading."""
+    names = [f"{i}.parquet" for i in range(100)]
+    for name in names:
+        table = pa.table({"text": [name, "b" * 99], "n": [1, 2]})
+        pq.write_table(table, tmp_path / name, row_group_size=1, use_dictionary=False)
+    shards = dataset.all_shards(str(tmp_path))
+    with mock.patch("dataset.parse_footer", wraps=dataset.parse_footer) as parse:
+        for _ in range(3):
+            assert len(read(*shards)) == 200
+    assert parse.call_count == 100
+    gc.collect()
+    kinds = (AbstractBufferedFile, pq.ParquetFile, EOFError)
+    assert not [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    assert dataset.unpack_footer.cache_info().currsize <= 16
+
+class WatchedColumn:
+    """A column that refuses to decode a dictionary with 32-bit offsets, as pyarrow does at 2 GB."""
+    def __init__(self, column):
+        self.column, self.type = column, column.type
+
+    def cast(self, kind):
+        values = getattr(self.type, "value_type", None)
+        assert values in (None, pa.large_string()) or pa.types.is_dictionary(kind)
+        return WatchedColumn(self.column.cast(kind))
+
+    def __getattr__(self, name):
+        return getattr(self.column, name)
+
+def test_a_dictionary_of_texts_may_be_more_than_2_gb_of_text():
+    texts = ["a", None, "bb"] * 3
+    column = pa.chunked_array([pa.array(texts).dictionary_encode()])
+    assert dataset.as_large(WatchedColumn(column), "text").to_pylist() == texts
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_no_flipped_bit_of_a_footer_aborts_python(tmp_path, is_ours):
     """In a process of its own: RowGroupMetaData.column() of pyarrow 26 would end it."""
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": ["a", "b"], "n": [1, 2]}), path, store_schema=False)
+    table = pa.table({"text": ["a", "b"], "n": [1, 2]})
+    if is_ours:
+        dataset.write_shard(path, [table])
+    else:
+        pq.write_table(table, path, store_schema=False)
     code = """if True:
         import sys, dataset
         data = open(f"{sys.argv[1]}/a.parquet", "rb").read()
@@ -285,7 +386,7 @@ def test_no_flipped_bit_of_a_footer_aborts_python(tmp_path):
                 damaged = data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1:]
                 open(f"{sys.argv[1]}/b.parquet", "wb").write(damaged)
                 try:
-                    dataset.read_footer(sys.argv[1], "b.parquet", len(data))
+                    dataset.list_shard(sys.argv[1], "b.parquet", len(data)).read(0)
                 except dataset.UserError:
                     pass
     """
@@ -491,6 +592,7 @@ def test_an_index_of_an_older_version_gives_the_same_shards(server):
         entry["text_bytes"] = sum(entry.pop("group_bytes"))
     server.files["index.json"] = json.dumps(index).encode()
     server.gets.clear()
+    dataset.remote_shards.cache_clear()
     assert dataset.all_shards(server.web) == before
     assert [name for name, _ in server.gets].count("a.parquet") == 1
 
@@ -514,8 +616,8 @@ def test_a_folder_is_not_read_before_its_writer_has_finished(tmp_path, monkeypat
 class Server(http.server.ThreadingHTTPServer):
     """
     .files: {name: bytes}, whatever folder they are asked for in; a list request of S3 has all.
-    .faults: {name: [what the next GETs of that file do]}: a status, 'cut', 'stall', 'flip' (another
-    byte), None (nothing). .ranges: whether it has range requests. .gets: (name, range)
+    .faults: {name: [what the next GETs of that file do]}: a status, 'cut', 'slow', 'stall', 'flip'
+    (another byte), None (nothing). .ranges: whether it has range requests. .gets: (name, range)
     """
     def __init__(self, files):
         super().__init__(("127.0.0.1", 0), Answer)
@@ -548,8 +650,6 @@ class Answer(http.server.BaseHTTPRequestHandler):
             self.send_file(data, asked, fault, {"ETag": f'"{etag}"', "X-Repo-Commit": "a" * 40})
 
     def send_file(self, data, asked, fault, headers):
-        if fault == "flip":
-            data = bytes([data[0] ^ 1]) + data[1:]
         if not asked:
             return self.send(200, data, headers, fault)
         first, last = re.fullmatch(r"bytes=(\d+)-(\d*)", asked).groups()
@@ -562,8 +662,16 @@ class Answer(http.server.BaseHTTPRequestHandler):
         for key, value in {"Content-Length": len(data), **dict(headers)}.items():
             self.send_header(key, str(value))
         self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data[:len(data) // 2] if fault == "cut" else data)
+        if self.command == "HEAD":
+            return
+        if fault == "flip":
+            data = bytes([data[0] ^ 1]) + data[1:]
+        if fault == "slow":
+            for byte in data[:9]:
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.3)
+            data = data[9:]
+        self.wfile.write(data[:len(data) // 2] if fault == "cut" else data)
 
     do_HEAD, log_message = do_GET, lambda *_: None
 
@@ -583,7 +691,8 @@ def server(tmp_path, monkeypatch):
     dataset.write_index(str(tmp_path / "remote"))
     server = Server(files_of(tmp_path / "remote"))
     server.texts, server.waits = read_all(tmp_path / "remote"), []
-    monkeypatch.setattr(dataset, "time", SimpleNamespace(sleep=server.waits.append))
+    monkeypatch.setattr(dataset, "pause", server.waits.append)
+    dataset.remote_shards.cache_clear()    # another server may have had this port
     yield server
     server.shutdown()
 
@@ -611,6 +720,48 @@ def test_reads_that_fail_are_tried_again(server, end, capsys):
     assert not any(server.faults.values())
     assert len(server.waits) == capsys.readouterr().err.count("; trying again\n")
     assert server.waits or end == "s3", "its client also tries again"
+
+@pytest.mark.parametrize("number, n_waits", [
+    (errno.EIO, 2), (errno.ESTALE, 2), (errno.ENOENT, 0), (errno.EACCES, 0), (errno.ELOOP, 0)])
+def test_local_errors_that_may_pass_are_tried_again(tmp_path, monkeypatch, number, n_waits):
+    """Those of NFS and Lustre. A missing file or permission is an error at once."""
+    waits, failing = [], [OSError(number, os.strerror(number))] * 2
+    folder = write(tmp_path, "a", "b", groups=[["x"]])
+    (shard,) = list_shards(folder, "train")
+    open_file = dataset.open_file
+
+    def fail_twice(*words):
+        if failing:
+            raise failing.pop()
+        return open_file(*words)
+
+    monkeypatch.setattr(dataset, "pause", waits.append)
+    monkeypatch.setattr(dataset, "open_file", fail_twice)
+    with contextlib.nullcontext() if n_waits else pytest.raises(UserError, match=r"a.parquet, "):
+        assert read(shard) == ["x"]
+    assert waits == [1, 2][:n_waits]
+
+def test_a_wait_ends_with_python():
+    code = """if True:
+        import dataset
+        from concurrent.futures import ThreadPoolExecutor
+        dataset.RETRY_SECONDS = 1000
+        ThreadPoolExecutor().submit(dataset.retry, lambda: open("/no/such"), "s3://x", "wait")
+    """
+    done = subprocess.run([sys.executable, "-c", code], cwd=HERE, timeout=100, capture_output=True)
+    assert (done.returncode, done.stderr.count(b"trying again")) == (0, 1)
+
+def test_a_slow_server_is_read_and_a_stalled_one_is_asked_again(server, monkeypatch):
+    monkeypatch.setattr(dataset, "WEB_SECONDS", 2)
+    dataset.filesystem_of.cache_clear()
+    server.faults = {"c.parquet": ["slow", "slow", "stall"]}
+    assert read(*list_shards(server.web, "val")) == server.texts[-3:]
+    assert server.waits == [1] and not any(server.faults.values())
+
+def test_a_program_asks_for_an_index_once(server):
+    for _ in range(3):
+        list_shards(server.web, "train")
+    assert server.gets == [("index.json", None)]
 
 def spoil(server, name, how):
     if how == "lost":
@@ -778,6 +929,18 @@ def test_a_closed_pipe_ends_a_command_quietly():
     pipe = subprocess.Popen([sys.executable, "-c", code], cwd=HERE, stdout=-1, stderr=-1)
     pipe.stdout.close()    # as `| head` does
     assert (pipe.stderr.read(), pipe.wait(60)) == (b"", 141)
+
+def test_reading_local_data_needs_no_package_of_the_web_or_of_progress_bars(tmp_path):
+    folder = write(tmp_path, "a", "b", groups=[["x"]])
+    code = """if True:
+        import sys
+        for name in ("tqdm", "huggingface_hub", "aiohttp", "torch", "tiktoken", "rustbpe"):
+            sys.modules[name] = None
+        import dataset
+        print(dataset.list_shards(sys.argv[1], "train")[0].read(0).to_pylist())
+    """
+    command = [sys.executable, "-c", code, folder]
+    assert subprocess.check_output(command, cwd=HERE, text=True) == "['x']\n"
 
 def test_a_launcher_says_numbers(monkeypatch):
     assert dataset.env_int("NO_SUCH_NAME") is None
