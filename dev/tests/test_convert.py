@@ -9,6 +9,7 @@ import gzip
 import hashlib
 import io
 import json
+import math
 import os
 import random
 import re
@@ -791,81 +792,67 @@ def test_as_text_reads_only_what_it_names():
 
 def test_every_form_of_a_conversation_may_be_in_one_call():
     sharegpt = [{"from": "Human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
-    pair = {"prompt": "Hi", "completion": "Hello"}
     write({
-        "a.jsonl": as_json({"messages": TALK}, {"conversations": sharegpt}, pair),
+        "a.jsonl": as_json({"messages": TALK}, {"conversations": sharegpt},
+                           {"prompt": "Hi", "completion": "Hello"}),
         # nanochat's lines
         "b.jsonl": as_json([USER, {**ANSWER, "role": "Assistant"}], TALK, [ANSWER, *TALK]),
         "c.csv": "prompt;response\n\nHi;Hello\n",
-        "d.parquet": as_parquet(pa.table({"messages": [TALK, [USER, HIDDEN, ANSWER]]})),
-        "o.parquet": as_parquet(pa.table({"messages": [json.dumps(TALK)]})),    # ours
-        "e.json": json.dumps([{"instruction": "Hi", "input": "", "output": "Hello"},
-                              {"instruction": "Add", "input": "1, 2", "output": "3"},
-                              {"instruction": "Hi", "context": "", "response": "Hello"},
-                              {"question": "Hi", "answer": "Hello"}]),
+        "d.parquet": as_file("parquet", {"messages": TALK}, {"messages": [USER, HIDDEN, ANSWER]}),
+        "o.parquet": as_file("parquet", {"messages": json.dumps(TALK)}),    # ours
+        "e.json": as_json([{"instruction": "Hi", "input": "", "output": "Hello"},
+                           {"instruction": "Add", "input": "1, 2", "output": "3"},
+                           {"instruction": "Hi", "context": "", "response": "Hello"},
+                           {"question": "Hi", "answer": "Hello"}]),
         "f.jsonl": as_json({"prompt": [USER], "completion": [ANSWER]},
                            {"prompt": [USER], "completion": "Hello"},
                            {"messages": json.dumps(TALK), "text": None})})
-    found = chats()
-    added = [{"role": "user", "content": "Add\n\n1, 2"}, {"role": "assistant", "content": "3"}]
-    odd = [added, [ANSWER, *TALK], [USER, HIDDEN, ANSWER]]
-    assert sorted(map(str, found)) == sorted(map(str, [TALK] * 14 + odd))
+    odd = [[user("Add\n\n1, 2"), answer("3")], [ANSWER, *TALK], [USER, HIDDEN, ANSWER]]
+    assert sorted(map(str, chats())) == sorted(map(str, 14 * [TALK] + odd))
     assert {shard.kind for shard in all_of()} == {"messages"}
 
 def test_text_beside_a_conversation_is_for_the_user_to_choose():
     record = {"instruction": "Hi", "input": "", "output": "Hello", "text": "Hi. Hello"}
-    other = {"instruction": "Hi", "input": "there", "output": "Hello", "text": "Hi there. Hello"}
-    table = pa.Table.from_pylist([other])
-    write({"a.jsonl": as_json(record), "b.parquet": as_parquet(table)})
+    other = {**record, "input": "there", "text": "Hi there. Hello"}
+    write({"a.jsonl": as_json(record), "b.parquet": as_file("parquet", other)})
     line = refused()
     assert "it has 'text' and 'instruction', of which one is read; to read one as text: --" in line
-    found = sorted(converted("--messages_key instruction"), key=len)
-    there = {"role": "user", "content": "Hi\n\nthere"}
-    assert [json.loads(text) for text in found] == [[USER, ANSWER], [there, ANSWER]]
+    there = [user("Hi\n\nthere"), ANSWER]
+    assert sorted(chats("--messages_key instruction"), key=str) == [TALK, there]
     assert converted("--text_key text") == ["Hi there. Hello", "Hi. Hello"]
 
 def test_roles_parts_and_weights_survive():
     code = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
     chat = [{"role": "developer", "content": "Be nice"}, USER, HIDDEN,
-            {"role": "tool", "content": "3"}, {"role": "assistant", "content": code, "weight": 1}]
-    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    rows = {"text": chat, "chat": "x"}, {"text": [{"role": "user", "content": parts}, ANSWER]}
-    write_rows(*rows)
-    found = chats("--messages_key text")
-    assert sorted(found, key=len) == [[{"role": "user", "content": parts}, ANSWER], chat]
+            {"role": "tool", "content": "3"}, answer(code, weight=1)]
+    in_parts = [user(PARTS), ANSWER]
+    write_rows({"text": chat, "chat": "x"}, {"text": in_parts})
+    assert chats("--messages_key text") == [in_parts, chat]
 
 PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind"}]    # Anthropic's
-KIND, BRIEF = ({"role": "system", "content": f"Be {how}"} for how in ("kind", "brief"))
+KIND = {"role": "system", "content": "Be kind"}
+BRIEF = {**KIND, "content": "Be brief"}
 
-@pytest.mark.parametrize("suffix, row, expected, dropped", [
-    ("jsonl", {"system": "Be kind", "conversations": TALK}, [KIND, *TALK], ""),
-    ("parquet", {"system": "Be kind", "messages": TALK}, [KIND, *TALK], ""),
-    ("jsonl", {"system": "", "instruction": "Hi", "output": "Hello"}, TALK, ""),
-    ("parquet", {"system_prompt": "Be kind", "question": "Hi", "response": "Hello"},
-     [KIND, *TALK], ""),
-    ("jsonl", {"system": PARTS, "messages": TALK}, [{**KIND, "content": PARTS}, *TALK], ""),
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+@pytest.mark.parametrize("row, expected, dropped", [
+    ({"system": "Be kind", "conversations": TALK}, [KIND, *TALK], []),
+    ({"system": "Be kind", "messages": TALK}, [KIND, *TALK], []),
+    ({"system": "", "instruction": "Hi", "output": "Hello"}, TALK, []),
+    ({"system_prompt": "Be kind", "question": "Hi", "answer": "Hello"}, [KIND, *TALK], []),
+    ({"system": PARTS, "messages": TALK}, [{**KIND, "content": PARTS}, *TALK], []),
     # Not if it has one itself: then it is reported
-    ("jsonl", {"system": "Be kind", "messages": [BRIEF, *TALK]}, [BRIEF, *TALK], "system")])
-def test_a_system_beside_a_conversation_comes_first(
-        output, suffix, row, expected, dropped):
-    data = as_json(row, row) if suffix == "jsonl" else as_parquet(pa.Table.from_pylist([row, row]))
-    write({f"a.{suffix}": data, "b.jsonl": as_json([*TALK, *TALK])})
-    found = chats()
-    assert sorted(found, key=str) == sorted([expected, expected, [*TALK, *TALK]], key=str)
-    printed = output()
-    found = re.findall(r"dropped column (.*): 2, such as ", printed)
-    assert found == ([dropped] if dropped else [])
+    ({"system": "Be kind", "messages": [BRIEF, *TALK]}, [BRIEF, *TALK], ["system"])])
+def test_a_system_beside_a_conversation_comes_first(output, suffix, row, expected, dropped):
+    write({f"a.{suffix}": as_file(suffix, row, row), "b.jsonl": as_json(2 * TALK)})
+    assert sorted(chats(), key=str) == sorted([expected, expected, 2 * TALK], key=str)
+    assert re.findall(r"dropped column (.*): 2, such as ", output()) == dropped
 
 def test_nothing_in_a_prompt_is_learned():
     """As in TRL, whose prompt may be a list of messages."""
-    user, answer = TALK
-    theirs = {"from": "gpt", "value": answer["content"]}
-    weighted = {**answer, "weight": 1}
-    row = {"prompt": [user, theirs, user, weighted, USER], "completion": [ANSWER]}
-    write_rows(row, [USER, ANSWER])
-    expected = [user, {**answer, "weight": 0}, user, weighted, USER, ANSWER]
-    found = chats()
-    assert sorted(found, key=len) == [[USER, ANSWER], expected]
+    theirs = {"from": "gpt", "value": "Hello"}
+    prompt = [USER, theirs, USER, answer("Hello", weight=1), USER]
+    write_rows({"prompt": prompt, "completion": [ANSWER]}, TALK)
+    assert chats() == [TALK, [USER, HIDDEN, USER, answer("Hello", weight=1), *TALK]]
 
 def test_equal_keys_of_an_object_are_an_error():
     good = b'{"text": "a", "m": {"n": 1, "o": "c"}}\n{"text": "b"}\n'
@@ -875,15 +862,14 @@ def test_equal_keys_of_an_object_are_an_error():
     assert converted("--skip_bad") == ["a", "b"]
 
 def test_values_that_python_cannot_have_are_not_read():
-    table = pa.table({"text": ["a", "b"], "when": pa.array([1, 2], pa.timestamp("ns"))})
-    write({"a.parquet": as_parquet(table)})
+    times = pa.array([1, 2], pa.timestamp("ns"))
+    write({"a.parquet": as_parquet(pa.table({"text": ["a", "b"], "when": times}))})
     assert converted() == ["a", "b"]
 
 def test_conversations_that_nanochats_template_refuses_are_counted(output):
-    good = [[USER, ANSWER], [KIND, USER, ANSWER, USER, ANSWER]]
     tool = {"role": "tool", "content": "4"}
-    bad = [[USER, KIND, ANSWER], [KIND, ANSWER], [USER, ANSWER, tool, ANSWER]]
-    write_rows(*good, *bad)
+    write_rows(TALK, [KIND, *TALK, *TALK],
+               [USER, KIND, ANSWER], [KIND, ANSWER], [*TALK, tool, ANSWER])
     assert len(converted()) == 5
     assert "conversations that nanochat's template cannot render" in output()
     assert len(converted("--skip_bad")) == 2
@@ -891,54 +877,26 @@ def test_conversations_that_nanochats_template_refuses_are_counted(output):
 
 def test_other_keys_of_messages_are_an_error_unless_they_are_named():
     """Each may say what not to learn. Keys without a value do not count."""
-    named = {**ANSWER, "name": "Bob", "refusal": "", "thinking": "so", "audio": None, "calls": []}
-    write_rows({"messages": [USER, named]}, TALK + TALK)
-    for ignored, lost in (([], "name thinking"), (["name"], "thinking"), (["thinking"], "name")):
-        words = [word for name in ignored for word in ("--ignore_keys", name)]
-        line = refused(*words)
-        said = f"a.jsonl, line 1: message 1: its {lost} would be lost .*weight.*; to drop it: python"
-        assert re.search(f"{said} -m dev.convert --ignore_keys {lost}; saw ", line)
+    others = {"name": "Bob", "refusal": "", "thinking": "so", "audio": None, "calls": []}
+    write_rows({"messages": [USER, answer("Hello", **others)]}, TALK + TALK)
+    for words, lost in [("", "name thinking"), ("--ignore_keys name", "thinking"),
+                        ("--ignore_keys thinking", "name")]:
+        said = f"a.jsonl, line 1: message 1: its {lost} would be lost .*weight.*; to drop it: "
+        assert re.search(f"{said}python -m dev.convert --ignore_keys {lost}; saw ", refused(words))
     assert len(converted("--ignore_keys thinking name")) == 2
-    write({"b.jsonl": as_json([USER, {**named, "content": ""}])})
+    write({"b.jsonl": as_json([USER, answer("", **others)])})
     line = refused("--ignore_keys thinking name")
     assert re.search("b.jsonl, line 1: expected at least .*, and none that is empty", line)
 
-FOUR = [USER, ANSWER, {**USER, "content": "Bye"}, {**ANSWER, "content": "So long"}]
-CALLED = [{"function": {"name": "add", "arguments": "{}"}}]
-CALL = json.dumps(CALLED, separators=(",", ":"))
-SEEN_TEXT = [{"type": "text", "text": "Yes"}]
-SEEN = [{**SEEN_TEXT[0], "cache_control": {"type": "ephemeral"}}]
-OTHER_FORMS = [    # each recipe's input and output, for one record
-    ({"prompt": "Hi", "KEY": "Hello"}, TALK),
-    ({"prompt": "2 + 2", "KEY": 4}, [{**USER, "content": "2 + 2"}, {**ANSWER, "content": "4"}]),
-    ({"KEY": json.dumps({"messages": TALK, "tools": []})}, TALK),
-    ({"instruction": "Hi", "KEY": [{"input": "", "output": "Hello"}]}, TALK),
-    ({"system": "Be kind", "conversation": [
-        {"human": "Hi", "assistant": "Hello"}, {"human": "Bye", "assistant": "So long"}]},
-     [KIND, *FOUR]),
-    ({"dialog": ["Hi", "Hello", "Bye", "So long"], "system": "Be kind"}, [KIND, *FOUR]),
-    ({"system": "Be kind",
-      "chosen": "\n\nHuman: Hi\n\nAssistant: Hello\n\nHuman: Bye\n\nAssistant: So long"},
-     [KIND, *FOUR]),
-    ({"messages": [
-        {**USER, "tool_calls": []}, {**ANSWER, "content": None, "weight": 0, "tool_calls": CALLED},
-        {"role": "tool", "content": "3"}, {**ANSWER, "content": PARTS, "tool_calls": CALLED}]},
-     [USER, {**ANSWER, "content": CALL, "weight": 0}, {"role": "tool", "content": "3"},
-      {**ANSWER, "content": f"Be kind{CALL}"}]),
-    ({"messages": [
-        {**USER, "content": [{"type": "image_url", "image_url": {"url": "x"}}, *SEEN]},
-        {**ANSWER, "content": [{"type": "thinking", "thinking": "so"}, *SEEN]}, *TALK]},
-     [{**USER, "content": SEEN_TEXT}, {**ANSWER, "content": SEEN_TEXT}, *TALK]),
-    ({"contents": [{"role": "user", "parts": [{"text": "Hi"}]},
-                   {"role": "model", "parts": [{"text": "Hel"}, {"text": "lo"}]}],
-      "system": "Be kind"}, [KIND, *TALK])]
+# Each recipe's input and output, for one record
+OTHER_FORMS = (HERE / "dev/tests/data/other_forms.jsonl").read_text().splitlines()
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
 @pytest.mark.parametrize("number", range(len(OTHER_FORMS)))
 def test_other_forms_become_chats_by_the_commands_of_forms_md(number):
     recipes = re.findall(r"jq -c '[^']*'[\s\\]*OLD > NEW.jsonl", FORMS_MD)
     assert len(recipes) == len(OTHER_FORMS)
-    given, expected = OTHER_FORMS[number]
+    given, expected = json.loads(OTHER_FORMS[number])
     write({"OLD": as_json(given)}, ".")
     subprocess.run(recipes[number], shell=True, check=True)
     other = [ANSWER, *TALK]
@@ -946,105 +904,108 @@ def test_other_forms_become_chats_by_the_commands_of_forms_md(number):
     assert sorted(chats(), key=str) == sorted([expected, other], key=str)
 
 @pytest.mark.parametrize("key, value", [
-    ("weight", 0), ("weight", 1), ("loss", False), ("citations", [1]), ("reasoning", "so")])
+    ("weight", 0),
+    ("weight", 1),
+    ("loss", False),
+    ("citations", [1]),
+    ("reasoning", "so")])
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
 def test_other_keys_of_parts_are_an_error(suffix, key, value):
     """A part of weight 0 is a wrong answer."""
     part = {"type": "text", "text": "No", "annotations": [], "image": None}
-    user = {**USER, "content": [part]}
-    row = {"messages": [user, {**ANSWER, "content": [{**part, key: value}, part]}]}
-    data = as_json(row) if suffix == "jsonl" else as_parquet(pa.Table.from_pylist([row]))
-    good = [user, {**ANSWER, "content": [part]}]
-    write({f"a.{suffix}": data, "b.jsonl": as_json(TALK, good)})
-    line = refused()
-    expected = rf"message 1: its {key} would be lost .*; to drop it: see Other forms .* for {key}; saw"
-    assert re.search(expected, line)
+    row = {"messages": [user([part]), answer([{**part, key: value}, part])]}
+    good = [user([part]), answer([part])]
+    write({f"a.{suffix}": as_file(suffix, row), "b.jsonl": as_json(TALK, good)})
+    said = rf"message 1: its {key} would be lost .*; to drop it: see Other forms .* for {key}; "
+    assert re.search(said, refused())
     assert len(converted("--skip_bad")) == 2
 
-@pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
+MARKS = pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
+
+@MARKS
 @pytest.mark.parametrize("value, weight", [
-    (False, 0), (0, 0), (0.0, 0), (True, 1), (1, 1), (1.0, 1), (None, None), (0.5, "error"),
-    ("False", 0), ("0", 0), ("true", 1), ("so", "error")])
+    *zip([False, 0, 0.0, "False", "0"], 5 * [0], strict=True),
+    *zip([True, 1, 1.0, "true"], 4 * [1], strict=True),
+    (None, None),
+    (0.5, "error"),
+    ("so", "error")])
 def test_marks_of_answers_are_read_or_refused(key, value, weight):
     """Of OpenAI, ms-swift, axolotl and LLaMA-Factory."""
     marked = {"from": "gpt", "value": "No", key: value}
-    row = {"conversations": [{"from": "human", "value": "Hi"}, marked, *TALK]}
-    write_rows(row, TALK)
+    write_rows({"conversations": [{"from": "human", "value": "Hi"}, marked, *TALK]}, TALK)
     if weight == "error":
-        line = refused()
-        assert "; expected 0 or 1; saw " in line
-        return
-    longest = max(chats(), key=len)
-    assert [message.get("weight") for message in longest] == [None, weight, None, None]
+        assert "; expected 0 or 1; saw " in refused()
+    else:
+        weights = [message.get("weight") for message in chats()[1]]
+        assert weights == [None, weight, None, None]
 
-@pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
+@MARKS
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
-@pytest.mark.parametrize("value", [False, 0, 0.0, "0", True, 1, "True", None, 2, "good"])
+@pytest.mark.parametrize("value", [False, 0, 0.0, "0", True, 1, "True", None, "None", 2, "good"])
 def test_marks_of_a_record_are_read(output, key, suffix, value):
     row = {"prompt": "Hi", "completion": "No", key: value}
-    data = {
-        "jsonl": as_json(row), "parquet": as_parquet(pa.Table.from_pylist([row])),
-        "csv": ",".join(row) + "\n" + ",".join(map(str, row.values())) + "\n"}
-    write({f"a.{suffix}": data[suffix], "b.jsonl": as_json(TALK, [*TALK, *TALK])})
-    found = converted()
-    printed = output()
+    write({f"a.{suffix}": as_file(suffix, row), "b.jsonl": as_json(TALK, 2 * TALK)})
+    found, printed = converted(), output()
     is_bad = str(value) in ("False", "0", "0.0")
     assert len(found) == 3 - is_bad
     assert is_bad == (f"skipped conversations whose {key} is false: 1, such as " in printed)
-    is_unread = value in (2, "good") or (value is None and suffix == "csv")
-    assert is_unread == (f"dropped column {key}: 1, " in printed)
+    assert (f"dropped column {key}: 1, " in printed) == (value in (2, "good", "None"))
     assert len(converted("--ignore_keys", key)) == 3
 
 def test_bad_answers_of_preference_data_are_left_out(output):
-    rows = [{"prompt": "Hi", "completion": f"{label}", "label": label} for label in (0, 1, False)]
     chosen = {"prompt": "Hi", "chosen": "Good", "rejected": "Bad"}
-    whole = {"prompt": "Hi", "chosen": [USER, {**ANSWER, "content": "Best"}], "rejected": TALK}
-    table = pa.table({"prompt": ["Hi", "Hi"], "completion": ["y", "n"], "label": [True, False]})
-    write({
-        "a.jsonl": as_json(*rows, chosen, whole), "b.parquet": as_parquet(table)})
-    found = chats()
-    assert all(question == USER for question, _ in found)
-    assert sorted(answer["content"] for _, answer in found) == ["1", "Best", "Good", "y"]
+    whole = {"prompt": "Hi", "chosen": [USER, answer("Best")], "rejected": TALK}
+    write_rows(chosen, whole, *({"prompt": "Hi", "completion": f"{label}", "label": label}
+                                for label in (0, 1, False)))
+    write({"b.parquet": as_file(
+        "parquet", {"prompt": "Hi", "completion": "y", "label": True},
+        {"prompt": "Hi", "completion": "n", "label": False})})
+    found = [[USER, answer(text)] for text in ("1", "Best", "Good", "y")]
+    assert sorted(chats(), key=str) == found
     printed = output()
     assert "skipped conversations whose label is false: 3, such as " in printed
     assert "dropped column rejected: 2, " in printed
 
 @pytest.mark.parametrize("asking", ["prompt", "question", "instruction"])
 @pytest.mark.parametrize("answering", ["completion", "response", "answer", "output"])
-@pytest.mark.parametrize("adding", [[], ["input"], ["context"], ["input", "context"]])
+@pytest.mark.parametrize("adding", ["", "input", "context", "input context"])
 def test_any_question_and_answer_make_a_conversation(asking, answering, adding):
-    row = {answering: "5", **dict.fromkeys(adding, "2 and 3"), asking: "Add", "id": 7}
+    added = dict.fromkeys(adding.split(), "2 and 3")
+    row = {answering: "5", **added, asking: "Add", "id": 7}
     history = [["Hi", "Hello"], ["Who?", "Me"]]
-    write({
-        "a.jsonl": as_json(row), "b.parquet": as_parquet(pa.Table.from_pylist(
-            [{**row, "history": history, "system_prompt": "Be kind"}]))})
-    short, long = chats()
-    question = "\n\n".join(["Add", *["2 and 3"] * len(adding)])
-    assert short == [{"role": "user", "content": question}, {"role": "assistant", "content": "5"}]
-    assert [message["content"] for message in long] == [
-        "Be kind", "Hi", "Hello", "Who?", "Me", question, "5"]
+    longer = {**row, "history": history, "system_prompt": "Be kind"}
+    write({"a.jsonl": as_json(row), "b.parquet": as_file("parquet", longer)})
+    question = "\n\n".join(["Add", *added.values()])
+    pair = [user(question), answer("5")]
+    assert chats() == [pair, [KIND, *TALK, user("Who?"), answer("Me"), *pair]]
 
 def test_a_question_may_be_an_input_alone():
     row = {"input": "Well?", "output": "So", "history": [["Hi", "Hello"]]}
     write({"a.jsonl": as_json(row), "b.csv": "context,answer,history\nHi,Hello,\n"})
-    short, long = chats()
-    assert short == TALK
-    assert [message["content"] for message in long] == ["Hi", "Hello", "Well?", "So"]
+    assert chats() == [TALK, [*TALK, user("Well?"), answer("So")]]
 
 @pytest.mark.parametrize("history", [
-    ["Hello there", "Hi, how can I help?"], ["ab", "cd"], [["Hi"]], [["Hi", "Hello", "Hi"]],
-    TALK, [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
-    [{"question": "Hi", "answer": "Hello"}], [["Hi", ["Hello"]]], [1, 2], "edited"])
+    ["Hello there", "Hi, how can I help?"],
+    ["ab", "cd"],
+    [["Hi"]],
+    [["Hi", "Hello", "Hi"]],
+    TALK,
+    [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
+    [{"question": "Hi", "answer": "Hello"}],
+    [["Hi", ["Hello"]]],
+    [1, 2],
+    "edited"])
 @pytest.mark.parametrize("row", [{"question": "Well?", "answer": "So"}, {"messages": TALK}])
 def test_a_history_that_is_no_pairs_of_texts_is_an_error(history, row):
     write_rows({**row, "history": history}, [*TALK, *TALK])
     line = refused()
-    expected = r"expected pairs of texts, \[\['Hi', 'Hello'\], ...\], under 'history'; saw .*; to leave"
-    assert re.search(f"a.jsonl, line 1: {expected} it out: --ignore_keys history", line)
+    expected = r"expected pairs of texts, \[\['Hi', 'Hello'\], ...\], under 'history'; saw .*; to"
+    assert re.search(f"a.jsonl, line 1: {expected} leave it out: --ignore_keys history", line)
     assert len(converted("--ignore_keys history")) == 2
 
 @pytest.mark.parametrize("row", [
-    {"question": "Well?", "context": [["Title", ["one", "two"]]]}, {"prompt": [USER], "input": "x"}])
+    {"question": "Well?", "context": [["Title", ["one", "two"]]]},
+    {"prompt": [USER], "input": "x"}])
 def test_what_is_added_to_a_question_is_text(row):
     """HotpotQA's context is a list."""
     write_rows({**row, "answer": "So"}, TALK)
@@ -1055,13 +1016,11 @@ def test_what_is_added_to_a_question_is_text(row):
 
 def test_nan_is_null(output):
     """pandas writes it in place of a missing text."""
-    rows = {"text": "a", "n": 1}, {"text": float("nan")}, {"text": "b"}
-    write_rows(*rows)
+    write_rows({"text": "a", "n": 1}, {"text": math.nan}, {"text": "b"})
     assert converted() == ["a", "b"]
     assert "skipped documents whose 'text' is null or empty: 1, " in output()
-    write_rows(
-        {"instruction": "Hi", "input": float("nan"), "output": "Hello"}, [*TALK, *TALK])
-    assert TALK in chats()
+    write_rows({"instruction": "Hi", "input": math.nan, "output": "Hello"}, 2 * TALK)
+    assert chats() == [TALK, 2 * TALK]
 
 def test_a_history_may_be_the_question():
     write({"a.csv": "history,response\nHi,Hello\nHi!,Hello\n"})
@@ -1071,17 +1030,14 @@ def test_a_history_may_be_the_question():
 def test_a_chosen_answer_beside_a_conversation_is_learned(output):
     """LLaMA-Factory's preference data of several turns, and UltraFeedback's."""
     good = {"from": "gpt", "value": "Good"}
-    rows = [{"conversations": [*TALK, USER], "chosen": good, "rejected": ANSWER},
-            {"messages": TALK, "prompt": "Hi", "chosen": TALK, "rejected": [USER, HIDDEN]}]
-    write_rows(*rows)
-    whole, turns = chats()
-    assert whole == TALK
-    assert turns == [USER, HIDDEN, USER, {"role": "assistant", "content": "Good"}]
+    write_rows({"conversations": [*TALK, USER], "chosen": good, "rejected": ANSWER},
+               {"messages": TALK, "prompt": "Hi", "chosen": TALK, "rejected": [USER, HIDDEN]})
+    assert chats() == [TALK, [USER, HIDDEN, USER, answer("Good")]]
     found = re.findall("dropped column (.*): (.), ", output())
     assert found == [("rejected", "2"), ("prompt", "1")]
     write({"b.jsonl": as_json({"messages": TALK, "chosen": "Good"})})
     line = refused()
-    assert re.search("b.jsonl, line 1: .*'Good'}] does not answer .*'Hi'.*'Hello'}]; to leave out", line)
+    assert re.search("b.jsonl, line 1: .*'Good'}] does not answer .*'Hi'.*'Hello'}]; to le", line)
     assert chats("--ignore_keys chosen --skip_bad")[0] == TALK
 
 @pytest.mark.parametrize("key", ["query", "input", "a.b", "chosen.b"])
@@ -1089,14 +1045,16 @@ def test_a_question_may_have_any_name(key):
     """ms-swift's query, for instance. Under such a name, a list is a conversation."""
     head, _, rest = key.partition(".")
     row = {"system": "Be kind", "history": [["Hi", "Hello"]], "response": "So"}
-    rows = [{**row, head: {rest: value} if rest else value} for value in ("Well?", TALK)]
-    write_rows(*rows)
-    found = sorted(chats("--messages_key", key), key=str)
-    assert [[message["content"] for message in chat] for chat in found] == [
-        ["Be kind", "Hi", "Hello", "Hi", "Hello"], ["Be kind", "Hi", "Hello", "Well?", "So"]]
+    values = "Well?", TALK
+    if rest:
+        values = {rest: "Well?"}, {rest: TALK}
+    write_rows(*({**row, head: value} for value in values))
+    assert sorted(chats("--messages_key", key), key=str) == [
+        [KIND, *TALK, *TALK], [KIND, *TALK, user("Well?"), answer("So")]]
 
 @pytest.mark.parametrize("key, row", [
-    ("prompt", {"prompt": [USER], "completion": "Hello"}), ("chosen", {"chosen": TALK}),
+    ("prompt", {"prompt": [USER], "completion": "Hello"}),
+    ("chosen", {"chosen": TALK}),
     ("output", {"output": "Hi", "response": "Hello"}),
     ("system_prompt", {"system_prompt": "Hi", "response": "Hello"})])
 def test_a_column_has_one_use(output, key, row):
@@ -1120,25 +1078,24 @@ def test_a_question_may_look_like_a_mark():
 
 def test_files_become_lines_of_json_by_the_commands_of_forms_md():
     text = FORMS_MD[FORMS_MD.index("## Other forms"):]
-    commands = re.findall(r"^(python -c .*?|jq -c '.\[\]' OLD.json) > OLD\b", text, re.DOTALL | re.MULTILINE)
+    commands = re.findall(r"(?ms)^(python -c .*?|jq -c '.\[\]' OLD.json) > OLD\b", text)
     rows = [{"text": "Hi,\n\"you\"", "n": "1"}, {"text": "", "n": "2"}]
-    table = pa.Table.from_pylist([{"a": {"b": row}} for row in rows])
-    as_lines = "\n".join(f'"{row["text"]}",{row["n"]}' for row in rows).replace('"you"', '""you""')
-    write({"OLD.parquet": as_parquet(table), "OLD.csv": BOM_UTF8 + f"text,n\n{as_lines}".encode(),
-                     "OLD.json": json.dumps(rows)}, ".")
+    deep = [{"a": {"b": row}} for row in rows]
+    write({"OLD.parquet": as_file("parquet", *deep), "OLD.json": json.dumps(rows),
+           "OLD.csv": BOM_UTF8 + as_file("csv", *rows).encode()}, ".")
     found = []
-    for command in commands[:2 + bool(shutil.which("jq"))]:
+    for command in commands[:3 + bool(shutil.which("jq"))]:
         command = command.replace("python", sys.executable, 1) + " > OLD"
         subprocess.run(command, shell=True, check=True)
-        found += [json.loads(line) for line in Path("OLD").read_text().splitlines()]
-    expected = [*({"a": {"b": row}} for row in rows), *rows, *rows]
+        found += map(json.loads, Path("OLD").read_text().splitlines())
+    expected = [*deep, *rows, rows, *rows]
     assert found == expected[:len(found)]
-    assert len(commands) == 3 and len(found) >= 4
+    assert len(commands) == 4 and len(found) >= 5
 
 def test_a_rejected_answer_is_an_error():
     """HALOs marks them so."""
-    rows = [{"prompt": "Hi", "completion": i, "type": i} for i in ("chosen", "rejected")]
-    write_rows(*rows, TALK)
+    row = {"prompt": "Hi", "completion": "a", "type": "chosen"}
+    write_rows(row, {**row, "completion": "b", "type": "rejected"}, TALK)
     line = refused()
     assert "line 2: 'type' is 'rejected'; to train on it anyway: --ignore_keys type (to" in line
     assert len(converted("--ignore_keys type")) == 3
@@ -1148,16 +1105,20 @@ def test_a_rejected_answer_is_an_error():
 
 def test_each_dropped_column_is_said(output):
     """Also if it is false, or null at first: it may say what not to learn."""
-    marks = {"is_good": False, "loss_mask": None}, {"is_good": False, "loss_mask": [0]}, {"n": 0}
-    rows = [{"prompt": f"{i}", "answer": "b", **mark} for i, mark in enumerate(marks)]
-    write_rows(*rows)
+    write_rows({"prompt": "a", "answer": "b", "is_good": False, "loss_mask": None},
+               {"prompt": "b", "answer": "b", "is_good": False, "loss_mask": [0]},
+               {"prompt": "c", "answer": "b", "n": 0})
     converted()
-    found = re.findall(r"dropped column (.*): (\d), such as .*, line (\d)", output())
-    assert found == [("is_good", "2", "1"), ("loss_mask", "1", "2"), ("n", "1", "3")]
+    found = re.findall(r"dropped column (.*: \d), such as .*, line (\d)", output())
+    assert found == [("is_good: 2", "1"), ("loss_mask: 1", "2"), ("n: 1", "3")]
 
 @pytest.mark.parametrize("row", [
-    {"instruction": "Hi", "output": ""}, {"prompt": "", "completion": "Hello"}, {"messages": []},
-    {"question": "Hi", "answer": None}, {"messages": "", "id": 3}, {"input": "", "output": "Hello"}])
+    {"instruction": "Hi", "output": ""},
+    {"prompt": "", "completion": "Hello"},
+    {"messages": []},
+    {"question": "Hi", "answer": None},
+    {"messages": "", "id": 3},
+    {"input": "", "output": "Hello"}])
 def test_empty_chats_are_counted_like_empty_texts(output, row):
     """28 of Alpaca's outputs, questions of SQuAD without an answer."""
     write_rows(TALK, row, [ANSWER, *TALK])
@@ -1170,72 +1131,54 @@ def test_empty_chats_are_counted_like_empty_texts(output, row):
 @pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
 def test_a_conversation_in_any_column_may_be_written_as_json(suffix):
     """Other texts that are JSON stay texts."""
-    rows = [{"prompt": question, "answer": answer} for question, answer in (
-        ("Hi", "Hello"), (json.dumps([USER]), " " + json.dumps([ANSWER])), ("[1, 2]: why?", "[2]"),
-        ("[", '[{"name": "Bob"}]'))]
-    data = {
-        "jsonl": as_json(*rows), "parquet": as_parquet(pa.Table.from_pylist(rows)),
-        "csv": "\n".join('"' + '","'.join(text.replace('"', '""') for text in row) + '"'
-                         for row in (rows[0], *(row.values() for row in rows)))}
-    write({f"a.{suffix}": data[suffix]})
-    for words in [], ["--messages_key", "prompt"]:
-        found = chats(*words)
-        assert sorted((a["content"], b["content"]) for a, b in found) == [
-            ("Hi", "Hello"), ("Hi", "Hello"), ("[", '[{"name": "Bob"}]'), ("[1, 2]: why?", "[2]")]
+    texts = [("[", '[{"name": "Bob"}]'), ("[1, 2]: why?", "[2]")]
+    pairs = [("Hi", "Hello"), (json.dumps([USER]), " " + json.dumps([ANSWER])), *texts]
+    rows = [{"prompt": question, "answer": text} for question, text in pairs]
+    write({f"a.{suffix}": as_file(suffix, *rows)})
+    expected = [TALK, TALK, *([user(question), answer(text)] for question, text in texts)]
+    for words in "", "--messages_key prompt":
+        assert sorted(chats(words), key=str) == sorted(expected, key=str)
 
 def test_a_prompt_is_never_lost():
     """An answer may go on with several turns, or be the whole chat, as in TRL."""
-    rows = [
-        {"prompt": [USER], "chosen": [ANSWER, USER, ANSWER]},
-        {"prompt": [KIND], "completion": TALK},
-        {"prompt": [USER, ANSWER, USER], "chosen": [*TALK, *TALK]}]
-    rows.append({"history": [["Hi", "Hello"]], "messages": [KIND, *TALK]})
-    write_rows(*rows)
-    found = sorted(chats(), key=str)
-    expected = [[*TALK, *TALK], [KIND, *TALK], [*TALK, *TALK], [KIND, *TALK, *TALK]]
-    assert found == sorted(expected, key=str)
+    write_rows({"prompt": [USER], "chosen": [ANSWER, USER, ANSWER]},
+               {"prompt": [KIND], "completion": TALK},
+               {"prompt": [USER, ANSWER, USER], "chosen": 2 * TALK},
+               {"history": [["Hi", "Hello"]], "messages": [KIND, *TALK]})
+    expected = [[KIND, *TALK], [KIND, *2 * TALK], 2 * TALK, 2 * TALK]
+    assert sorted(chats(), key=str) == sorted(expected, key=str)
     for question in ("Ho", [KIND, USER]):
         write_rows({"prompt": question, "chosen": TALK})
-        line = refused()
-        assert re.search(r"line 1: .*'Hi'.*'Hello'}\] does not answer \[{", line)
+        assert re.search(r"line 1: .*'Hi'.*'Hello'}\] does not answer \[{", refused())
     write_rows({"prompt": "Ho", "chosen": TALK}, [ANSWER, *TALK])
-    found = converted("--messages_key chosen")
-    assert sorted(map(json.loads, found), key=len) == [TALK, [ANSWER, *TALK]]
+    assert chats("--messages_key chosen") == [TALK, [ANSWER, *TALK]]
 
 def test_an_answer_may_repeat_its_question():
     """Only a chat that begins with the messages of its prompt is a whole one."""
-    whole = [{**USER, "tool_calls": []}, {**ANSWER, "content": "Hi"}]
-    rows = [{"prompt": "Hi", "completion": "Hi"}, {"messages": [USER], "chosen": whole},
-            {"prompt": "Hi", "completion": "Hi", "history": [["So", "So"]]}]
-    write_rows(*rows)
-    found = chats()
-    echo = [USER, {**ANSWER, "content": "Hi"}]
-    earlier = [{**message, "content": "So"} for message in TALK]
-    assert found == [echo, echo, earlier + echo]
+    echo, pair = [USER, answer("Hi")], {"prompt": "Hi", "completion": "Hi"}
+    write_rows(pair, {"messages": [USER], "chosen": [{**USER, "tool_calls": []}, answer("Hi")]},
+               {**pair, "history": [["So", "So"]]})
+    assert chats() == [echo, echo, [user("So"), answer("So"), *echo]]
 
 def test_roles_have_the_names_of_sharegpt_and_llama_factory():
     names = ["human", "function_call", "observation", "gpt", "user", "chatgpt", "bing", "model",
              "function", "Chatbot"]
-    row = {"conversations": [{"from": name, "value": "x"} for name in names]}
-    write_rows(row, TALK)
-    chat = max(chats(), key=len)
+    write_rows({"conversations": [{"from": name, "value": "x"} for name in names]}, TALK)
+    _, chat = chats()
     assert [message["role"][0] for message in chat] == [*"uatauaaata"]
-    row = {"conversations": [{"from": "user", "content": "Hi"}, {"from": "assistant", "content": "Hello"}]}
-    write_rows(row, [ANSWER, *TALK])    # ColossalChat's
+    colossal = [{"from": message["role"], "content": message["content"]} for message in TALK]
+    write_rows({"conversations": colossal}, [ANSWER, *TALK])
     assert chats() == [TALK, [ANSWER, *TALK]]
 
 def test_signs_of_damaged_text_are_counted(output):
     """UTF-16 without its mark is valid UTF-8, with a NUL in each letter."""
-    write({
-        "a.txt": "Hello".encode("utf-16-le"), "b.csv": "text\na\0b\n",
-        "c.jsonl": texts_as_json(["fine", "a\0b", "b<|im_end|>", "<start_of_turn>", "<\uff5cend\uff5c>"]),
-        "d.txt": '{"text": "a"}\n{"text": "b"}'})
+    marks = ["<|im_end|>", "<start_of_turn>", "<\uff5cend\uff5c>"]
+    write({"a.txt": "Hello".encode("utf-16-le"), "b.csv": "text\na\0b\n",
+           "c.jsonl": texts_as_json(["fine", "a\0b", *marks]),
+           "d.txt": '{"text": "a"}\n{"text": "b"}'})
     assert len(converted()) == 8
-    printed = output()
-    pattern = r"^texts (?:with|that contain|that are) ([^ ,]+).*: (\d), such as "
-    found = re.findall(pattern, printed, re.MULTILINE)
-    assert sorted(found) == [("<start_of_turn>", "1"), ("<|im_end|>", "1"), ("<\uff5cend\uff5c>", "1"),
-                             ("JSON", "1"), ("NUL", "3")]
+    found = re.findall(r"(?m)^texts (?:with|that contain|that are) ([^ ,]+).*: (\d), such as ", output())
+    assert dict(found) == {**dict.fromkeys(marks, "1"), "JSON": "1", "NUL": "3"}
 
 def test_chats_show_no_sign_of_damage(output):
     """Shards hold them as JSON."""
@@ -1318,34 +1261,34 @@ def test_workers_end_with_convert(tmp_path, number):
 def test_scripts_that_are_run_directly_say_how_to_run_them():
     files = {*glob.glob("dev/*.py", root_dir=HERE)} - {"dev/records.py"}
     for name in files:
-        ended = subprocess.run([sys.executable, name], cwd=HERE, text=True, capture_output=True)
+        command = [sys.executable, name]
+        ended = subprocess.run(command, cwd=HERE, text=True, capture_output=True)
         assert re.fullmatch("usage: .*\n", ended.stderr), name
 
 def test_history_of_a_conversation_is_not_said_to_be_dropped(output):
-    rows = [{"history": [["So", "So"]], "prompt": "Hi", "answer": "Hello"} for _ in "ab"]
-    write_rows(*rows, TALK)
+    row = {"history": [["So", "So"]], "prompt": "Hi", "answer": "Hello"}
+    write_rows(row, row, TALK)
     assert len(converted()) == 3
     assert "dropped" not in output()
 
 def test_a_whole_chat_repeats_the_weights_of_its_prompt():
     """If one masks an answer and the other does not, which one is right?"""
-    masked = [USER, {**ANSWER, "weight": 0}]
-    write_rows({"messages": masked, "chosen": TALK}, TALK + TALK)
+    write_rows({"messages": [USER, HIDDEN], "chosen": TALK}, TALK + TALK)
     line = refused()
     assert re.search("line 1: .* does not answer .*'weight': 0", line)
-    found = converted("--messages_key chosen")
-    assert sorted(map(json.loads, found), key=len) == [TALK, TALK + TALK]
+    assert chats("--messages_key chosen") == [TALK, TALK + TALK]
 
 def test_columns_of_chats_are_not_read_with_a_text_key():
     odd = pa.array(2 * [10 ** 12], pa.timestamp("s"))    # Python has no such year
-    table = pa.table({"text": ["a", "b"], "label": odd, "history": odd, "system": odd})
-    write({"a.parquet": as_parquet(table)})
+    columns = dict.fromkeys(["label", "history", "system"], odd)
+    write({"a.parquet": as_parquet(pa.table({"text": ["a", "b"], **columns}))})
     assert converted("--text_key text") == ["a", "b"]
 
 def test_processes_that_cannot_start_leave_no_folder(monkeypatch):
     write_texts("ab")
     monkeypatch.setattr(convert, "cores", lambda: 2)
-    monkeypatch.setattr(convert, "ProcessPoolExecutor", mock.Mock(side_effect=OSError("no semaphores")))
+    failing = mock.Mock(side_effect=OSError("no semaphores"))
+    monkeypatch.setattr(convert, "ProcessPoolExecutor", failing)
     line = refused("-w", 2)
     assert "no semaphores" in line
     assert os.listdir() == ["in"]
