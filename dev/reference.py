@@ -3,10 +3,10 @@ All rows of a run, slow and obvious: without threads, ranks, states or arithmeti
 
     python -m dev.reference          # the rows of a small corpus
 
-Only the packings are the loader's. An epoch is one line of all documents. It is cut into lanes, and
-each lane into chunks:
+Only the packings are the loader's. An epoch is one line of all documents. It is cut into segments, one
+for each lane, and each segment into chunks:
 
-    |------- lane 0 -------|------- lane 1 -------|------- lane 2 -------|------- lane 3 -------|
+    |----- segment 0 ------|----- segment 1 ------|----- segment 2 ------|----- segment 3 ------|
     | chunk 0 | chunk 1 |..| chunk 0 | chunk 1 |..| chunk 0 | chunk 1 |..| chunk 0 | chunk 1 |..|
 
 Each chunk is packed into rows by itself (line_of, chunks_of, rows_of_chunk). The rows of a lane's
@@ -42,7 +42,7 @@ class Run:
     sources: dict       # {name: its shards}, in the order of the loader's sources
     weights: dict       # {name: a number, or a function of g}
     epochs: dict        # {name: n; None: endless}
-    ids_of: Callable    # (location, epoch) -> ids; none if the document is null or filtered
+    ids_of: Callable    # (location, epoch) -> ids; [] if the document is null or filtered
     T: int
     packing: str
     num_lanes: int
@@ -88,7 +88,7 @@ def chunks_of(run, source, epoch):
         chunks[bisect_right(cuts, begin)].append(location)
         begin += average
     if run.shuffle_seed is None:    # in file order, all lanes move through the files together
-        return [chunks[lane::run.num_lanes] for lane in range(run.num_lanes)]
+        return [chunks[segment::run.num_lanes] for segment in range(run.num_lanes)]
     return [chunks[first:first + per_lane] for first in range(0, n_chunks, per_lane)]
 
 @functools.lru_cache(maxsize=1024)
@@ -139,19 +139,21 @@ def rows_of_run(run, piles, g=0):
         yield row
         g += 1
 
-def deal(g, lane, weights):
-    """Row g, if this lane, {source: an iterator}, has one. A source that has ended leaves it."""
-    while (source := chosen(g, {source: weights[source] for source in lane})) is not None:
-        row = next(lane[source], None)
+def deal(g, piles, weights):
+    """Row g, if this lane's piles, {source: an iterator}, have one. An ended pile is removed."""
+    while (source := chosen(g, {source: weights[source] for source in piles})) is not None:
+        row = next(piles[source], None)
         if row:
             return row
-        del lane[source]
+        del piles[source]
     return None
+
+SPREAD = 0x5D9DC1A99CCFC6A7    # the loader's
 
 def chosen(g, weights):
     """The weights divide [0, 1) among the sources. Row g is the point g * SPREAD / 2**64 mod 1."""
     numbers = [weight(g) if callable(weight) else weight for weight in weights.values()]
-    point = g * 0x5D9DC1A99CCFC6A7 % 2**64 / 2**64 * sum(numbers)
+    point = g * SPREAD % 2**64 / 2**64 * sum(numbers)
     for source, end in zip(weights, itertools.accumulate(numbers), strict=True):
         if point < end:
             return source
