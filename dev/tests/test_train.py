@@ -135,10 +135,10 @@ def at_call(n, name, action):
     """Before train.NAME is called the n-th time, `action`."""
     original, calls = getattr(train, name), itertools.count(1)
 
-    def call(*arguments):
+    def call(*arguments, **options):
         if next(calls) == n:
             action()
-        return original(*arguments)
+        return original(*arguments, **options)
 
     with mock.patch.object(train, name, call):
         yield
@@ -376,11 +376,11 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     ("--eval ''", "error: no checkpoint (a run keeps"),
     ("--tokenizer ''", "error: has no tokenizer, or a damaged one"),
     ("--step 5", "error: unrecognized arguments: --step 5"),
-    ("--batch_size 0", "error: argument --batch_size: 0: expected 1 or more; see"),
-    ("--lr nan", "error: argument --lr: nan: expected 1e-99 or more; see"),
-    ("--lr inf", "error: argument --lr: inf: expected 1e-99 or more; see"),
-    ("--lr -1", "error: argument --lr: -1: expected 1e-99 or more; see"),
-    ("--noise -0.1", "error: argument --noise: -0.1: expected 0 or more; see"),
+    ("--batch_size 0", "error: argument --batch_size: 0: expected 1 or more, below 2**63; see"),
+    ("--lr nan", "error: argument --lr: nan: expected 1e-99 or more, below 2**63; see"),
+    ("--lr inf", "error: argument --lr: inf: expected 1e-99 or more, below 2**63; see"),
+    ("--lr -1", "error: argument --lr: -1: expected 1e-99 or more, below 2**63; see"),
+    ("--noise -0.1", "error: argument --noise: -0.1: expected 0 or more, below 2**63; see"),
     ("--data a:0.7 b", "error: --data a:0.7 b: expected each path once, and a weight for each"),
     ("--data 2024-01-01T00:30", "error: 2024-01-01T00 does not exist, or has no shards"),
     ("--data a ./a/", "error: --data a ./a/: expected each path once"),
@@ -392,10 +392,10 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
      "error: run/step_0000008.pt has --depth 1 --seed 1; leave out these flags"),
     ("--resume run", "error: no checkpoint run (a run keeps its newest ones: see --keep); name a "
      "file, or a run's folder: --resume auto --out FOLDER, or"),
-    (f"--seed {10**20}", f"error: argument --seed: {10**20}: expected less than 2**63; see"),
-    ("--seed -1", "error: argument --seed: -1: expected 0 or more; see"),
-    (f"--steps {2**63}", f"error: argument --steps: {2**63}: expected less than 2**63; see"),
-    ("--keep 0", "error: argument --keep: 0: expected 1 or more; see"),
+    (f"--seed {10**20}", f"error: argument --seed: {10**20}: expected 0 or more, below 2**63; see"),
+    ("--seed -1", "error: argument --seed: -1: expected 0 or more, below 2**63; see"),
+    (f"--steps {2**63}", f"error: argument --steps: {2**63}: expected 1 or more, below 2**63; see"),
+    ("--keep 0", "error: argument --keep: 0: expected 1 or more, below 2**63; see"),
     ("--init run/step_0000008.pt --data a --depth 2",
      "error: run/step_0000008.pt has --depth 1; leave out these flags"),
     ("--eval old.pt", "error: old.pt cannot be used (ValueError('its version is 2, this code"),
