@@ -2,17 +2,15 @@
 
 import itertools
 import json
-import re
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import tokenizer as module
-from dataloader import Encoder, encode_conversations
+from dataloader import encode_conversations
 from dataset import UserError
 from tokenizer import RustBPETokenizer, build_encoding
 
@@ -154,53 +152,3 @@ def test_any_tokenizer_may_render_by_itself():
 def test_a_line_that_is_no_list_is_shown(line):
     with pytest.raises(UserError, match=r"expected a list of messages as JSON; saw"):
         encode_conversations(tokenizer_for("nanochat"), [line])
-
-# Qwen 3's habits: thoughts are dropped before the last question, and an empty block is added after
-# it; tool results are a user's. And Llama's: contents are trimmed.
-TEMPLATE = """
-{%- set last = namespace(query=-1) %}
-{%- for m in messages if m.role == 'user' %}{% set last.query = messages.index(m) %}{% endfor %}
-{{- bos_token }}
-{%- for m in messages %}
-    {%- set text = m.content.split('</think>')[-1] | trim %}
-    {%- if m.role == 'tool' %}
-        {{- '<|im_start|>user\n<tool_response>' + text + '</tool_response><|im_end|>\n' }}
-    {%- elif m.role == 'assistant' and loop.index0 > last.query %}
-        {{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' + text + '<|im_end|>\n' }}
-    {%- else %}
-        {{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-"""
-
-def test_the_recipe_renders_a_models_own_template():
-    loops = Path(module.__file__).with_name("dev") / "loops.md"
-    [code] = re.findall(r"```python\n([^`]*class Templated.*?)```", loops.read_text(), re.S)
-    names = {}
-    exec(code, names)
-    tok = tokenizer_for("chatml")
-    own = names["Templated"](tok, TEMPLATE, "<|im_end|>")
-    messages = chat(HI, ("assistant", "<think>hm</think> Yo "), ("user", " So"),
-                    ("assistant", "f()"), ("tool", "2"), ("assistant", "Oh\n"))
-    ids, mask = own.render_conversation({"messages": messages})
-    end, empty = "<|im_end|>\n", "<think>\n\n</think>\n\n"
-    assert tok.decode(ids) == (
-        f"<|bos|><|im_start|>user\nHi{end}<|im_start|>assistant\nYo{end}"
-        f"<|im_start|>user\nSo{end}<|im_start|>assistant\n{empty}f(){end}"
-        f"<|im_start|>user\n<tool_response>2</tool_response>{end}"
-        f"<|im_start|>assistant\n{empty}Oh{end}")
-    learned = f"Yo<|im_end|>{empty}f()<|im_end|>{empty}Oh<|im_end|>"
-    assert tok.decode([*itertools.compress(ids, mask)]) == learned
-    assert own.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])
-    messages[1]["weight"] = 0
-    ids, mask = own.render_conversation({"messages": messages})
-    assert tok.decode([*itertools.compress(ids, mask)]) == learned.removeprefix("Yo<|im_end|>")
-    assert own.fingerprint() != tok.fingerprint()
-    array = pa.array([json.dumps(messages)])
-    shard = SimpleNamespace(kind="messages")
-    [encoded] = Encoder(own).encode(shard, 0, np.arange(1), array)
-    assert encoded.tolist() == np.where(mask, ids, np.invert(ids)).tolist()
-    without_prompt = names["Templated"](tok, TEMPLATE + "x", "<|im_end|>")
-    with pytest.raises(ValueError, match="message 1: its prompt is not in the text; give"):
-        without_prompt.render_conversation({"messages": chat(HI, ("assistant", "Yo"))})

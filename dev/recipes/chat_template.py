@@ -1,0 +1,222 @@
+"""
+Train on chats as a model's own chat template writes them: transformers renders and encodes.
+Needs: pip install transformers
+
+    python dev/recipes/chat_template.py MODEL my_chats    # shows a chat, with [[what is learned]]
+
+MODEL is a name on Hugging Face, or a folder. In your own loop:
+
+    from transformers import AutoTokenizer
+    tokenizer = ChatTemplate(AutoTokenizer.from_pretrained(MODEL), enable_thinking=False)
+    loader = PackedLoader(tokenizer, B, T, "train", data_dir="my_chats", packing="wholefit")
+
+Text and ids are those of apply_chat_template, after BOS if the template does not write it. So the
+name of a special token in a message becomes that token, unless you pass
+sanitize_control_tokens=True. A template that writes today's date gives other ids tomorrow, so the
+date is part of the fingerprint then. Pass date_string="26 Jul 2024" to those that read it.
+
+What is learned is what the template marks with {% generation %}. Without marks, it is each answer,
+from the end of its prompt to its last special token. For that, the prompt, and the chat up to the
+answer, must be the beginning of the whole chat. Some templates change earlier answers (Qwen 3's
+drops their thoughts). To learn these, make each answer the last one of a chat:
+
+    jq -c '.messages as $all | range($all | length) as $i | $all[$i] | select(.role == "assistant")
+        | {messages: (($all[:$i] | map(.weight = 0)) + [.])}' OLD.jsonl > NEW.jsonl
+"""
+
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, ".")    # run this in the folder of dataloader.py
+from dataset import UserError, json_sha256, list_shards, messages_of
+from tokenizer import format_ranks
+
+OTHER_WAY = (
+    "make each answer the last one of a chat (the jq command in dev/recipes/chat_template.py), or "
+    "mark answers in the template with {% generation %}")
+
+class ChatTemplate:
+    """
+    tokenizer: a fast one of transformers. bos: the token that opens documents (default: its
+    bos_token or eos_token). arguments: of apply_chat_template, or variables of the template.
+    """
+    def __init__(self, tokenizer, bos=None, **arguments):
+        if not tokenizer.is_fast or not tokenizer.chat_template:
+            raise UserError("expected a fast tokenizer of transformers that has a chat_template")
+        self.tokenizer, self.arguments = tokenizer, arguments
+        bos = bos or tokenizer.bos_token or tokenizer.eos_token
+        self.bos_id = tokenizer.convert_tokens_to_ids(bos)
+
+    def get_bos_token_id(self):
+        return self.bos_id
+
+    def get_vocab_size(self):
+        return len(self.tokenizer)
+
+    def encode(self, texts, prepend=None, num_threads=1):
+        """Ids of documents of text, in which the names of special tokens are plain text."""
+        before = [] if prepend is None else [prepend]
+        encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True)
+        return [before + ids for ids in encoded["input_ids"]]
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+    def fingerprint(self):
+        """A hash of the vocabulary, the template, its arguments, and a date that it writes."""
+        described = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        del described["truncation"], described["padding"]    # each call sets them
+        template = self.tokenizer.chat_template
+        writes_date = "strftime_now" in str(template) and "date_string" not in self.arguments
+        return json_sha256([
+            described, self.tokenizer.special_tokens_map, template, self.arguments, self.bos_id,
+            writes_date and time.strftime("%Y-%m-%d")])
+
+    # Chats
+
+    def render(self, messages, tools=None):
+        """The text of a chat."""
+        return self._apply(messages, tools, tokenize=False)
+
+    def render_conversation(self, conversation, max_tokens=None):
+        """{"messages": [...]}, and "tools" if there are some -> (ids, mask)"""
+        messages, tools = conversation["messages"], conversation.get("tools")
+        has_marks = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools)))
+        check_nothing_is_dropped(messages, self.render(messages, tools))
+        encoded = self._apply(messages, tools, return_assistant_tokens_mask=has_marks)
+        ids = encoded["input_ids"]
+        mask = encoded["assistant_masks"] if has_marks else len(ids) * [0]
+        for i, message in enumerate(messages):
+            is_learned = message.get("weight") != 0
+            # Marks learn all answers, so find those of weight 0. Without, find the others.
+            if message["role"] == "assistant" and is_learned != has_marks:
+                start, stop = self._find_answer(i, messages, tools, ids, not has_marks)
+                mask[start:stop] = (stop - start) * [int(is_learned)]
+        if ids[0] != self.bos_id:
+            ids, mask = [self.bos_id, *ids], [0, *mask]
+        return ids[:max_tokens], mask[:max_tokens]
+
+    def _template(self, tools):
+        arguments = self.arguments
+        return self.tokenizer.get_chat_template(
+            arguments.get("chat_template"), tools or arguments.get("tools"))
+
+    def _apply(self, messages, tools, **more):
+        """transformers' apply_chat_template. Contents that are lists of texts are joined first."""
+        arguments = self.arguments | more
+        if tools:
+            arguments["tools"] = tools
+        messages = [*map(for_template, messages)]
+        try:
+            return self.tokenizer.apply_chat_template(messages, **arguments)
+        except Exception as error:    # of jinja, or what the template itself raises
+            raise UserError(f"the chat template refuses this chat: {error!r:.300}") from error
+
+    def _find_answer(self, i, messages, tools, ids, opened):
+        """Answer i is ids[start:stop]. UserError if the chat does not begin as it did then."""
+        prompt = self._apply(messages[:i], tools, add_generation_prompt=opened)["input_ids"]
+        start = len(prompt)
+        n = n_common(ids, prompt)
+        if n < start:
+            raise UserError(
+                f"message {i}: its prompt ends with {self.decode(prompt[n:])!r:.60}, but the chat "
+                f"has {self.decode(ids[n:])!r:.60}: pass the argument that lets the template open "
+                "answers as in the chat, such as enable_thinking=False, or remove line ends at the "
+                f"beginning of the answer, or {OTHER_WAY}")
+        answer = self.decode(ids[start:]).lstrip()
+        content = for_template(messages[i]).get("content") or ""
+        can_open = not opened or "add_generation_prompt" in self._template(tools)
+        if not can_open and not answer.startswith(content.strip()):
+            raise UserError(
+                f"message {i}: its prompt ends too early, at {answer!r:.60}: the template needs "
+                "{% if add_generation_prompt %} with what opens an answer")
+
+        so_far = self._apply(messages[:i + 1], tools)["input_ids"]
+        stop = n_common(ids, so_far)
+        special = {*self.tokenizer.added_tokens_decoder}
+        # gpt-oss ends the last answer with another token than those before it
+        if stop == len(so_far) - 1 and special.issuperset([so_far[stop], *ids[stop:stop + 1]]):
+            stop += 1
+        if stop < len(so_far):
+            raise UserError(
+                f"message {i}: the template changes it when the chat goes on, from "
+                f"{self.decode(so_far[stop:])!r:.60} to {self.decode(ids[stop:])!r:.60}: "
+                f"{OTHER_WAY}")
+        ends = [at for at in range(start, stop) if ids[at] in special]
+        if ends and not self.decode(ids[ends[-1] + 1:stop]).strip():
+            stop = ends[-1] + 1    # without a line end after the last special token
+        return start, stop
+
+def for_template(message):
+    """A message without our weight. A content that is a list of texts becomes one text."""
+    message = {key: value for key, value in message.items() if key != "weight"}
+    parts = message.get("content")
+    if isinstance(parts, list):
+        if any(part.get("type") != "text" for part in parts):
+            raise UserError(f"expected parts of type text; saw {parts!r:.200}")
+        message["content"] = "".join(part["text"] for part in parts)
+    return message
+
+def check_nothing_is_dropped(messages, text):
+    """Some templates write nothing for a content that is no list of parts, as models of images."""
+    for i, message in enumerate(messages):
+        content = for_template(message).get("content") or ""
+        *_, last_word = ["", *content.split("</think>")[-1].split()]
+        if message["role"] != "tool" and last_word not in text:    # a tool's may become JSON
+            raise UserError(f"message {i}: the template drops its content, {content!r:.60}")
+
+def n_common(a, b):
+    """The number of elements that both lists begin with."""
+    n = 0
+    while n < min(len(a), len(b)) and a[n] == b[n]:
+        n += 1
+    return n
+
+def show(tokenizer, messages):
+    """The text of a chat, with [[ and ]] around what is learned."""
+    ids, mask = tokenizer.render_conversation({"messages": messages})
+    text, start, was_learned = "", 0, 0
+    for at, is_learned in enumerate([*mask, 0]):
+        if is_learned != was_learned:
+            text += tokenizer.decode(ids[start:at]) + ("[[" if is_learned else "]]")
+            start, was_learned = at, is_learned
+    return text + tokenizer.decode(ids[start:])
+
+# --------------------------------------------------------------------------------------------------
+# A template of your own, with a tokenizer of ours
+
+def as_transformers(tokenizer, chat_template, eos_token=None):
+    """A tokenizer of tokenizer.py as one of transformers, with this template."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    enc = tokenizer.enc
+    with tempfile.TemporaryDirectory() as folder:    # it reads ranks only from files
+        path = Path(folder, "ranks")
+        path.write_text(format_ranks(enc._mergeable_ranks))
+        vocab, merges = TikTokenConverter().extract_vocab_merges_from_model(str(path))
+    theirs = Tokenizer(models.BPE(vocab | enc._special_tokens, merges, ignore_merges=True))
+    pattern = enc._pat_str.replace("{1,3}+", "{1,3}")    # in Oniguruma, this "+" repeats
+    theirs.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    theirs.decoder = decoders.ByteLevel()
+    theirs.add_tokens([
+        AddedToken(name, normalized=False, special=name not in tokenizer.added_tokens)
+        for name in enc._special_tokens])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=theirs, bos_token=tokenizer.bos_token, eos_token=eos_token,
+        chat_template=chat_template)
+
+if __name__ == "__main__":
+    from transformers import AutoTokenizer
+
+    model, folder = sys.argv[1:]
+    tokenizer = ChatTemplate(AutoTokenizer.from_pretrained(model))
+    first = list_shards(folder, "train")[0].read(0)[0].as_py()
+    print(show(tokenizer, messages_of(first)))

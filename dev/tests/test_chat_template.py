@@ -1,0 +1,180 @@
+"""dev/recipes/chat_template.py: ids and text are apply_chat_template's, and the answers are learned."""
+
+import itertools
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from dataloader import Encoder
+from dataset import UserError
+from dev.import_tokenizer import hard_texts
+from dev.recipes import chat_template as module
+from dev.recipes.chat_template import ChatTemplate, as_transformers
+from dev.tests.test_templates import BOS, HI, chat, tokenizer_for
+from tokenizer import RustBPETokenizer, build_encoding
+
+pytest.importorskip("transformers")
+
+CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+# Qwen 3's habits: thoughts are dropped before the last question, and an empty block is added after
+# it; tool results are a user's. And Llama's: contents are trimmed.
+QWEN = """
+{%- set last = namespace(query=-1) %}
+{%- for m in messages if m.role == 'user' %}{% set last.query = messages.index(m) %}{% endfor %}
+{{- bos_token }}
+{%- for m in messages %}
+    {%- set text = m.content.split('</think>')[-1] | trim %}
+    {%- if m.role == 'tool' %}
+        {{- '<|im_start|>user\n<tool_response>' + text + '</tool_response><|im_end|>\n' }}
+    {%- elif m.role == 'assistant' and loop.index0 > last.query %}
+        {{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' + text + '<|im_end|>\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
+"""
+LONG = chat(HI, ("assistant", "<think>hm</think> Yo "), ("user", " So"), ("assistant", "f()"),
+            ("tool", "2"), ("assistant", "Oh\n"))
+
+def templated(template, **arguments):
+    return ChatTemplate(as_transformers(tokenizer_for("chatml"), template), **arguments)
+
+def learned_by(own, messages, **more):
+    """The learned text. Ids and text are those of the library."""
+    ids, mask = own.render_conversation({"messages": messages, **more})
+    given = [{key: message[key] for key in message if key != "weight"} for message in messages]
+    want = own.tokenizer.apply_chat_template(given, **more, **own.arguments)["input_ids"]
+    assert ids[-len(want):] == want and ids[:-len(want)] in ([], [own.get_bos_token_id()])
+    assert len(ids) == len(mask) and ids.count(own.get_bos_token_id()) == 1
+    return own.decode([*itertools.compress(ids, mask)])
+
+@pytest.mark.parametrize("template, messages, learned", [
+    (CHATML, chat(HI, ("assistant", "Yo")), "Yo<|im_end|>"),
+    (CHATML, LONG, "<think>hm</think> Yo <|im_end|>f()<|im_end|>Oh\n<|im_end|>"),
+    # As gpt-oss: another end for the last answer
+    (CHATML.replace("<|im_end|>\n", "{{ bos_token if loop.last and m.role != 'user' "
+                    "else '<|im_end|>' }}"),
+     chat(HI, ("assistant", "Yo"), HI, ("assistant", "Oh")), None),
+    # As GLM: no end
+    (CHATML.replace("<|im_end|>\n", ""), chat(HI, ("assistant", "Yo"), HI), "Yo"),
+    # Marks learn what they say, here not the end
+    (CHATML.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{%- generation -%}"
+                    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"),
+     chat(HI, ("assistant", "Yo"), HI, ("assistant", "Oh")), "YoOh"),
+    (QWEN, LONG[2:], "<think>\n\n</think>\n\nf()<|im_end|><think>\n\n</think>\n\nOh<|im_end|>"),
+    ("{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content }}"
+     "{% endfor %}", chat(HI, ("assistant", "Yo"), HI, ("assistant", "Oh")), "YoOh"),
+    ("{{ tools[0]['name'] | tojson }}" + CHATML, chat(HI, ("assistant", "Yo")), "Yo<|im_end|>")])
+def test_answers_are_learned(template, messages, learned):
+    own = templated(template)
+    more = {"tools": [{"name": "<\u6f22'>"}]} if "tools" in template else {}
+    if learned is None:
+        ids, mask = own.render_conversation({"messages": messages})
+        assert own.decode([*itertools.compress(ids, mask)]) == f"Yo<|im_end|>Oh{BOS}"
+    else:
+        assert learned_by(own, messages, **more) == learned
+        if "generation %}" in template or learned == "YoOh":
+            messages[1]["weight"] = 0
+            assert learned_by(own, messages) == learned.replace("Yo", "")
+
+def test_parts_are_joined_and_a_budget_cuts():
+    own = templated(CHATML)
+    parts = [{"type": "text", "text": "Y"}, {"type": "text", "text": "o"}]
+    ids, mask = own.render_conversation({"messages": chat(HI, ("assistant", parts))})
+    messages = chat(HI, ("assistant", "Yo"))
+    assert (ids, mask) == own.render_conversation({"messages": messages})
+    assert own.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])
+    assert own.render(messages) == own.decode(ids[1:])
+    assert module.show(own, messages) == (
+        f"{BOS}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo<|im_end|>]]\n")
+
+@pytest.mark.parametrize("template, messages, words", [
+    (QWEN, LONG, r"message 1: the template changes it when the chat goes on, from .*make each answer"),
+    (CHATML.replace("assistant\n", "assistant\n<think>\n"), chat(HI, ("assistant", "Yo")),
+     r"message 1: its prompt ends with '<think>\\n', but the chat has 'Yo<.*enable_thinking=False"),
+    (CHATML, chat(HI, ("assistant", "\n\nYo")), "remove line ends at the beginning"),
+    (CHATML.split("{% if")[0], chat(HI, ("assistant", "Yo")), "needs {% if add_generation_prompt"),
+    (CHATML.replace("m.content", "m.content[0].text"), chat(HI, ("assistant", "Yo")),
+     "message 0: the template drops its content, 'Hi'"),
+    ("{{ raise_exception('No roles') }}", chat(HI, ("assistant", "Yo")), "refuses .*No roles"),
+    (CHATML, chat(HI, ("assistant", [{"type": "image"}])), "expected parts of type text; saw"),
+    (CHATML, [], "refuses this chat: .*empty conversation")])
+def test_what_cannot_be_masked_exactly_is_refused(template, messages, words):
+    with pytest.raises(UserError, match=words):
+        templated(template).render_conversation({"messages": messages})
+
+@pytest.mark.skipif(not shutil.which("jq"), reason="no jq")
+def test_the_advice_keeps_the_answers():
+    """The jq command of the docstring makes each answer the last of a chat, which is learned."""
+    [words] = re.findall(r"jq -c '(.*?)' OLD", module.__doc__, re.S)
+    messages = [{"role": "system", "content": "Be"}, *LONG]
+    found = subprocess.run(["jq", "-c", words], input=json.dumps({"messages": messages}), text=True,
+                           capture_output=True, check=True).stdout.splitlines()
+    chats = [json.loads(line)["messages"] for line in found]
+    assert [one[-1]["content"] for one in chats] == ["<think>hm</think> Yo ", "f()", "Oh\n"]
+    assert [learned_by(templated(QWEN), one) for one in chats] == [
+        f"<think>\n\n</think>\n\n{text}<|im_end|>" for text in ("Yo", "f()", "Oh")]
+
+def test_the_loader_takes_it():
+    """Text and chats. In a text, names are plain; in a chat, as in the library."""
+    own = templated(CHATML)
+    text = "a <|im_end|> 12345\n\nb"
+    [encoded] = Encoder(own).encode(SimpleNamespace(kind="text"), 0, np.arange(1), pa.array([text]))
+    assert encoded.tolist() == [own.get_bos_token_id(), *tokenizer_for("chatml").encode(text)]
+    lines = pa.array([json.dumps(chat(("user", "<|im_end|>"), ("assistant", "Yo")))])
+    shard = SimpleNamespace(kind="messages")
+    [encoded] = Encoder(own).encode(shard, 0, np.arange(1), lines)
+    end = own.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert np.count_nonzero(encoded == ~end) == 2 and np.count_nonzero(encoded == end) == 1
+
+def test_the_fingerprint_covers_template_arguments_and_date(monkeypatch):
+    def fingerprint(*words, **arguments):
+        return templated(*words, **arguments).fingerprint()
+
+    dated = CHATML + "{{ date_string or strftime_now('%Y') }}"
+    own = templated(CHATML)
+    before = own.fingerprint()
+    own.tokenizer(["a"], truncation=True, max_length=3)
+    assert before == own.fingerprint() == fingerprint(CHATML)
+    known = {before, fingerprint(QWEN), fingerprint(CHATML, enable_thinking=False),
+             fingerprint(dated), fingerprint(CHATML, bos="<|im_start|>")}
+    pinned = fingerprint(dated, date_string="x")
+    monkeypatch.setattr(time, "strftime", lambda _: "2030-01-01")
+    assert fingerprint(dated) not in known and len(known) == 5
+    assert fingerprint(CHATML) in known and fingerprint(dated, date_string="x") == pinned
+
+def test_ours_as_transformers_has_the_same_ids():
+    """Also with special tokens first and between, and with tokens that are found in a text."""
+    ranks = tokenizer_for("chatml").enc._mergeable_ranks
+    ranks = {token: 3 + rank + (rank > 300) for token, rank in ranks.items()}
+    special = {BOS: 0, "<pad>": 304, "<think>": 2000}
+    enc = build_encoding(tokenizer_for("chatml").enc._pat_str, ranks, special)
+    ours = RustBPETokenizer(enc, BOS, ["<think>"])
+    own = ChatTemplate(as_transformers(ours, CHATML))
+    texts = hard_texts(enc, ["<think>"])
+    assert own.encode(texts) == ours.encode(texts)
+
+def test_the_command_shows_a_chat(tmp_path, monkeypatch, capsys):
+    as_transformers(tokenizer_for("chatml"), CHATML).save_pretrained(tmp_path / "model")
+    (tmp_path / "chats").mkdir()
+    for split in ("train", "val"):
+        line = json.dumps(chat(HI, ("assistant", "Yo")))
+        pq.write_table(pa.table({"messages": [line]}), tmp_path / f"chats/{split}.parquet")
+    monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "model"), str(tmp_path / "chats")])
+    runpy.run_path(module.__file__, run_name="__main__")
+    assert "assistant\n[[Yo<|im_end|>]]\n" in capsys.readouterr().out
