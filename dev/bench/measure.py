@@ -215,7 +215,7 @@ def make_loader(job):
 def tokenizer_with(engine, folder):
     tokenizer = get_tokenizer(folder)
     if engine == "tiktoken":
-        tokenizer.why_tiktoken = "asked for"
+        tokenizer.engine = "tiktoken"
     return tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ def engine_alone(job):
         if gigatoken:
             ids, _ = gigatoken(some)
         else:
-            ids = np.concatenate([*map(tokenizer._call_tiktoken, some)])
+            ids, _ = tokenizer._call_tiktoken(some)
         n_tokens += len(ids)
         while n_tokens >= job.B * job.T:
             n_tokens -= job.B * job.T

@@ -51,7 +51,7 @@ def encode(job, texts):
     tokenizer, gigatoken = load_engines(job.tokenizer, job.engine)
     documents = [text.encode() for text in texts]
     if not gigatoken:
-        return np.concatenate([*map(tokenizer._call_tiktoken, documents)])
+        return tokenizer._call_tiktoken(documents)[0]
     ids, bounds = gigatoken(documents)
     return np.insert(ids, bounds[:-1], tokenizer.get_bos_token_id())
 
@@ -100,7 +100,7 @@ def nanochat(job, module="nanochat.dataloader"):
     make = importlib.import_module(module).tokenizing_distributed_data_loader_bos_bestfit
     tokenizer = get_tokenizer(job.tokenizer)
     if job.engine == "tiktoken":
-        tokenizer.why_tiktoken = "asked for"
+        tokenizer.engine = "tiktoken"
     return make(tokenizer, job.B, job.T, "train", device="cpu")
 
 def write_nanochat(job):

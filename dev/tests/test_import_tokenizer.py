@@ -126,9 +126,9 @@ def test_added_tokens_are_found_in_text_as_by_the_library(
     ours = RustBPETokenizer.from_directory(tmp_path / "out")
     for other in (ours, pickle.loads(pickle.dumps(ours))):
         assert other.encode(TEXT_WITH_NAMES) == other.encode([TEXT_WITH_NAMES])[0] == want
-        for why in (other.why_tiktoken, "asked for"):
+        for engine in (other.engine, "tiktoken"):
             other = pickle.loads(pickle.dumps(other))
-            other.why_tiktoken = why
+            other.engine = engine
             ids, bounds = other.encode_documents(["<|pad|>", TEXT_WITH_NAMES, "", " a"])
             assert ids[bounds[1]:bounds[2]].tolist() == [0, *want]
             assert ids.dtype == np.int32

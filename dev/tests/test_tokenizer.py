@@ -130,8 +130,8 @@ def test_a_million_spaces(pattern, engine):
     """tiktoken's regex overflows its stack, which is an error with advice. gigatoken's has none."""
     tok = fresh(pattern)
     if engine == "tiktoken":
-        tok.why_tiktoken = "asked for"
-    elif tok.why_tiktoken:
+        tok.engine = "tiktoken"
+    elif tok.engine != "gigatoken":
         pytest.skip("no gigatoken")
     for text in (990_000 * " " + "a", 1_100_000 * "a"):
         ids, _ = tok.encode_documents([text])
@@ -162,7 +162,7 @@ def test_gigatoken_gives_tiktokens_ids(name):
     want = [[70_000, *ids] for ids in tok.enc.encode_ordinary_batch(texts)]
     for i in range(0, len(texts), 100):
         assert encoded_by(tok, texts[i:i + 100]) == want[i:i + 100]
-    assert tok.why_tiktoken is None, "not tested"
+    assert tok.engine == "gigatoken", "not tested"
     assert module.scheme_of(tok.enc) == name
     text = "".join(texts[-9:])
     raw, _ = tok.gigatoken([text.encode()])
@@ -175,7 +175,7 @@ def test_gigatoken_encodes_vocabularies_with_special_tokens_first_and_between():
     tok = RustBPETokenizer(build_encoding(GPT4, ranks, special), "<|bos|>")
     ids, _ = tok.encode_documents([SOURCES[3]])
     assert ids.tolist() == [0, *tok.enc.encode_ordinary(SOURCES[3])]
-    assert tok.why_tiktoken is None
+    assert tok.engine == "gigatoken"
 
 ADVICE = "for faster encoding: pip install tiktoken==0.14.0 gigatoken==0.10.0"
 RIGHT = RustBPETokenizer._call_gigatoken
@@ -194,7 +194,8 @@ def with_wrong_ids(tok, documents):
 @pytest.mark.parametrize("name, value, reason", [
     ("tokenizer.SCHEMES", {}, "gigatoken does not know this split pattern"),
     ("tokenizer.metadata.version", lambda name: distribution(f"no-{name}"), ADVICE),
-    ("tiktoken.__version__", "0.15.1", ADVICE),    # other versions know other characters
+    ("tiktoken.__version__", "0.15.1", "tiktoken==0.15.1 gigatoken==0.10.0 are installed; the"),
+    ("tokenizer.metadata.version", lambda name: "0.10.1", "tiktoken==0.14.0 gigatoken==0.10.1 are"),
     ("tokenizer.RustBPETokenizer._call_gigatoken", with_wrong_ids, "gigatoken's ids differ"),
     ("tokenizer.RustBPETokenizer._call_gigatoken", with_wrong_bounds, "gigatoken's ids differ"),
     (None, None, "gigatoken fails with this vocabulary: assertion")])    # a token no merge makes
@@ -205,7 +206,7 @@ def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
     else:
         ranks[b" qxzj"] = len(ranks)
     tok = fresh(ranks=ranks)
-    assert tok.why_tiktoken.startswith(reason)
+    assert tok.engine.startswith(f"tiktoken ({reason}")
     ids, _ = tok.encode_documents(["x qxzj"])
     assert ids.tolist() == [70_000, *tok.enc.encode_ordinary("x qxzj")]
 
@@ -388,8 +389,7 @@ def test_the_command_trains_by_the_rule_and_overwrites_nothing(tmp_path, base, c
     module.main(words)
     _, line = capsys.readouterr().out.splitlines()
     tok, folder = module.find_tokenizer(None, [words[1]], 900)
-    engine = tok.why_tiktoken or "gigatoken, checked against tiktoken"
-    assert f"{folder}: {tok.get_vocab_size()} tokens; engine: " in line and engine in line
+    assert line == f"{folder}: {tok.get_vocab_size()} tokens; engine: {tok.engine}"
     own = [*words, "--out", f"{tmp_path}/own"]
     module.main(own)
     assert get_tokenizer(f"{tmp_path}/own").fingerprint() == tok.fingerprint()
@@ -499,3 +499,82 @@ def test_half_tokens_of_any_document_are_an_error():
     halves = pa.array([b"a", b"b"], pa.large_binary())
     with pytest.raises(UserError, match="whole number of uint16"):
         ids_of_bytes(halves, np.dtype("uint16"))
+
+def test_the_engine_is_told_once(monkeypatch, capfd):
+    """By whatever encodes first, such as the loader."""
+    module.print_once.cache_clear()
+    monkeypatch.setattr(module, "SCHEMES", {})
+    for _ in range(2):
+        Encoder(fresh())
+    told = "tokenizer: tiktoken (gigatoken does not know this split pattern)\n"
+    assert capfd.readouterr().err == told
+    module.print_once.cache_clear()
+    monkeypatch.setenv("RANK", "1")
+    Encoder(fresh())
+    assert capfd.readouterr().err == ""
+
+def test_a_tiktoken_that_finds_special_tokens_in_text_is_refused(monkeypatch, tmp_path):
+    """0.9's encode_to_numpy did."""
+    small().save(tmp_path / "saved")
+    real = module.tiktoken.Encoding.encode_to_numpy
+    monkeypatch.setattr(
+        "tiktoken.Encoding.encode_to_numpy",
+        lambda enc, text, **_: real(enc, text, allowed_special="all"))
+    module.check_tiktoken.cache_clear()
+    with pytest.raises(UserError, match=r"^tiktoken 0.* reads '<\|bos\|>' .*install tiktoken==0.14"):
+        get_tokenizer(tmp_path / "saved")
+    monkeypatch.undo()
+    get_tokenizer(tmp_path / "saved")
+
+def test_threads_of_two_loaders_share_encodings(monkeypatch):
+    """One of 200 k tokens takes 47 MB."""
+    tok, made = fresh(), []
+    tok.engine = "tiktoken"
+    real = module.build_encoding
+    monkeypatch.setattr(module, "build_encoding", lambda *words: made.append(1) or real(*words))
+    want = encoded_by(tok, SOURCES[:9])
+    for _ in range(3):
+        together = threading.Barrier(2)
+
+        def encode(_, together=together):
+            together.wait(60)
+            return [encoded_by(tok, [text]) for text in SOURCES[:9]]
+
+        with ThreadPoolExecutor(2) as pool:
+            for found in pool.map(encode, range(2)):
+                assert sum(found, []) == want
+    assert len(made) <= 1 and len(tok.idle) == 1 + len(made)
+    with pytest.raises(UserError, match="million spaces"):
+        tok.encode(1_000_001 * " " + "a")
+    assert len(tok.idle) == 1 + len(made)
+
+def test_names_of_the_template_are_plain_text_whatever_a_file_says():
+    """As axolotl adds them: not special. They are no text, and end an answer; <think> is text."""
+    names = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|im_end|>s", "<think>"]
+    special = {name: 70_000 + i for i, name in enumerate(names)}
+    enc = build_encoding(GPT4, small().enc._mergeable_ranks, special)
+    tok = RustBPETokenizer(enc, "<|bos|>", names[1:])
+    again = pickle.loads(pickle.dumps(tok))
+    for one in (tok, again):
+        assert [*one.added_tokens] == ["<|im_end|>s", "<think>"]
+        assert one.token_bytes[70_001:].tolist() == [0, 0, 11, 7]
+        assert one.fingerprint() == tok.fingerprint()
+    text = "a<|im_end|> b<|im_end|>s"
+    message = {"role": "user", "content": text}
+    ids, _ = tok.render_conversation({"messages": [message]})
+    assert [ids.count(70_000 + i) for i in range(4)] == [1, 1, 1, 1]
+    for engine in (tok.engine, "tiktoken"):
+        tok.engine = engine
+        [found] = encoded_by(tok, [text])
+        assert [found.count(70_000 + i) for i in range(4)] == [1, 0, 0, 1]
+
+def test_the_longest_name_of_a_template_is_found(monkeypatch):
+    names = ["<|bos|>", "<|a|>", "<|a|><|b|>", "<|a|><|b|><|c|>"]
+    special = {name: 70_000 + i for i, name in enumerate(names)}
+    mine = module.CHATML._replace(special_tokens=names[1:], opening="<|a|><|b|><|c|>",
+                                  closing="<|a|><|b|>", after="<|a|>")
+    monkeypatch.setattr(module, "TEMPLATES", [mine])
+    enc = build_encoding(GPT4, small().enc._mergeable_ranks, special)
+    tok = RustBPETokenizer(enc, "<|bos|>")
+    ids, _ = tok.render_conversation({"messages": [{"role": "user", "content": ""}]})
+    assert ids == [70_000, 70_003, 70_002, 70_001]
