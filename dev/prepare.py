@@ -90,13 +90,15 @@ def tokenize_shard(shard, out, encoder, where, keep):
         dtype = np.dtype("int32")
     made_from = {
         dataset.TOKEN_DTYPE: dtype.name,
-        dataset.FINGERPRINT: encoder.fingerprint,
+        dataset.FINGERPRINT: encoder.fingerprint_of(shard),
         dataset.GROUP_BYTES: json.dumps(shard.group_bytes),
         dataset.TEXT_DIGEST: shard.digest or ""}
     path = f"{out}/{shard.name}"
     if os.path.exists(path):
-        check_kept(out, shard, made_from, keep)
-        return
+        if not has_other_template(out, shard, encoder):
+            check_kept(out, shard, made_from, keep)
+            return
+        print(f"{path} has a different chat template: tokenizing it again", flush=True)
 
     def encode_group(row_group):
         documents = []
@@ -114,6 +116,13 @@ def tokenize_shard(shard, out, encoder, where, keep):
     tables = in_order(encode_group, range(len(shard.group_sizes)))
     metadata = {**made_from, "nanoloader.tokenizer_dir": os.path.abspath(where)}
     dataset.write_shard(path, tables, "tokens", metadata, "none")    # zstd: a quarter of the speed
+
+def has_other_template(out, shard, encoder):
+    """Is this token shard of chats from the same tokenizer, but rendered in another way?"""
+    footer = dataset.read_footer(out, shard.name, os.path.getsize(f"{out}/{shard.name}"))
+    made_by = footer.extra.get(dataset.FINGERPRINT, "")
+    is_same_tokenizer = made_by.startswith(encoder.fingerprint)
+    return is_same_tokenizer and made_by != encoder.fingerprint_of(shard)
 
 def check_kept(out, shard, made_from, keep):
     """UserError unless this token shard is what tokenize would write."""
