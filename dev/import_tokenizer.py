@@ -20,7 +20,7 @@ import unicodedata
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from dataset import Parser, UserError, divide, errors_in_one_line, expand_home, local_folder
-from tokenizer import RustBPETokenizer, build_encoding, texts_of_tokens
+from tokenizer import RustBPETokenizer, build_encoding, find_template, texts_of_tokens
 
 BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<|bos|>", "<s>")
 
@@ -30,6 +30,7 @@ UNPRINTABLE = [byte for byte in range(256) if byte not in PRINTABLE]
 BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
 
+STRIPS = "lstrip", "rstrip", "single_word"    # spaces around a token are lost, or decide
 NOT_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))    # no text has them, and GPT-NeoX lacks them
 
 def import_tokenizer(path, out, bos=None):
@@ -38,9 +39,13 @@ def import_tokenizer(path, out, bos=None):
 
     try:
         theirs = Tokenizer.from_file(path)
-    except Exception as error:    # tokenizers raises no other class
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:    # Rust's panic, at some damaged files, is no Exception
         raise UserError(f"{path} is not Hugging Face's tokenizer.json: {error!r}") from error
     described = json.loads(theirs.to_str())    # with the defaults of what an old file lacks
+    make_template_special(described["added_tokens"])
+    theirs = Tokenizer.from_str(json.dumps(described))
     ours = convert(described, bos, path)
     is_nfc = bool(described["normalizer"])
     n_texts = compare(ours, theirs, is_nfc, path)
@@ -56,6 +61,12 @@ def import_tokenizer(path, out, bos=None):
     if is_nfc:
         lines.append("its NFC normalizer is not applied: normalize your text first")
     return "\n".join(lines)
+
+def make_template_special(added_tokens):
+    """Names of the chat template are never found in a text; some files say otherwise."""
+    template = find_template([token["content"] for token in added_tokens])
+    for token in added_tokens:
+        token["special"] |= token["content"] in template.special_tokens
 
 def compare(ours, theirs, is_nfc, path):
     """Encode hard texts with both. Returns how many."""
@@ -120,8 +131,10 @@ def convert(described, bos, path):
         special[token["content"]] = token["id"]
         if not token["special"]:
             added.append(token["content"])
-            for option in ("lstrip", "rstrip", "single_word"):
-                check(not token[option], f"has {option} in its token {token['content']!r}")
+    found = [*added, *find_template(special).special_tokens]    # in texts or in chats
+    for token, option in itertools.product(described["added_tokens"], STRIPS):
+        is_used = token["content"] in found and token[option]
+        check(not is_used, f"has {option} in its token {token['content']!r}")
     ranks = ranks_of(model, special, check)
     ids = {*ranks.values()}
     special = {name: id for name, id in special.items() if id not in ids or name in added}

@@ -4,11 +4,13 @@ import json
 import os
 import pickle
 import re
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dataset import UserError
 from dev import import_tokenizer as module
 from dev.tests.test_tokenizer import LLAMA, QWEN
 from tokenizer import RustBPETokenizer, build_encoding
@@ -217,3 +219,129 @@ def test_what_cannot_be_imported_is_refused(tmp_path, convert, change, words):
     with pytest.raises(SystemExit, match=words):
         convert(described)
     assert not (tmp_path / "out").exists()
+
+# --------------------------------------------------------------------------------------------------
+# Each option that the library knows is applied, or refused
+
+BOTH = False, True
+PARTS = {    # of a tokenizer.json: class -> arguments to try
+    "normalizer": {
+        "BertNormalizer": [{}], "ByteLevel": [{}], "Lowercase": [{}], "NFC": [{}], "NFD": [{}],
+        "NFKC": [{}], "NFKD": [{}], "Nmt": [{}], "Precompiled": [], "Prepend": [{"prepend": "x"}],
+        "Replace": [{"pattern": "a", "content": "b"}], "Strip": [{}], "StripAccents": [{}],
+        "Sequence": [([],), ([library.normalizers.NFC(), library.normalizers.Strip()],)]},
+    "pre_tokenizer": {
+        "BertPreTokenizer": [{}], "CharDelimiterSplit": [{"delimiter": "a"}], "Digits": [{}],
+        "FixedLength": [{}], "Metaspace": [{}], "Punctuation": [{}], "UnicodeScripts": [{}],
+        "Whitespace": [{}], "WhitespaceSplit": [{}],
+        "ByteLevel": [{"add_prefix_space": a, "use_regex": b, "trim_offsets": c}
+                      for a in BOTH for b in BOTH for c in BOTH],
+        "Split": [{"pattern": "a", "behavior": "isolated"}],
+        "Sequence": [([],)] + [
+            ([library.pre_tokenizers.Split(pattern, behavior, invert),
+              ByteLevel(add_prefix_space=False, use_regex=use_regex)],)
+            for pattern in ("a", library.Regex(r"\p{L}+|\P{L}"))
+            for behavior in ("removed", "isolated", "merged_with_previous", "merged_with_next",
+                             "contiguous")
+            for invert in BOTH for use_regex in BOTH]},
+    "decoder": {
+        "BPEDecoder": [{}], "ByteFallback": [{}], "ByteLevel": [{}], "CTC": [{}], "Fuse": [{}],
+        "Metaspace": [{}], "Replace": [{"pattern": "a", "content": "b"}], "Strip": [{}],
+        "Sequence": [([],)], "WordPiece": [{}]},
+    "post_processor": {
+        "BertProcessing": [(("<|pad|>", 1), ("<|endoftext|>", 0))],
+        "RobertaProcessing": [(("<|pad|>", 1), ("<|endoftext|>", 0))],
+        "ByteLevel": [{}], "Sequence": [([],)],
+        "TemplateProcessing": [{"single": "<|pad|> $A", "special_tokens": [("<|pad|>", 1)]}]}}
+MODULES = {"normalizer": library.normalizers, "pre_tokenizer": library.pre_tokenizers,
+           "decoder": library.decoders, "post_processor": library.processors}
+NOT_PARTS = {"Normalizer", "PreTokenizer", "Decoder", "DecodeStream", "PostProcessor"}
+MODEL = {
+    "type": "BPE", "dropout": 0.5, "unk_token": "<|pad|>", "continuing_subword_prefix": "##",
+    "end_of_word_suffix": "</w>", "fuse_unk": True, "byte_fallback": True, "ignore_merges": True,
+    "vocab": None, "merges": None}
+FLAGS = ["single_word", "lstrip", "rstrip", "normalized"]
+OTHERS = {
+    "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0},
+    "padding": {"strategy": {"Fixed": 5000}, "direction": "Left", "pad_to_multiple_of": None,
+                "pad_id": 1, "pad_type_id": 0, "pad_token": "<|pad|>"}}
+
+def is_applied(described, folder):
+    """False if it is refused. Otherwise ids are the library's, and decode gives the text."""
+    folder.mkdir()
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(described))
+    try:
+        printed = module.import_tokenizer(str(path), folder / "out")
+    except UserError:
+        return False
+    theirs = library.Tokenizer.from_str(json.dumps(described))
+    theirs.no_truncation()
+    theirs.no_padding()
+    theirs.encode_special_tokens = True
+    ours = RustBPETokenizer.from_directory(folder / "out")
+    for text in [*TEXTS, "e\u0301 x<a>x <a> ", " <a>\n", "12345 Ab"]:
+        if "NFC" in printed:
+            text = unicodedata.normalize("NFC", text)
+        if "<|" not in text:
+            ids = ours.encode(text)
+            assert ids == theirs.encode(text, add_special_tokens=False).ids
+            assert ours.decode(ids) == text
+    return True
+
+@pytest.mark.parametrize("part", PARTS)
+def test_each_part_that_the_library_knows_is_applied_or_refused(tmp_path, part):
+    members = vars(MODULES[part]).items()
+    classes = {name for name, member in members if isinstance(member, type)} - NOT_PARTS
+    assert classes == {*PARTS[part]}
+    applied, n, base = set(), 0, train()
+    for name, choices in PARTS[part].items():
+        for arguments in choices:
+            made = library.Tokenizer(library.models.BPE())
+            if isinstance(arguments, dict):
+                value = getattr(MODULES[part], name)(**arguments)
+            else:
+                value = getattr(MODULES[part], name)(*arguments)
+            setattr(made, part, value)
+            described = base | {part: json.loads(made.to_str())[part]}
+            n += 1
+            if is_applied(described, tmp_path / f"{n}"):
+                applied.add(name)
+    want = {"normalizer": {"NFC"}, "pre_tokenizer": {"ByteLevel", "Sequence"}}
+    assert applied == want.get(part, {*PARTS[part]})
+
+def test_each_option_of_the_model_is_applied_or_refused(tmp_path):
+    assert {*train()["model"]} == {*MODEL}
+    assert {*train()} == {"version", "added_tokens", "model", *PARTS, *OTHERS}
+    applied = set()
+    for name, value in MODEL.items():
+        described = train()
+        if value is not None:
+            described["model"][name] = value
+        if is_applied(described, tmp_path / name):
+            applied.add(name)
+    for name, value in OTHERS.items():
+        assert is_applied(train() | {name: value}, tmp_path / name)
+    assert {*MODEL} - applied == {
+        "dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"}
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize("names", [["<a>"], ["<|im_start|>", "<|im_end|>"]])
+def test_each_option_of_an_added_token_is_applied_or_refused(tmp_path, names, special):
+    """Spaces around a special token matter only in chats, so only if the template has it."""
+    assert {*train()["added_tokens"][0]} == {"id", "content", "special", *FLAGS}
+    applied = set()
+    for flag in FLAGS:
+        described = add(train(), *names, **{flag: True, "special": special})
+        if is_applied(described, tmp_path / flag):
+            applied.add(flag)
+    assert applied == ({*FLAGS} if special and names == ["<a>"] else {"normalized"})
+
+def test_a_token_that_no_merge_makes_is_applied_or_refused(tmp_path):
+    for i, ignore_merges in enumerate((False, True)):
+        for k, word in enumerate(("\u0120qxzj", "qx", "<x>", "\u65e5")):
+            described = train()
+            described["model"]["vocab"][word] = 600
+            described["model"]["ignore_merges"] = ignore_merges
+            applied = is_applied(described, tmp_path / f"{i}{k}")
+            assert applied == (not ignore_merges or k in (0, 2)), (word, ignore_merges)
