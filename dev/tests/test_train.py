@@ -566,6 +566,16 @@ def test_data_is_paths_with_weights_and_a_query_has_none(specs, want):
         os.mkdir(name)
     assert train.sources_of(SimpleNamespace(data=specs.split())) == want
 
+def test_an_existing_path_wins_over_a_weight(tmp_path, monkeypatch):
+    """A folder named corpus:2024, beside another one named corpus."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus", "corpus:2024"):
+        Path(name).mkdir()
+    specs = ["corpus:2024", "corpus"]
+    assert train.sources_of(SimpleNamespace(data=specs)) == {"corpus:2024": 1, "corpus": 1}
+    specs = ["corpus:2024:0.3", "corpus:0.7"]
+    assert train.sources_of(SimpleNamespace(data=specs)) == {"corpus:2024": 0.3, "corpus": 0.7}
+
 @pytest.mark.parametrize("has_bf16, words, want", [
     (False, "--data a", "cuda float32 12 2048 2520"),    # a T4 or V100
     (True, "--data a", "cuda bfloat16 12 2048 2520"),
