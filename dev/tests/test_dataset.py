@@ -335,6 +335,18 @@ def test_only_bytes_that_are_wrong_in_each_run_are_damaged(server, tmp_path):
     server.faults["c.parquet"] = [503] * 6
     assert not isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
 
+@pytest.mark.parametrize("place, errors", [
+    ("a.parquet", [dataset.Damaged("flipped")]),    # perhaps on a network disk
+    ("s3://a.parquet", [*5 * [OSError("503")], dataset.Damaged("flipped")])])
+def test_bytes_are_damaged_if_they_are_wrong_twice(monkeypatch, place, errors):
+    """Once, the network may be at fault: skip_bad would leave out a good row group in one run only."""
+    monkeypatch.setattr(dataset, "pause", lambda seconds: None)
+    work = mock.Mock(side_effect=[*errors, "documents"])
+    assert dataset.retry(work, place, "") == "documents"
+    twice = mock.Mock(side_effect=[*errors, dataset.Damaged("flipped"), "documents"])
+    with pytest.raises(UserError, match="flipped"):
+        dataset.retry(twice, place, "")
+
 def test_footers_are_read_once_and_kept_small(tmp_path):
     """Of any number of shards, in any order. Arrow kept files, rows and errors of each reading."""
     names = [f"{i}.parquet" for i in range(100)]
