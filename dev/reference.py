@@ -3,8 +3,8 @@ All rows of a run, slow and obvious: without threads, ranks, states or arithmeti
 
     python -m dev.reference          # the rows of a small corpus
 
-Only the packings are the loader's. An epoch is one line of all documents. It is cut into segments, one
-for each lane, and each segment into chunks:
+Only the packings, list_shards and the number SPREAD are the loader's. An epoch is one line of all
+documents. It is cut into segments, one for each lane, and each segment into chunks:
 
     |----- segment 0 ------|----- segment 1 ------|----- segment 2 ------|----- segment 3 ------|
     | chunk 0 | chunk 1 |..| chunk 0 | chunk 1 |..| chunk 0 | chunk 1 |..| chunk 0 | chunk 1 |..|
@@ -153,7 +153,8 @@ SPREAD = 0x5D9DC1A99CCFC6A7    # the loader's
 def chosen(g, weights):
     """The weights divide [0, 1) among the sources. Row g is the point g * SPREAD / 2**64 mod 1."""
     numbers = [weight(g) if callable(weight) else weight for weight in weights.values()]
-    point = g * SPREAD % 2**64 / 2**64 * sum(numbers)
+    *_, total = itertools.accumulate(numbers, initial=0)    # sum() may round in another way
+    point = g * SPREAD % 2**64 / 2**64 * total
     for source, end in zip(weights, itertools.accumulate(numbers), strict=True):
         if point < end:
             return source
