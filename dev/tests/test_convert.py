@@ -3,13 +3,14 @@
 import bz2
 import contextlib
 import csv
+import doctest
 import functools
 import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
-import math
 import os
 import random
 import re
@@ -32,8 +33,10 @@ from hypothesis import strategies as st
 
 import dataset
 from dev import convert
+from dev.records import make_document
 from test_dataloader import HERE
 
+DATA = HERE / "dev/tests/data"
 FORMS_MD = (HERE / "dev/recipes/forms.md").read_text()
 
 # --------------------------------------------------------------------------------------------------
@@ -123,8 +126,6 @@ def answer(content, **others):
 
 USER, ANSWER = user("Hi"), answer("Hello")
 TALK = [USER, ANSWER]
-HIDDEN = answer("Hello", weight=0)
-
 # --------------------------------------------------------------------------------------------------
 # Every document once, in an order that nothing changes
 
@@ -234,15 +235,6 @@ def test_kept_values_count_for_the_size_of_a_run(monkeypatch):
         assert converted("--keep html") == ["a"] * 20 + ["b"] * 20
     assert write_run.call_count == 20
 
-@pytest.mark.parametrize("first_key, words", [
-    ("name", ""),
-    ("content", "--text_key text"),
-    ("text", "--text_key text")])
-def test_an_array_of_records_is_no_conversation(first_key, words):
-    records = [{first_key: text, "text": text} for text in ("one", "two")]
-    write({"a.json": as_json(records)})
-    assert converted(words) == ["one", "two"]
-
 @pytest.mark.parametrize("run_bytes, tasks, workers", [
     (1 << 30, 1, 1),
     (9, 256, 1),
@@ -331,41 +323,29 @@ def test_marks_between_documents_divide_text(output):
 # --------------------------------------------------------------------------------------------------
 # Val shares no text with train
 
+def with_one_space(texts):
+    return [" ".join(text.split()) for text in texts]
+
 NUMBER = st.integers(0, 300).map(str)
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(NUMBER, min_size=2, max_size=400), st.booleans())
 def test_no_text_is_in_train_and_in_val(texts, drop):
+    """Also if it is in two files, with other white space around it."""
     shutil.rmtree("in", ignore_errors=True)
     write_texts(texts[::2])
-    write({"b.csv": as_csv(texts[1::2], ",")})
+    write({"b.csv": as_csv([f"\n{text}\r\n" for text in texts[1::2]], ",")})
     shutil.rmtree("out", ignore_errors=True)
     line = command("in --out out", "--drop_copies" * drop)
     different = sorted({*texts})
     if len(different) == 1:
         assert ", 1 text without copies; train and val need one each. To divide" in line
         return
-    train, val = sides()
+    train, val = map(with_one_space, sides())
     assert train and val and not {*train} & {*val}
     assert sorted(train + val) == (different if drop else sorted(texts))
     n = len(different)
     assert len({*val}) == max(1, n // 100, min(64, n // 10))
-
-def with_one_space(texts):
-    return [" ".join(text.split()) for text in texts]
-
-def test_a_table_in_three_formats_is_noticed(output):
-    texts = [f"row {i}" for i in range(500)]
-    wrapped = [f"\nrow\r\n{i}" for i in range(500)]
-    write({"data.parquet": as_parquet(as_table(texts)), "data.jsonl": texts_as_json(texts),
-           "data.csv": as_csv(wrapped, ",")})
-    assert len(converted()) == 1500
-    said = "\n1,000 of 1,500 documents repeat the text of another one, ignoring white space; "
-    assert f"{said}none is in both train and val (to keep" in output()
-    train, val = map(with_one_space, sides())
-    assert not {*train} & {*val}
-    assert sorted(with_one_space(converted("--drop_copies"))) == sorted(texts)
-    assert said in output()
 
 @pytest.mark.parametrize("other", [[], ["x" * 999]])
 def test_copies_have_the_same_words(output, other):
@@ -464,43 +444,21 @@ def test_a_file_of_no_split_beside_train_is_an_error(train, other):
         assert f"in/{train} is named for train, but in/{other} names no split" in line
         assert "rename it to train-*, val-* or test-*, or name the files to read; to ignore " in line
 
-@pytest.mark.parametrize("train, val, test", [
-    ("train", "dev", "test"),
-    ("trainset", "valset", "testset"),
-    ("trains/a", "devset", "tests/b")])
-def test_splits_in_names_are_kept_apart_and_said(output, train, val, test):
-    texts = {name: [f"{name} {i}" for i in range(9)] for name in (train, val, test)}
-    write({f"{name}.jsonl": texts_as_json(texts[name]) for name in texts})
-    converted()
-    assert sides() == [texts[train], texts[val]]
-    printed = output()
-    for split, name in (("val", val), ("test", test)):
-        said = f"files named for {split}, kept out of the training data: 1, such as in/{name}"
-        assert f"\n{said}.jsonl\n" in f"\n{printed}"
-
-@pytest.mark.parametrize("form", ["folder", "glob", "files"])
-def test_caches_of_a_saved_dataset_are_not_read(output, form):
+@pytest.mark.parametrize("inputs", ["in", "in/*.arrow"])
+def test_caches_of_a_saved_dataset_are_not_read(output, inputs):
     """Nor data files of an earlier save."""
-    names = ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
-    files = [*names, "cache-1f.arrow", "data-00000-of-00001.arrow"]
-    state = {"_data_files": [{"filename": name} for name in names]}
-    write({name: as_stream(name, f"{name} b") for name in files})
-    write({"state.json": json.dumps(state)})
-    inputs = {"folder": ["in"], "glob": ["in/*.arrow"], "files": glob.glob("in/*.arrow")}
-    words = [*inputs[form], "--out", "out"]
-    assert command(*words) is None
-    assert len({*read_all()}) == 4
-    assert "caches of datasets' map, or not named by " in output()
-    line = command("in/cache-1f.arrow --out x")
-    assert "no files to read; ignored files, caches of datasets' map, or not na" in line
+    files = ["data-0-of-2.arrow", "data-1-of-2.arrow", "cache-1f.arrow", "data-0-of-1.arrow"]
+    state = {"_data_files": [{"filename": name} for name in files[:2]]}
+    write({**{name: as_stream(name) for name in files}, "state.json": json.dumps(state)})
+    assert command(inputs, "--out out") is None
+    assert sorted(read_all()) == files[:2]
+    assert "ignored files, caches of datasets' map, or not named by the state.json" in output()
+    assert "no files to read; ignored files, caches" in command("in/cache-1f.arrow --out x")
 
-def test_caches_of_map_beside_train_are_not_read(output):
+def test_caches_of_map_beside_train_are_not_read():
     """In the folder of load_dataset, which has no state.json."""
-    names = ["imdb-train.arrow", "imdb-test.arrow", "cache-1f.arrow"]
-    write({
-        name: as_stream(name, f"{name} b") for name in names})
-    assert converted() == ["imdb-train.arrow", "imdb-train.arrow b"]
-    assert "ignored files, caches of datasets' map, or not na" in output()
+    write({name: as_stream(f"{name} a", f"{name} b") for name in ("train.arrow", "cache-1f.arrow")})
+    assert converted() == ["train.arrow a", "train.arrow b"]
 
 def test_a_saved_dataset_that_selects_rows_is_refused():
     rows = [{"filename": "b.arrow"}]
@@ -528,17 +486,6 @@ def test_kept_columns_stay_beside_their_documents(output):
     printed = output()
     assert re.search(r"dropped column lang: 800, .*, line 1\n", printed)
     assert re.search(r"dropped column url: 1, .*, row 0\n", printed)
-
-@pytest.mark.parametrize("key", ["t", "a.t", "a.b.t"])
-def test_a_null_is_an_empty_document_under_any_key(output, key):
-    """Also where what should have the key is null."""
-    records = ["x", "y", None]
-    for name in reversed(key.split(".")):
-        records = [{name: value} for value in records] + [None]
-    write_rows(*records[:-1])
-    assert converted("--text_key", key) == ["x", "y"]
-    said = f"skipped documents whose '{key}' is null or empty: {len(records) - 3},"
-    assert said in output()
 
 def test_hidden_shards_of_other_tools_are_no_documents(output):
     """Spark leaves what a failed task wrote."""
@@ -614,7 +561,6 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.csv", b"text,caf\xe9\nx,y\n", "unreadable: .*udce9.*; expected UTF-8; ", 0),
     ("a.csv", "text,text\nx,y\n", "unreadable: a key occurs twice: .*'text', 1.*'text', 2", 0),
     ("a.parquet", as_parquet(TWICE), "unreadable: .*2 times", 0),
-    ("a.jsonl", '{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: a key occurs twi", 1),
     ("a.csv", "n,text\n1,x\n2,Well, I said\n",
      "line 3: expected 2 fields, as in the first line; quote texts that have ','", 1),
     ("a.csv", "n,text\n1,x\n2\n", "line 3: expected 2 fields", 1),
@@ -622,48 +568,15 @@ BAD = [    # a file, what is said of it, how many documents come before
     ("a.parquet", as_file("parquet", {"txt": "a"}), rf"row 0: {MISSING}\['txt'\] .*; name", 0),
     ("a.jsonl", '{"text": "fine"}\n{"text": "cut', "line 2: Unterminated .*; expected one", 1),
     ("a.jsonl", '\n\n{"a": {"text": 1}}\n', rf"line 3: {MISSING}\['a'\] .*a.b", 0),
-    ("a.jsonl", '{"question": "x", "answers": ["y"]}',
-     rf"line 1: {MISSING}\['question', 'answers'\] .* a question such as 'prompt' needs an answer "
-     "such as 'completion'.*see Other forms of data in dev/recipes/forms.md", 0),
-    ("a.jsonl", '{"question": "x", "answer": ["y"]}',
-     r"line 1: expected a text, or messages .*; saw \['y'\]; .* see Other forms of data in dev", 0),
-    ("a.jsonl", '{"question": "x", "answer": 0}', "line 1: expected a text, .*; saw 0; ", 0),
     ("a.json", '["x"]', "document 0: .*array of texts: jq -c '.* {text: .}'", 0),
-    ("a.jsonl", '{"text": 0}', "line 1: 'text' holds int, ", 0),
-    ("a.jsonl", '{"context": "", "body": "x"}', rf"line 1: {MISSING}\['context', 'body'\] ", 0),
     ("a.json", UTF_16, "line 1: 'utf-8' .*expected UTF-8; .*iconv", 0),
     ("a.json", '{"version": 1, "data": [{"text": "x"}]}', f"line 1: {MISSING}.*see Other", 0),
-    ("a.jsonl", '{"text": ["x"]}\n', "line 1: 'text' holds list, .* --messages_key NAME; for id", 0),
-    ("a.json", '{"text": {"0": "a", "1": "b"}}', "line 1: 'text' holds dict, .*orient='recor", 0),
-    ("a.jsonl", '{"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}',
-     rf"line 1: {MISSING}\['contents'\] ", 0),
     ("a.jsonl", '{"text": "a"}\r{"text": "b"}', "line 1: Extra data.*; expected one .*old Mac", 0),
     ("a.jsonl", '{"text": "\\ud800"}\n', "line 1: .* surrogates not allowed", 0),
     ("a.json", '[{"text": "a"},\n {"text": 3}]', "document 1: 'text' holds int", 1),
     ("a.md", UTF_16, "text 0: .*; expected UTF-8; .*file OLD.*UTF-16", 0),
-    ("a.parquet", as_file("parquet", {"text": b"a"}), "row 0: 'text' holds bytes, .* cast", 0)]
-BAD_CHATS = [    # test_templates.py has more
-    ([USER], "expected at least one assistant message to train on, .*; saw"),
-    ([USER, answer("")], "expected at least .*, and none that is empty"),
-    ([USER, answer(""), *TALK], "expected at least .*, and none that is empty"),
-    ([{"from": "user", "value": "a", "content": "b"}, ANSWER], "message 0: its value would be l"),
-    (str(TALK), "Expecting property name .*ast.literal_eval.line"),
-    ([USER, HIDDEN, USER, HIDDEN], "expected at least .*; saw .*Hi"),
-    ('[{"role": "user", "role": "user"}]', "a key occurs twice: .*; remove one"),
-    (["Hi"], r"expected a text, or messages such as {'role': .*; saw \['Hi'\]; "),
-    ({"turn_1": "Hi"}, "message 0: expected a message of role .*; saw .*'turn_1': 'Hi'}"),
-    ([USER, answer(True)], "message 1: expected text, or parts"),
-    ([{"content": "Hi"}, ANSWER], "message 0: expected a message of role .*; saw .*Hi"),
-    ([USER, {**ANSWER, "role": "critic"}], "message 1: expected a message of role .* see Other fo"),
-    ([USER, {"role": "model", "parts": ["Yo"]}], "message 1: expected text, .* saw .*Yo"),
-    ([USER, answer("", tool_calls=[1]), *TALK], "message 1: its tool_calls would be lost .*; "),
-    ([USER, answer(None, tool_calls=[1]), *TALK],
-     "message 1: expected text, .*; saw .*tool_calls.*see Other forms of data"),
-    ([*TALK, USER, answer("Hello", reasoning_content="I think")],
-     "message 3: its reasoning_content would be lost .* --ignore_keys reasoning_content; saw"),
-    ([USER, answer("Hello", weight="x", loss=1)], "message 1: weight is 'x'; expected 0 or 1; saw ")]
-BAD += [("a.jsonl", as_json(TALK, {"messages": messages}), f"line 2: {words}", 1)
-        for messages, words in BAD_CHATS]
+    ("a.parquet", as_file("parquet", {"text": b"a"}), "row 0: 'text' holds bytes, .* cast", 0),
+    ("a.jsonl", as_json(TALK, {"messages": [USER]}), "line 2: expected at least one assistant", 1)]
 
 @pytest.mark.parametrize("name, data, words, n_before", BAD, ids=range(len(BAD)))
 def test_bad_document_is_named(output, name, data, words, n_before):
@@ -690,16 +603,12 @@ def test_bad_document_is_named(output, name, data, words, n_before):
     ("_delta_log/0.json", "{}", "", "holds older versions of its data"),
     ("a.jsonl", as_json({"text": "a"}, TALK), "",
      "the input mixes text and conversations; convert them separately"),
-    ("a.jsonl", '{"a": {"b": "x"}, "a": {"b": "y"}}', "--text_key a.b", "line 1: a key occurs"),
-    ("a.jsonl", '{"a": "x"}', "--text_key a.b", r"no text or .* under 'a.b' .None.; saw .'a'"),
     ("a.jsonl", '{"text": "a", "n": 1}\n{"text": "b", "n": "a"}', "--keep n",
      "error: --keep: .*; expected values of one type"),
     ("a.jsonl", f'{{"text": "a", "n": {2 ** 70}}}\n{{"text": "b", "n": 1}}', "--keep n",
      "line 1: .* too large"),
     ("a.jsonl", '{"text": "a"}\n{"text": "b"}', "--keep n",
      "no document has a value under one of --keep; saw .* n: null"),
-    ("a.jsonl", '{"history": "[[\'Hi\', \'Yo\']]", "prompt": "Hi", "answer": "Yo"}', "",
-     r"saw \"\[\['Hi', 'Yo'\]\]\"; to leave it out"),
     ("a.txt", "", "nowhere/*.txt", r"nowhere/\*.txt does not exist or has no files; expected a fi"),
     ("a.txt", "", "-w 0", "expected a whole number, at least 1; "),
     ("a.txt", "", "--out s3://b/x", "cannot write to 's3://b/x'; name a local folder")])
@@ -712,8 +621,8 @@ def test_other_mistakes_are_one_line(capsys, name, data, words, expected):
 
 @pytest.mark.parametrize("out", [".", "full", "/proc", "a.jsonl/x"])
 def test_out_that_cannot_be_made_is_refused(out):
-    """/proc is a mount point."""
-    write({"a.jsonl": texts_as_json("ab"), "full/x": ""}, ".")
+    """... before files are read. /proc is a mount point."""
+    write({"a.jsonl": "{bad", "full/x": ""}, ".")
     line = command("a.jsonl", "--out", out)
     assert re.search(f"{out.strip('.')}; to write elsewhere: --out NEW_FOLDER$", line)
     assert sorted(os.listdir()) == ["a.jsonl", "full"]
@@ -788,108 +697,76 @@ def test_as_text_reads_only_what_it_names():
     assert sorted(read_all("two")) == ["one\n\n", "two"]
 
 # --------------------------------------------------------------------------------------------------
-# Conversations
+# Records, each with what becomes of it: dev/tests/data/records.txt
 
-def test_every_form_of_a_conversation_may_be_in_one_call():
-    sharegpt = [{"from": "Human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+def read_cases():
+    """[(kinds of files, flags, record, the lines after it), ...]"""
+    cases = []
+    for line in (DATA / "records.txt").read_text().splitlines():
+        match line[:1]:
+            case "#":
+                kinds, flags = "jsonl parquet", ""
+            case ">":
+                kinds = line[1:]
+            case "$":
+                flags = line[1:]
+            case " ":
+                cases[-1][-1].append(line.strip())
+            case "{" | "[":
+                record = line.replace("USER", json.dumps(USER)).replace("ANSWER", json.dumps(ANSWER))
+                cases.append((kinds.split(), flags.split(), record, []))
+    return cases
+
+def show_message(message):
+    weight = f" (weight {message['weight']})" if "weight" in message else ""
+    return f"{message['role']}{weight}: {message['content']}".replace("\n", "\\n")
+
+def outcome(path, flags):
+    """The lines after a record, as records.txt has them."""
+    say = mock.Mock()
+    [(_, _, record)] = convert.records_of(path, convert.READERS[Path(path).suffix], flags)
+    try:
+        document, _ = make_document(record, flags, say)
+    except Exception as error:
+        return f"error: {error}"
+    said = [call.args[0] for call in say.call_args_list]
+    if "text" in said:
+        said.remove("text")
+        said.insert(0, f"text: {document.decode()}")
+    if "messages" in said:
+        said.remove("messages")
+        said.insert(0, " | ".join(map(show_message, json.loads(document))))
+    return "\n".join(said)
+
+@pytest.mark.parametrize("kinds, flags, record, expected", read_cases(), ids=itertools.count())
+def test_a_record_becomes_what_records_txt_says(kinds, flags, record, expected):
+    with mock.patch("dev.convert.convert") as run:
+        convert.main(["in", *flags])
+    [[flags], _] = run.call_args
+    for kind in kinds:
+        write({f"a.{kind}": record if kind == "jsonl" else as_file(kind, json.loads(record))})
+        found = outcome(f"in/a.{kind}", flags)
+        is_equal = doctest.OutputChecker().check_output("\n".join(expected), found, doctest.ELLIPSIS)
+        assert is_equal, f"{kind}: {found}"
+
+def test_chats_of_all_formats_may_be_in_one_call():
     write({
-        "a.jsonl": as_json({"messages": TALK}, {"conversations": sharegpt},
-                           {"prompt": "Hi", "completion": "Hello"}),
-        # nanochat's lines
-        "b.jsonl": as_json([USER, {**ANSWER, "role": "Assistant"}], TALK, [ANSWER, *TALK]),
+        "a.jsonl": as_json({"conversations": TALK}, [USER, ANSWER, *TALK]),
         "c.csv": "prompt;response\n\nHi;Hello\n",
-        "d.parquet": as_file("parquet", {"messages": TALK}, {"messages": [USER, HIDDEN, ANSWER]}),
-        "o.parquet": as_file("parquet", {"messages": json.dumps(TALK)}),    # ours
-        "e.json": as_json([{"instruction": "Hi", "input": "", "output": "Hello"},
-                           {"instruction": "Add", "input": "1, 2", "output": "3"},
-                           {"instruction": "Hi", "context": "", "response": "Hello"},
-                           {"question": "Hi", "answer": "Hello"}]),
-        "f.jsonl": as_json({"prompt": [USER], "completion": [ANSWER]},
-                           {"prompt": [USER], "completion": "Hello"},
-                           {"messages": json.dumps(TALK), "text": None})})
-    odd = [[user("Add\n\n1, 2"), answer("3")], [ANSWER, *TALK], [USER, HIDDEN, ANSWER]]
-    assert sorted(map(str, chats())) == sorted(map(str, 14 * [TALK] + odd))
+        "d.parquet": as_file("parquet", {"messages": TALK}, {"messages": [ANSWER, *TALK]}),
+        "o.parquet": as_file("parquet", {"messages": json.dumps(TALK)})})    # ours
+    assert chats() == [*4 * [TALK], [ANSWER, *TALK], [USER, ANSWER, *TALK]]
     assert {shard.kind for shard in all_of()} == {"messages"}
 
-def test_text_beside_a_conversation_is_for_the_user_to_choose():
-    record = {"instruction": "Hi", "input": "", "output": "Hello", "text": "Hi. Hello"}
-    other = {**record, "input": "there", "text": "Hi there. Hello"}
-    write({"a.jsonl": as_json(record), "b.parquet": as_file("parquet", other)})
-    line = refused()
-    assert "it has 'text' and 'instruction', of which one is read; to read one as text: --" in line
-    there = [user("Hi\n\nthere"), ANSWER]
-    assert sorted(chats("--messages_key instruction"), key=str) == [TALK, there]
-    assert converted("--text_key text") == ["Hi there. Hello", "Hi. Hello"]
-
-def test_roles_parts_and_weights_survive():
-    code = [{"type": "python", "text": "1+1"}, {"type": "python_output", "text": "2"}]
-    chat = [{"role": "developer", "content": "Be nice"}, USER, HIDDEN,
-            {"role": "tool", "content": "3"}, answer(code, weight=1)]
-    in_parts = [user(PARTS), ANSWER]
-    write_rows({"text": chat, "chat": "x"}, {"text": in_parts})
-    assert chats("--messages_key text") == [in_parts, chat]
-
-PARTS = [{"type": "text", "text": "Be "}, {"type": "text", "text": "kind"}]    # Anthropic's
-KIND = {"role": "system", "content": "Be kind"}
-BRIEF = {**KIND, "content": "Be brief"}
-
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-@pytest.mark.parametrize("row, expected, dropped", [
-    ({"system": "Be kind", "conversations": TALK}, [KIND, *TALK], []),
-    ({"system": "Be kind", "messages": TALK}, [KIND, *TALK], []),
-    ({"system": "", "instruction": "Hi", "output": "Hello"}, TALK, []),
-    ({"system_prompt": "Be kind", "question": "Hi", "answer": "Hello"}, [KIND, *TALK], []),
-    ({"system": PARTS, "messages": TALK}, [{**KIND, "content": PARTS}, *TALK], []),
-    # Not if it has one itself: then it is reported
-    ({"system": "Be kind", "messages": [BRIEF, *TALK]}, [BRIEF, *TALK], ["system"])])
-def test_a_system_beside_a_conversation_comes_first(output, suffix, row, expected, dropped):
-    write({f"a.{suffix}": as_file(suffix, row, row), "b.jsonl": as_json(2 * TALK)})
-    assert sorted(chats(), key=str) == sorted([expected, expected, 2 * TALK], key=str)
-    assert re.findall(r"dropped column (.*): 2, such as ", output()) == dropped
-
-def test_nothing_in_a_prompt_is_learned():
-    """As in TRL, whose prompt may be a list of messages."""
-    theirs = {"from": "gpt", "value": "Hello"}
-    prompt = [USER, theirs, USER, answer("Hello", weight=1), USER]
-    write_rows({"prompt": prompt, "completion": [ANSWER]}, TALK)
-    assert chats() == [TALK, [USER, HIDDEN, USER, answer("Hello", weight=1), *TALK]]
-
-def test_equal_keys_of_an_object_are_an_error():
-    good = b'{"text": "a", "m": {"n": 1, "o": "c"}}\n{"text": "b"}\n'
-    write({"a.jsonl": good + b'{"text": "b", "m": {"n": 1, "n": 2}}'})
-    line = refused()
-    assert "line 3: a key occurs twice: [('n', 1), ('n', 2)]; remove one" in line
-    assert converted("--skip_bad") == ["a", "b"]
-
 def test_values_that_python_cannot_have_are_not_read():
-    times = pa.array([1, 2], pa.timestamp("ns"))
-    write({"a.parquet": as_parquet(pa.table({"text": ["a", "b"], "when": times}))})
-    assert converted() == ["a", "b"]
-
-def test_conversations_that_nanochats_template_refuses_are_counted(output):
-    tool = {"role": "tool", "content": "4"}
-    write_rows(TALK, [KIND, *TALK, *TALK],
-               [USER, KIND, ANSWER], [KIND, ANSWER], [*TALK, tool, ANSWER])
-    assert len(converted()) == 5
-    assert "conversations that nanochat's template cannot render" in output()
-    assert len(converted("--skip_bad")) == 2
-    assert "skipped bad documents: 3, such as " in output()
-
-def test_other_keys_of_messages_are_an_error_unless_they_are_named():
-    """Each may say what not to learn. Keys without a value do not count."""
-    others = {"name": "Bob", "refusal": "", "thinking": "so", "audio": None, "calls": []}
-    write_rows({"messages": [USER, answer("Hello", **others)]}, TALK + TALK)
-    for words, lost in [("", "name thinking"), ("--ignore_keys name", "thinking"),
-                        ("--ignore_keys thinking", "name")]:
-        said = f"a.jsonl, line 1: message 1: its {lost} would be lost .*weight.*; to drop it: "
-        assert re.search(f"{said}python -m dev.convert --ignore_keys {lost}; saw ", refused(words))
-    assert len(converted("--ignore_keys thinking name")) == 2
-    write({"b.jsonl": as_json([USER, answer("", **others)])})
-    line = refused("--ignore_keys thinking name")
-    assert re.search("b.jsonl, line 1: expected at least .*, and none that is empty", line)
+    """As in columns that are not needed; those of chats are not, beside a text."""
+    odd = pa.array(2 * [10 ** 12], pa.timestamp("s"))    # Python has no such year
+    columns = dict.fromkeys(["when", "label", "history", "system"], odd)
+    write({"a.parquet": as_parquet(pa.table({"text": ["a", "b"], **columns}))})
+    assert converted("--text_key text") == ["a", "b"]
 
 # Each recipe's input and output, for one record
-OTHER_FORMS = (HERE / "dev/tests/data/other_forms.jsonl").read_text().splitlines()
+OTHER_FORMS = (DATA / "other_forms.jsonl").read_text().splitlines()
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="jq is not installed")
 @pytest.mark.parametrize("number", range(len(OTHER_FORMS)))
@@ -902,179 +779,6 @@ def test_other_forms_become_chats_by_the_commands_of_forms_md(number):
     other = [ANSWER, *TALK]
     write({"a.jsonl": Path("NEW.jsonl").read_bytes() + as_json(other)})
     assert sorted(chats(), key=str) == sorted([expected, other], key=str)
-
-@pytest.mark.parametrize("key, value", [
-    ("weight", 0),
-    ("weight", 1),
-    ("loss", False),
-    ("citations", [1]),
-    ("reasoning", "so")])
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_other_keys_of_parts_are_an_error(suffix, key, value):
-    """A part of weight 0 is a wrong answer."""
-    part = {"type": "text", "text": "No", "annotations": [], "image": None}
-    row = {"messages": [user([part]), answer([{**part, key: value}, part])]}
-    good = [user([part]), answer([part])]
-    write({f"a.{suffix}": as_file(suffix, row), "b.jsonl": as_json(TALK, good)})
-    said = rf"message 1: its {key} would be lost .*; to drop it: see Other forms .* for {key}; "
-    assert re.search(said, refused())
-    assert len(converted("--skip_bad")) == 2
-
-MARKS = pytest.mark.parametrize("key", ["weight", "loss", "train", "loss_weight", "label"])
-
-@MARKS
-@pytest.mark.parametrize("value, weight", [
-    *zip([False, 0, 0.0, "False", "0"], 5 * [0], strict=True),
-    *zip([True, 1, 1.0, "true"], 4 * [1], strict=True),
-    (None, None),
-    (0.5, "error"),
-    ("so", "error")])
-def test_marks_of_answers_are_read_or_refused(key, value, weight):
-    """Of OpenAI, ms-swift, axolotl and LLaMA-Factory."""
-    marked = {"from": "gpt", "value": "No", key: value}
-    write_rows({"conversations": [{"from": "human", "value": "Hi"}, marked, *TALK]}, TALK)
-    if weight == "error":
-        assert "; expected 0 or 1; saw " in refused()
-    else:
-        weights = [message.get("weight") for message in chats()[1]]
-        assert weights == [None, weight, None, None]
-
-@MARKS
-@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "csv"])
-@pytest.mark.parametrize("value", [False, 0, 0.0, "0", True, 1, "True", None, "None", 2, "good"])
-def test_marks_of_a_record_are_read(output, key, suffix, value):
-    row = {"prompt": "Hi", "completion": "No", key: value}
-    write({f"a.{suffix}": as_file(suffix, row), "b.jsonl": as_json(TALK, 2 * TALK)})
-    found, printed = converted(), output()
-    is_bad = str(value) in ("False", "0", "0.0")
-    assert len(found) == 3 - is_bad
-    assert is_bad == (f"skipped conversations whose {key} is false: 1, such as " in printed)
-    assert (f"dropped column {key}: 1, " in printed) == (value in (2, "good", "None"))
-    assert len(converted("--ignore_keys", key)) == 3
-
-def test_bad_answers_of_preference_data_are_left_out(output):
-    chosen = {"prompt": "Hi", "chosen": "Good", "rejected": "Bad"}
-    whole = {"prompt": "Hi", "chosen": [USER, answer("Best")], "rejected": TALK}
-    write_rows(chosen, whole, *({"prompt": "Hi", "completion": f"{label}", "label": label}
-                                for label in (0, 1, False)))
-    write({"b.parquet": as_file(
-        "parquet", {"prompt": "Hi", "completion": "y", "label": True},
-        {"prompt": "Hi", "completion": "n", "label": False})})
-    found = [[USER, answer(text)] for text in ("1", "Best", "Good", "y")]
-    assert sorted(chats(), key=str) == found
-    printed = output()
-    assert "skipped conversations whose label is false: 3, such as " in printed
-    assert "dropped column rejected: 2, " in printed
-
-@pytest.mark.parametrize("asking", ["prompt", "question", "instruction"])
-@pytest.mark.parametrize("answering", ["completion", "response", "answer", "output"])
-@pytest.mark.parametrize("adding", ["", "input", "context", "input context"])
-def test_any_question_and_answer_make_a_conversation(asking, answering, adding):
-    added = dict.fromkeys(adding.split(), "2 and 3")
-    row = {answering: "5", **added, asking: "Add", "id": 7}
-    history = [["Hi", "Hello"], ["Who?", "Me"]]
-    longer = {**row, "history": history, "system_prompt": "Be kind"}
-    write({"a.jsonl": as_json(row), "b.parquet": as_file("parquet", longer)})
-    question = "\n\n".join(["Add", *added.values()])
-    pair = [user(question), answer("5")]
-    assert chats() == [pair, [KIND, *TALK, user("Who?"), answer("Me"), *pair]]
-
-def test_a_question_may_be_an_input_alone():
-    row = {"input": "Well?", "output": "So", "history": [["Hi", "Hello"]]}
-    write({"a.jsonl": as_json(row), "b.csv": "context,answer,history\nHi,Hello,\n"})
-    assert chats() == [TALK, [*TALK, user("Well?"), answer("So")]]
-
-@pytest.mark.parametrize("history", [
-    ["Hello there", "Hi, how can I help?"],
-    ["ab", "cd"],
-    [["Hi"]],
-    [["Hi", "Hello", "Hi"]],
-    TALK,
-    [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}],
-    [{"question": "Hi", "answer": "Hello"}],
-    [["Hi", ["Hello"]]],
-    [1, 2],
-    "edited"])
-@pytest.mark.parametrize("row", [{"question": "Well?", "answer": "So"}, {"messages": TALK}])
-def test_a_history_that_is_no_pairs_of_texts_is_an_error(history, row):
-    write_rows({**row, "history": history}, [*TALK, *TALK])
-    line = refused()
-    expected = r"expected pairs of texts, \[\['Hi', 'Hello'\], ...\], under 'history'; saw .*; to"
-    assert re.search(f"a.jsonl, line 1: {expected} leave it out: --ignore_keys history", line)
-    assert len(converted("--ignore_keys history")) == 2
-
-@pytest.mark.parametrize("row", [
-    {"question": "Well?", "context": [["Title", ["one", "two"]]]},
-    {"prompt": [USER], "input": "x"}])
-def test_what_is_added_to_a_question_is_text(row):
-    """HotpotQA's context is a list."""
-    write_rows({**row, "answer": "So"}, TALK)
-    line = refused()
-    assert re.search("line 1: the columns of a question are joined, .*; saw .*; to leave a "
-                     "column out: --ignore_keys NAME", line)
-    assert len(converted("--ignore_keys context input")) == 2
-
-def test_nan_is_null(output):
-    """pandas writes it in place of a missing text."""
-    write_rows({"text": "a", "n": 1}, {"text": math.nan}, {"text": "b"})
-    assert converted() == ["a", "b"]
-    assert "skipped documents whose 'text' is null or empty: 1, " in output()
-    write_rows({"instruction": "Hi", "input": math.nan, "output": "Hello"}, 2 * TALK)
-    assert chats() == [TALK, 2 * TALK]
-
-def test_a_history_may_be_the_question():
-    write({"a.csv": "history,response\nHi,Hello\nHi!,Hello\n"})
-    found = chats("--messages_key history")
-    assert sorted(question["content"] for question, _ in found) == ["Hi", "Hi!"]
-
-def test_a_chosen_answer_beside_a_conversation_is_learned(output):
-    """LLaMA-Factory's preference data of several turns, and UltraFeedback's."""
-    good = {"from": "gpt", "value": "Good"}
-    write_rows({"conversations": [*TALK, USER], "chosen": good, "rejected": ANSWER},
-               {"messages": TALK, "prompt": "Hi", "chosen": TALK, "rejected": [USER, HIDDEN]})
-    assert chats() == [TALK, [USER, HIDDEN, USER, answer("Good")]]
-    found = re.findall("dropped column (.*): (.), ", output())
-    assert found == [("rejected", "2"), ("prompt", "1")]
-    write({"b.jsonl": as_json({"messages": TALK, "chosen": "Good"})})
-    line = refused()
-    assert re.search("b.jsonl, line 1: .*'Good'}] does not answer .*'Hi'.*'Hello'}]; to le", line)
-    assert chats("--ignore_keys chosen --skip_bad")[0] == TALK
-
-@pytest.mark.parametrize("key", ["query", "input", "a.b", "chosen.b"])
-def test_a_question_may_have_any_name(key):
-    """ms-swift's query, for instance. Under such a name, a list is a conversation."""
-    head, _, rest = key.partition(".")
-    row = {"system": "Be kind", "history": [["Hi", "Hello"]], "response": "So"}
-    values = "Well?", TALK
-    if rest:
-        values = {rest: "Well?"}, {rest: TALK}
-    write_rows(*({**row, head: value} for value in values))
-    assert sorted(chats("--messages_key", key), key=str) == [
-        [KIND, *TALK, *TALK], [KIND, *TALK, user("Well?"), answer("So")]]
-
-@pytest.mark.parametrize("key, row", [
-    ("prompt", {"prompt": [USER], "completion": "Hello"}),
-    ("chosen", {"chosen": TALK}),
-    ("output", {"output": "Hi", "response": "Hello"}),
-    ("system_prompt", {"system_prompt": "Hi", "response": "Hello"})])
-def test_a_column_has_one_use(output, key, row):
-    write_rows({**row, "rejected": "No"}, {**row, "system": "Be kind"})
-    found = chats("--messages_key", key)
-    assert found == [TALK, [KIND, *TALK]]
-    assert re.findall("dropped column (.*): 1, such as", output()) == ["rejected"]
-
-def test_a_text_under_messages_is_no_conversation(output):
-    row = {"messages": "Two.", "prompt": "Hi", "answer": "Hello"}
-    write_rows(row, [*TALK, *TALK])
-    assert TALK in chats()
-    assert "dropped column messages: 1, " in output()
-
-def test_a_question_may_look_like_a_mark():
-    """... that says not to learn it."""
-    rows = [{"label": label, "response": "Hello"} for label in ("0", "Hi")]
-    write_rows(*rows)
-    found = chats("--messages_key label")
-    assert sorted(question["content"] for question, _ in found) == ["0", "Hi"]
 
 def test_files_become_lines_of_json_by_the_commands_of_forms_md():
     text = FORMS_MD[FORMS_MD.index("## Other forms"):]
@@ -1092,84 +796,6 @@ def test_files_become_lines_of_json_by_the_commands_of_forms_md():
     assert found == expected[:len(found)]
     assert len(commands) == 4 and len(found) >= 5
 
-def test_a_rejected_answer_is_an_error():
-    """HALOs marks them so."""
-    row = {"prompt": "Hi", "completion": "a", "type": "chosen"}
-    write_rows(row, {**row, "completion": "b", "type": "rejected"}, TALK)
-    line = refused()
-    assert "line 2: 'type' is 'rejected'; to train on it anyway: --ignore_keys type (to" in line
-    assert len(converted("--ignore_keys type")) == 3
-    assert len(converted("--skip_bad")) == 2
-    write_rows({"text": "a", "n": "rejected"}, {"text": "b"})
-    assert converted() == ["a", "b"]
-
-def test_each_dropped_column_is_said(output):
-    """Also if it is false, or null at first: it may say what not to learn."""
-    write_rows({"prompt": "a", "answer": "b", "is_good": False, "loss_mask": None},
-               {"prompt": "b", "answer": "b", "is_good": False, "loss_mask": [0]},
-               {"prompt": "c", "answer": "b", "n": 0})
-    converted()
-    found = re.findall(r"dropped column (.*: \d), such as .*, line (\d)", output())
-    assert found == [("is_good: 2", "1"), ("loss_mask: 1", "2"), ("n: 1", "3")]
-
-@pytest.mark.parametrize("row", [
-    {"instruction": "Hi", "output": ""},
-    {"prompt": "", "completion": "Hello"},
-    {"messages": []},
-    {"question": "Hi", "answer": None},
-    {"messages": "", "id": 3},
-    {"input": "", "output": "Hello"}])
-def test_empty_chats_are_counted_like_empty_texts(output, row):
-    """28 of Alpaca's outputs, questions of SQuAD without an answer."""
-    write_rows(TALK, row, [ANSWER, *TALK])
-    assert len(converted()) == 2
-    name = next(name for name in row if not row[name])
-    printed = output()
-    assert f"skipped documents whose '{name}' is null or empty: 1, such as " in printed
-    assert "dropped" not in printed
-
-@pytest.mark.parametrize("suffix", ["jsonl", "csv", "parquet"])
-def test_a_conversation_in_any_column_may_be_written_as_json(suffix):
-    """Other texts that are JSON stay texts."""
-    texts = [("[", '[{"name": "Bob"}]'), ("[1, 2]: why?", "[2]")]
-    pairs = [("Hi", "Hello"), (json.dumps([USER]), " " + json.dumps([ANSWER])), *texts]
-    rows = [{"prompt": question, "answer": text} for question, text in pairs]
-    write({f"a.{suffix}": as_file(suffix, *rows)})
-    expected = [TALK, TALK, *([user(question), answer(text)] for question, text in texts)]
-    for words in "", "--messages_key prompt":
-        assert sorted(chats(words), key=str) == sorted(expected, key=str)
-
-def test_a_prompt_is_never_lost():
-    """An answer may go on with several turns, or be the whole chat, as in TRL."""
-    write_rows({"prompt": [USER], "chosen": [ANSWER, USER, ANSWER]},
-               {"prompt": [KIND], "completion": TALK},
-               {"prompt": [USER, ANSWER, USER], "chosen": 2 * TALK},
-               {"history": [["Hi", "Hello"]], "messages": [KIND, *TALK]})
-    expected = [[KIND, *TALK], [KIND, *2 * TALK], 2 * TALK, 2 * TALK]
-    assert sorted(chats(), key=str) == sorted(expected, key=str)
-    for question in ("Ho", [KIND, USER]):
-        write_rows({"prompt": question, "chosen": TALK})
-        assert re.search(r"line 1: .*'Hi'.*'Hello'}\] does not answer \[{", refused())
-    write_rows({"prompt": "Ho", "chosen": TALK}, [ANSWER, *TALK])
-    assert chats("--messages_key chosen") == [TALK, [ANSWER, *TALK]]
-
-def test_an_answer_may_repeat_its_question():
-    """Only a chat that begins with the messages of its prompt is a whole one."""
-    echo, pair = [USER, answer("Hi")], {"prompt": "Hi", "completion": "Hi"}
-    write_rows(pair, {"messages": [USER], "chosen": [{**USER, "tool_calls": []}, answer("Hi")]},
-               {**pair, "history": [["So", "So"]]})
-    assert chats() == [echo, echo, [user("So"), answer("So"), *echo]]
-
-def test_roles_have_the_names_of_sharegpt_and_llama_factory():
-    names = ["human", "function_call", "observation", "gpt", "user", "chatgpt", "bing", "model",
-             "function", "Chatbot"]
-    write_rows({"conversations": [{"from": name, "value": "x"} for name in names]}, TALK)
-    _, chat = chats()
-    assert [message["role"][0] for message in chat] == [*"uatauaaata"]
-    colossal = [{"from": message["role"], "content": message["content"]} for message in TALK]
-    write_rows({"conversations": colossal}, [ANSWER, *TALK])
-    assert chats() == [TALK, [ANSWER, *TALK]]
-
 def test_signs_of_damaged_text_are_counted(output):
     """UTF-16 without its mark is valid UTF-8, with a NUL in each letter."""
     marks = ["<|im_end|>", "<start_of_turn>", "<\uff5cend\uff5c>"]
@@ -1180,12 +806,6 @@ def test_signs_of_damaged_text_are_counted(output):
     found = re.findall(r"(?m)^texts (?:with|that contain|that are) ([^ ,]+).*: (\d), such as ", output())
     assert dict(found) == {**dict.fromkeys(marks, "1"), "JSON": "1", "NUL": "3"}
 
-def test_chats_show_no_sign_of_damage(output):
-    """Shards hold them as JSON."""
-    write_rows(TALK, [*TALK, *TALK])
-    assert len(converted()) == 2
-    assert "texts" not in output()
-
 def test_a_readme_among_files_without_quotes_is_no_document(output):
     about = {"README.txt": "about", "LICENSE.txt": "MIT"}
     write({**about, "a.jsonl": texts_as_json(["a", "b"])})
@@ -1193,14 +813,6 @@ def test_a_readme_among_files_without_quotes_is_no_document(output):
     assert sorted(read_all()) == ["a", "b"]
     assert "ignored files, about the data (to read them: --as_text README.md): 2, " in output()
     assert "no files to read; ignored" in command("in/README.txt", "--out", "x")
-
-def test_two_answers_are_for_the_user_to_choose():
-    row = {"prompt": "Hi", "response": "a", "output": "b", "question": ""}
-    write_rows(row, {**row, "response": "c"})
-    line = refused()
-    assert "it has 'response' and 'output'," in line and "--ignore_keys output (to skip" in line
-    found = chats("--ignore_keys output")
-    assert sorted(answer["content"] for _, answer in found) == ["a", "c"]
 
 # --------------------------------------------------------------------------------------------------
 # Processes
@@ -1224,6 +836,7 @@ def group_of(pid):
 STUCK = """
 import signal, time
 from dev import convert
+from dev.records import make_document
 convert.cores = lambda: 2
 convert.divide = lambda *_: time.sleep(99)
 signal.signal(signal.SIGINT, signal.default_int_handler)    # a shell may ignore it
@@ -1265,25 +878,6 @@ def test_scripts_that_are_run_directly_say_how_to_run_them():
         ended = subprocess.run(command, cwd=HERE, text=True, capture_output=True)
         assert re.fullmatch("usage: .*\n", ended.stderr), name
 
-def test_history_of_a_conversation_is_not_said_to_be_dropped(output):
-    row = {"history": [["So", "So"]], "prompt": "Hi", "answer": "Hello"}
-    write_rows(row, row, TALK)
-    assert len(converted()) == 3
-    assert "dropped" not in output()
-
-def test_a_whole_chat_repeats_the_weights_of_its_prompt():
-    """If one masks an answer and the other does not, which one is right?"""
-    write_rows({"messages": [USER, HIDDEN], "chosen": TALK}, TALK + TALK)
-    line = refused()
-    assert re.search("line 1: .* does not answer .*'weight': 0", line)
-    assert chats("--messages_key chosen") == [TALK, TALK + TALK]
-
-def test_columns_of_chats_are_not_read_with_a_text_key():
-    odd = pa.array(2 * [10 ** 12], pa.timestamp("s"))    # Python has no such year
-    columns = dict.fromkeys(["label", "history", "system"], odd)
-    write({"a.parquet": as_parquet(pa.table({"text": ["a", "b"], **columns}))})
-    assert converted("--text_key text") == ["a", "b"]
-
 def test_processes_that_cannot_start_leave_no_folder(monkeypatch):
     write_texts("ab")
     monkeypatch.setattr(convert, "cores", lambda: 2)
@@ -1292,24 +886,6 @@ def test_processes_that_cannot_start_leave_no_folder(monkeypatch):
     line = refused("-w", 2)
     assert "no semaphores" in line
     assert os.listdir() == ["in"]
-
-def test_two_questions_are_for_the_user_to_choose():
-    """... and not joined, as an input is."""
-    row = {"prompt": "Hi", "question": "Ho", "answer": "Hello"}
-    write_rows(row, {**row, "answer": "Yo"})
-    assert "it has 'prompt' and 'question', of which" in refused()
-    assert TALK in chats("--ignore_keys question")
-
-def test_one_of_several_marks_masks_a_message():
-    marked = {**ANSWER, "weight": 1, "loss": 0, "train": True}
-    write_rows([USER, marked, *TALK], TALK)
-    found = chats()
-    assert found[1] == [USER, {**ANSWER, "weight": 0}, *TALK]
-
-def test_a_full_out_is_refused_before_files_are_read():
-    write({"a.jsonl": b"{bad", "full/x": ""}, ".")
-    line = command("a.jsonl", "--out", "full")
-    assert "full; to write elsewhere" in line
 
 def test_a_killed_worker_is_named(monkeypatch):
     write_texts("ab")
@@ -1369,16 +945,6 @@ def test_shards_named_for_their_codec_are_read(codec):
     write({"a.parquet": table_bytes(text=["a"]), f"b.parquet.{codec}": table_bytes(text=["b"])})
     assert sorted(read_all("in")) == converted() == ["a", "b"]
 
-@pytest.mark.parametrize("name, is_table", [
-    ("book.metadata.json", False), ("metadata/book.metadata.json", False),
-    ("metadata/v1.metadata.json", True), ("_delta_log/0.json", True)])
-def test_a_table_of_another_tool_has_more_than_one_sign(name, is_table):
-    write({"a.parquet": table_bytes(text=["a"]), "b.parquet": table_bytes(text=["b"]), name: "{}"})
-    if is_table:
-        assert "is a table of Delta, Hudi or Iceberg" in refused()
-    else:
-        assert sorted(read_all("in")) == ["a", "b"]
-
 def test_quotes_around_a_glob_change_nothing(output):
     write({"a.parquet": table_bytes(text=["a"]), "b.parquet/part-0.parquet": table_bytes(text=["b"]),
            "c.parquet/.part-0.parquet.crc": "", "c.parquet/part-0.parquet": table_bytes(text=["c"])})
@@ -1432,10 +998,6 @@ def test_names_that_are_no_utf8_are_said(output):
         file.write(b'{"text": "c"}')
     assert converted() == ["a", "b"]
     assert "with names that are no UTF-8 (rename them): 1, " in output()
-
-def test_tabs_in_a_text_are_read():
-    write({"a.jsonl": '{"text": "a\tb"}\n{"text": "c"}\n'})
-    assert converted() == ["a\tb", "c"]
 
 def test_the_advice_for_json_leads_somewhere():
     """... for line ends in a text, and for what Python printed."""

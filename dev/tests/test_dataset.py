@@ -504,10 +504,15 @@ def test_the_content_of_a_slice_begins_at_0():
 # Folders, and the index
 
 def test_shards_are_found_below_a_folder_but_not_what_other_tools_hide(tmp_path):
-    """Links are as good as files. A hidden folder is not walked: one here is a circle."""
+    """
+    Links are as good as files. A hidden folder is not walked: one here is a circle. A table of
+    Delta, Hudi or Iceberg has more than a file named metadata.json.
+    """
     folder = tmp_path / "data"
     shown = ["a", "my_delta_log/e", "part.parquet/c", "snapshots/d", "y=24/b"]
     write(folder, *shown, "_temporary/0", ".cache/d", "y=24/_d", ".e")
+    for name in ("book.metadata.json", "metadata/book.metadata.json"):
+        write_text(folder, name)
     for name in ("f.PQ", "i.parq", "README.md"):
         (folder / name).write_bytes(b"")
     write(tmp_path / "far", "x/g", "h")
