@@ -26,12 +26,14 @@ class Packed(BaseDataLoader):
     class Config(BaseDataLoader.Config):
         tokenizer_path: str = "my_tokenizer"
         split: str = "train"
+        num_lanes: int = 64    # the same on any number of ranks, or DCP refuses to load the state
 
     def __init__(self, config, *, dp_world_size, dp_rank, seq_len, local_batch_size, **_):
         tokenizer = get_tokenizer(config.tokenizer_path)
         self.bos = tokenizer.get_bos_token_id()
         self.loader = PackedLoader(tokenizer, local_batch_size, seq_len, config.split,
-                                   data_dir=config.dataset_path, rank=dp_rank, world_size=dp_world_size)
+                                   data_dir=config.dataset_path, rank=dp_rank, world_size=dp_world_size,
+                                   num_lanes=config.num_lanes)
 
     def __iter__(self):
         for inputs, labels in self.loader:
@@ -40,7 +42,7 @@ class Packed(BaseDataLoader):
             positions = columns - (columns * begins).cummax(1).values
             yield {"input": inputs, "positions": positions}, labels
 
-    def state_dict(self):    # of this rank; torchtitan's checkpointer joins the ranks' states
+    def state_dict(self):    # of this rank; torchtitan's checkpointer merges the ranks' states
         return self.loader.state_dict()
 
     def load_state_dict(self, state):
