@@ -8,6 +8,7 @@ Weight the loss of each token. Here, the weight is its document's score, from a 
 import functools
 import sys
 
+import numpy as np
 import pyarrow.parquet as pq
 import torch
 import torch.nn.functional as F
@@ -22,17 +23,13 @@ def read_scores(path, row_group):
     column = pq.ParquetFile(path).read_row_group(row_group, columns=["score"])["score"]
     return column.to_numpy()
 
-def weights_of(loader, targets):
-    """The weight of each target of the last batch, (B, T); 0 where a target is masked."""
-    weights = torch.zeros(targets.shape)
-    for weights_of_row, pieces in zip(weights, loader.pieces(), strict=True):
-        for piece in pieces:    # tokens of one document, which begin at piece.offset of the row
-            location = piece.location
-            scores = read_scores(location.path, location.row_group)
-            begin = max(0, piece.offset - 1)    # target i is token i + 1 of the row
-            end = piece.offset + piece.stop - piece.start - 1
-            weights_of_row[begin:end] = scores[location.row]
-    return weights * (targets >= 0)
+def with_weight(ids, location, epoch):
+    """The ids, and a weight for each."""
+    scores = read_scores(location.path, location.row_group)
+    tokens = np.zeros(len(ids), [("id", np.int64), ("weight", np.float32)])
+    tokens["id"] = ids
+    tokens["weight"] = scores[location.row]
+    return tokens
 
 if __name__ == "__main__":
     [data] = sys.argv[1:]
@@ -40,10 +37,10 @@ if __name__ == "__main__":
     n = tokenizer.get_vocab_size()
     model = torch.nn.Sequential(torch.nn.Embedding(n, 64), torch.nn.Linear(64, n))
     optimizer = torch.optim.AdamW(model.parameters())
-    with PackedLoader(tokenizer, B=4, T=128, split="train", data_dir=data) as loader:
+    with PackedLoader(tokenizer, B=4, T=128, split="train", data_dir=data,
+                      transform=with_weight) as loader:
         for step in range(1, 11):
-            inputs, targets = next(loader)
-            weights = weights_of(loader, targets)
+            inputs, targets, weights = next(loader)    # weights: 0 where a target is masked
             logits = model(inputs).flatten(0, 1)
             losses = F.cross_entropy(logits, targets.flatten(), reduction="none")
             # On several ranks, sum the weights over all ranks, as ddp.py does with the targets
