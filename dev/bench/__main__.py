@@ -2,22 +2,19 @@
 Benchmarks: each figure and its yardstick are measured in turns, in one run.
 
     python -m dev.bench packings    what each packing drops, pads and cuts, on the data at hand
-    python -m dev.bench speed       tokens per second, from text and from tokens
     python -m dev.bench mixing      first batch, resume, memory, by lanes, chunks, sources, groups
     python -m dev.bench peers       the same text by other loaders, as far as they are installed
 
-The trade-off: `speed` takes half a minute a line, because each line takes turns with its yardstick.
-So its shares are also right on a busy machine, while tokens per second are not. The same holds for
-tokens per CPU second in `peers`.
+The trade-off: `peers` takes a minute a line, because the loaders take turns. So its tokens per CPU
+second are also right on a busy machine, while tokens per second are not.
 """
 
 import argparse
 import importlib.util
 import sys
 
-from dataloader import PACKINGS
 from dataset import Parser, errors_in_one_line, find_data
-from dev.bench.measure import PEERS, compare_packings, measure_mixing, measure_peers, measure_speed
+from dev.bench.measure import PEERS, compare_packings, measure_mixing, measure_peers
 from tokenizer import find_tokenizer
 
 
@@ -34,8 +31,6 @@ def run(flags):
     print(f"data: {data_dir}; tokenizer: {folder}", file=sys.stderr)
     if flags.command == "packings":
         return compare_packings(tokenizer, data_dir, flags.T)
-    if flags.command == "speed":
-        return measure_speed(folder, data_dir, flags.B, flags.T, flags.engine, flags.packing)
     if flags.command == "peers":
         return measure_peers(folder, data_dir, flags.B, flags.T, flags.engine, flags.loaders,
                              flags.seconds, flags.rounds)
@@ -49,7 +44,7 @@ def make_parser():
                     epilog="example: python -m dev.bench packings --data my_shards")
     commands = parser.add_subparsers(dest="command", required=True)
     engines = ["tiktoken", "gigatoken"] if importlib.util.find_spec("gigatoken") else ["tiktoken"]
-    for name in ("packings", "speed", "mixing", "peers"):
+    for name in ("packings", "mixing", "peers"):
         command = commands.add_parser(name)
         add = command.add_argument
         add("--data", metavar="FOLDER", help="default: what train.py takes")
@@ -58,8 +53,6 @@ def make_parser():
         add("--B", type=at_least_1, default=32, help="rows in a batch (default 32)")
         if name != "packings":
             add("--engine", nargs="+", choices=["tiktoken", "gigatoken"], default=engines[::-1])
-        if name == "speed":
-            add("--packing", nargs="+", choices=PACKINGS, default=[*PACKINGS])
         if name == "peers":
             names = [*dict.fromkeys(peer.name for peer in PEERS)]
             add("--loaders", nargs="+", choices=names, default=names)

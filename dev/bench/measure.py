@@ -4,7 +4,6 @@ not in __main__.py, since a new process does not import that.
 """
 
 import collections
-import contextlib
 import functools
 import importlib.util
 import itertools
@@ -14,7 +13,7 @@ import resource
 import shutil
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,113 +103,6 @@ def count_rows(packing, lengths, R):
     return collections.Counter(
         rows=len(rows), padding=len(rows) * R - sum(stop - start for _, start, stop in pieces),
         dropped=sum(lengths) - sum(n_kept.values()), fit=len(fit), cut=len(fit - whole))
-
-# --------------------------------------------------------------------------------------------------
-# speed: each line in a fresh process, in turns with its yardstick
-#
-# Text is measured beside the encoding threads alone, whose tokens are thrown away; tokens beside
-# nanoGPT's way: a memmap of the same ids, cast to two int64 tensors. 8 lanes: with more, a turn
-# would have to be longer, since the chunks of all lanes end at about the same row.
-
-class Job(NamedTuple):
-    """One line of the table."""
-    data: str
-    kind: str          # text or tokens
-    tokenizer: str     # its folder
-    ids: str           # a file of all train tokens, for the memmap
-    dtype: str         # of these
-    engine: str
-    packing: str
-    threads: int
-    B: int
-    T: int
-    seconds: float     # of a turn; there are three
-
-def measure_speed(tokenizer_dir, data_dir, B, T, engines, packings, seconds=2.0):
-    """Lines of a table."""
-    yield f"B = {B}, T = {T}, {cores()} cores; share: of the encoding threads alone, of a memmap"
-    yield f"{'from':<8}{'packing':<12}{'engine':<10}{'threads':>8}{'M tokens/s':>12}{'share':>8}"
-    with tempfile.TemporaryDirectory() as work:
-        tokens, ids = f"{work}/tokens", f"{work}/ids"
-        tokenize(data_dir, tokens, tokenizer_dir)
-        write_ids(tokens, ids)
-        dtype = list_shards(tokens, "train")[0].dtype
-        inputs = [*(("text", data_dir, engine) for engine in engines), ("tokens", tokens, "-")]
-        for (kind, data, engine), packing in itertools.product(inputs, packings):
-            for threads in sorted({1, cores()}):
-                job = Job(data, kind, tokenizer_dir, ids, dtype, engine, packing, threads, B, T,
-                          seconds)
-                yield run_fresh(measure, job)
-
-def write_ids(tokens, path):
-    with open(path, "wb") as file:
-        for shard in list_shards(tokens, "train"):
-            for row_group in range(len(shard.group_sizes)):
-                content, _ = column_views(shard.read(row_group))
-                file.write(content)
-
-def measure(job):
-    """One line of the table. One thread means one core as well."""
-    if job.threads == 1 and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    yardstick = encoded if job.kind == "text" else memmap
-    turns = []
-    for _ in range(3):
-        speed = speed_of(delivered, job)
-        turns.append((speed, speed / speed_of(yardstick, job)))
-    speed, share = np.median(turns, axis=0)
-    return (f"{job.kind:<8}{job.packing:<12}{job.engine:<10}{job.threads:>8}{speed / 1e6:>12.2f}"
-            f"{share:>8.2f}")
-
-def speed_of(counts_of, job):
-    """Tokens per second, from a generator of numbers."""
-    with contextlib.closing(counts_of(job)) as counts:
-        for _ in range(3):    # until its threads are at work
-            next(counts)
-        began, n_tokens = time.perf_counter(), 0
-        while time.perf_counter() - began < job.seconds:
-            n_tokens += next(counts)
-        return n_tokens / (time.perf_counter() - began)
-
-def delivered(job):
-    """Yield the tokens from a chunk of lane 0 to the next; all lanes' end at about the same row."""
-    n_tokens, n_before = 0, 0
-    loader = make_loader(job)
-    try:
-        for inputs, _ in loader:
-            n_tokens += inputs.numel()
-            [(n, _)] = loader.state_dict()["lanes"]["0"].values()
-            if n != n_before:
-                yield n_tokens
-                n_tokens, n_before = 0, n
-    finally:
-        loader.close()
-        loader._maker.workers.shutdown()    # waits: the yardstick has the cores for itself
-
-def encoded(job):
-    """Yield the numbers of tokens that the encoding threads make."""
-    loader = make_loader(job)    # never started
-    n_threads = 1 if loader.encoder.has_own_threads else job.threads
-    with ThreadPoolExecutor(n_threads) as pool:
-        waiting = collections.deque()
-        for n in itertools.count():
-            waiting.append(pool.submit(lengths_of_chunk, loader, n))
-            if len(waiting) > 2 * n_threads:
-                yield sum(waiting.popleft().result())
-
-def memmap(job):
-    """Yield the numbers of tokens in batches from a file of all ids, from front to back."""
-    ids = np.memmap(job.ids, job.dtype, "r")
-    n = job.B * job.T
-    for start in itertools.cycle(range(0, len(ids) - n, n)):
-        for part in (ids[start:start + n], ids[start + 1:start + 1 + n]):
-            torch.from_numpy(part.astype(np.int64)).view(job.B, job.T)
-        yield n
-
-def make_loader(job):
-    tokenizer = tokenizer_with(job.engine, job.tokenizer)
-    return PackedLoader(tokenizer, job.B, job.T, "train", data_dir=job.data, packing=job.packing,
-                        threads=job.threads, num_lanes=8)
 
 def tokenizer_with(engine, folder):
     tokenizer = get_tokenizer(folder)
@@ -306,6 +198,22 @@ def ours(job, packing="exactfit"):
     data = job.text if job.engine else job.tokens
     return PackedLoader(tokenizer_with(job.engine, job.tokenizer), job.B, job.T, "train",
                         data_dir=data, packing=packing)
+
+def write_ids(tokens, path):
+    with open(path, "wb") as file:
+        for shard in list_shards(tokens, "train"):
+            for row_group in range(len(shard.group_sizes)):
+                content, _ = column_views(shard.read(row_group))
+                file.write(content)
+
+def memmap(job):
+    """Batches from a file of all ids, from front to back. Yields once for each."""
+    ids = np.memmap(job.ids, job.dtype, "r")
+    n = job.B * job.T
+    for start in itertools.cycle(range(0, len(ids) - n, n)):
+        for part in (ids[start:start + n], ids[start + 1:start + 1 + n]):
+            torch.from_numpy(part.astype(np.int64)).view(job.B, job.T)
+        yield
 
 def engine_alone(job):
     """One thread encodes 64 MB of text again and again. Yields once for each batch of tokens."""

@@ -3,7 +3,6 @@
 import collections
 import importlib.util
 import itertools
-import os
 import pickle
 import random
 
@@ -36,8 +35,6 @@ def fresh(monkeypatch):
         return function(job)
 
     monkeypatch.setattr(measure, "run_fresh", run_here)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda *_: None, raising=False)
-    monkeypatch.setattr(measure, "cores", lambda: 1)
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_counts_are_those_of_delivered_rows(base, packing):
@@ -68,11 +65,6 @@ def n_in(documents, tokenizer):
 
 def first_columns(lines, n):
     return [" ".join(line.split()[:n]) for line in [*lines][2:]]
-
-def test_speed_prints_a_line_for_each_input(base, fresh):
-    lines = measure.measure_speed(
-        f"{base}/tokenizer", f"{base}/data", 2, 32, ["tiktoken"], ["flat"], 0.01)
-    assert first_columns(lines, 3) == ["text flat tiktoken", "tokens flat -"]
 
 def test_mixing_prints_a_line_for_each_cell(base, fresh):
     lines = measure.measure_mixing(
