@@ -1,5 +1,6 @@
 """dev/import_tokenizer.py: small ones of each kind, trained here, have the library's ids."""
 
+import itertools
 import json
 import os
 import pickle
@@ -13,6 +14,7 @@ import pytest
 from dataset import UserError
 from dev import import_tokenizer as module
 from dev.tests.test_tokenizer import LLAMA, QWEN
+from test_dataloader import HERE
 from tokenizer import RustBPETokenizer, build_encoding
 
 library = pytest.importorskip("tokenizers")
@@ -48,6 +50,29 @@ def convert(tmp_path, capsys):
 
     return run
 
+def is_applied(described, folder):
+    """False if it is refused. Otherwise, checks that ids are the library's, and decode gives the text."""
+    folder.mkdir()
+    path = folder / "tokenizer.json"
+    path.write_text(json.dumps(described))
+    try:
+        printed = module.import_tokenizer(str(path), folder / "out")
+    except UserError:
+        return False
+    theirs = library.Tokenizer.from_str(json.dumps(described))
+    theirs.no_truncation()
+    theirs.no_padding()
+    theirs.encode_special_tokens = True
+    ours = RustBPETokenizer.from_directory(folder / "out")
+    for text in [*TEXTS, "e\u0301 x<a>x <a> ", " <a>\n", "12345 Ab", " qxzj"]:
+        if "NFC" in printed:
+            text = unicodedata.normalize("NFC", text)
+        if "<|" not in text:
+            ids = ours.encode(text)
+            assert ids == theirs.encode(text, add_special_tokens=False).ids
+            assert ours.decode(ids) == text
+    return True
+
 @pytest.mark.parametrize("pattern, changes", [
     (None, {}), (LLAMA, {}), (QWEN, {"normalizer": {"type": "NFC"}})],
     ids=["GPT-2", "Llama 3", "Qwen"])
@@ -56,28 +81,23 @@ def test_imported_tokenizer_gives_the_librarys_ids(tmp_path, convert, pattern, c
     if pattern == LLAMA:    # has words that no merge makes
         described["model"]["ignore_merges"] = True
         described["model"]["vocab"]["\u0120qxzj"] = 600
+    assert is_applied(described, tmp_path / "there")
     printed = convert(described)
-    theirs = library.Tokenizer.from_str(json.dumps(described))
-    theirs.no_truncation()
     ours = RustBPETokenizer.from_directory(tmp_path / "out")
-    for text in [*TEXTS, " qxzj"]:
-        if "<|" not in text:
-            assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
     assert ours.get_bos_token_id() == 0 and len(ours.encode("<|endoftext|>")) > 1
-    assert f"{theirs.get_vocab_size()} tokens in {tmp_path / 'out'}; " in printed
+    assert f"{ours.get_vocab_size()} tokens in {tmp_path / 'out'}; " in printed
     assert "BOS: <|endoftext|>" in printed
     assert ("normalize your text first" in printed) == ("normalizer" in changes)
     with pytest.raises(SystemExit, match=r"^error: .* has a tokenizer, which"):
         convert(described)
 
-def test_what_an_old_file_lacks_is_read_as_by_the_library(tmp_path, convert):
+def test_what_an_old_file_lacks_is_read_as_by_the_library(tmp_path):
     """GPT-2's of 2022 has no model.type and no use_regex."""
     described = train()
     del described["pre_tokenizer"]["use_regex"]
     for name in ("type", "byte_fallback", "ignore_merges"):
         del described["model"][name]
-    convert(described)
-    assert RustBPETokenizer.from_directory(tmp_path / "out").get_vocab_size() == 600
+    assert is_applied(described, tmp_path / "old")
 
 @pytest.mark.parametrize("out", ["s3://bucket/x", ""])
 def test_a_tokenizer_is_written_to_a_local_folder(tmp_path, monkeypatch, capsys, out):
@@ -95,17 +115,10 @@ def lack(described, *lost):
             del described["model"]["vocab"][name]
     return described
 
-def test_a_tokenizer_may_lack_bytes_that_no_text_has(tmp_path, convert):
+def test_a_tokenizer_may_lack_bytes_that_no_text_has(tmp_path):
     """As GPT-NeoX's."""
     described = lack(train(), 0xC0, 0xC1, *range(0xF5, 0x100))
-    convert(described)
-    theirs = library.Tokenizer.from_str(json.dumps(described))
-    theirs.no_truncation()
-    ours = RustBPETokenizer.from_directory(tmp_path / "out")
-    for text in TEXTS:
-        if "<|" not in text:
-            assert ours.encode(text) == theirs.encode(text, add_special_tokens=False).ids
-            assert ours.decode(ours.encode(text)) == text
+    assert is_applied(described, tmp_path / "neox")
 
 TEXT_WITH_NAMES = (
     "<think>\n1</think>\n\n a<think>b <think><think>s <thinks> \u65e5</think>12<|endoftext|>x "
@@ -205,8 +218,6 @@ def changed(part, **changes):
      r"splits text in these steps: \['Whitespace'\]"),
     (changed("pre_tokenizer", add_prefix_space=True), "puts a space in front"),
     (lambda described: add(described, "<a>", lstrip=True), "has lstrip in its token '<a>'"),
-    (lambda described: add(described, "<a>", rstrip=True), "has rstrip in its token '<a>'"),
-    (lambda described: add(described, "<a>", single_word=True), "has single_word in its token"),
     # Found before others, or inside a special token, which Hugging Face takes as a whole
     (lambda described: add(add(described, "<ab>", normalized=True), "b>c"), "differently here"),
     (lambda described: add(described, "text|>"), "differently here"),
@@ -223,39 +234,10 @@ def test_what_cannot_be_imported_is_refused(tmp_path, convert, change, words):
 # --------------------------------------------------------------------------------------------------
 # Each option that the library knows is applied, or refused
 
-BOTH = False, True
-PARTS = {    # of a tokenizer.json: class -> arguments to try
-    "normalizer": {
-        "BertNormalizer": [{}], "ByteLevel": [{}], "Lowercase": [{}], "NFC": [{}], "NFD": [{}],
-        "NFKC": [{}], "NFKD": [{}], "Nmt": [{}], "Precompiled": [], "Prepend": [{"prepend": "x"}],
-        "Replace": [{"pattern": "a", "content": "b"}], "Strip": [{}], "StripAccents": [{}],
-        "Sequence": [([],), ([library.normalizers.NFC(), library.normalizers.Strip()],)]},
-    "pre_tokenizer": {
-        "BertPreTokenizer": [{}], "CharDelimiterSplit": [{"delimiter": "a"}], "Digits": [{}],
-        "FixedLength": [{}], "Metaspace": [{}], "Punctuation": [{}], "UnicodeScripts": [{}],
-        "Whitespace": [{}], "WhitespaceSplit": [{}],
-        "ByteLevel": [{"add_prefix_space": a, "use_regex": b, "trim_offsets": c}
-                      for a in BOTH for b in BOTH for c in BOTH],
-        "Split": [{"pattern": "a", "behavior": "isolated"}],
-        "Sequence": [([],)] + [
-            ([library.pre_tokenizers.Split(pattern, behavior, invert),
-              ByteLevel(add_prefix_space=False, use_regex=use_regex)],)
-            for pattern in ("a", library.Regex(r"\p{L}+|\P{L}"))
-            for behavior in ("removed", "isolated", "merged_with_previous", "merged_with_next",
-                             "contiguous")
-            for invert in BOTH for use_regex in BOTH]},
-    "decoder": {
-        "BPEDecoder": [{}], "ByteFallback": [{}], "ByteLevel": [{}], "CTC": [{}], "Fuse": [{}],
-        "Metaspace": [{}], "Replace": [{"pattern": "a", "content": "b"}], "Strip": [{}],
-        "Sequence": [([],)], "WordPiece": [{}]},
-    "post_processor": {
-        "BertProcessing": [(("<|pad|>", 1), ("<|endoftext|>", 0))],
-        "RobertaProcessing": [(("<|pad|>", 1), ("<|endoftext|>", 0))],
-        "ByteLevel": [{}], "Sequence": [([],)],
-        "TemplateProcessing": [{"single": "<|pad|> $A", "special_tokens": [("<|pad|>", 1)]}]}}
-MODULES = {"normalizer": library.normalizers, "pre_tokenizer": library.pre_tokenizers,
-           "decoder": library.decoders, "post_processor": library.processors}
-NOT_PARTS = {"Normalizer", "PreTokenizer", "Decoder", "DecodeStream", "PostProcessor"}
+PARTS = {"normalizer": library.normalizers, "pre_tokenizer": library.pre_tokenizers,
+         "decoder": library.decoders, "post_processor": library.processors}
+# The library's classes that are no part. (A Precompiled normalizer is SentencePiece's, a binary.)
+NOT_PARTS = {"Normalizer", "PreTokenizer", "Decoder", "DecodeStream", "PostProcessor", "Precompiled"}
 MODEL = {
     "type": "BPE", "dropout": 0.5, "unk_token": "<|pad|>", "continuing_subword_prefix": "##",
     "end_of_word_suffix": "</w>", "fuse_unk": True, "byte_fallback": True, "ignore_merges": True,
@@ -266,49 +248,31 @@ OTHERS = {
     "padding": {"strategy": {"Fixed": 5000}, "direction": "Left", "pad_to_multiple_of": None,
                 "pad_id": 1, "pad_type_id": 0, "pad_token": "<|pad|>"}}
 
-def is_applied(described, folder):
-    """False if it is refused. Otherwise ids are the library's, and decode gives the text."""
-    folder.mkdir()
-    path = folder / "tokenizer.json"
-    path.write_text(json.dumps(described))
-    try:
-        printed = module.import_tokenizer(str(path), folder / "out")
-    except UserError:
-        return False
-    theirs = library.Tokenizer.from_str(json.dumps(described))
-    theirs.no_truncation()
-    theirs.no_padding()
-    theirs.encode_special_tokens = True
-    ours = RustBPETokenizer.from_directory(folder / "out")
-    for text in [*TEXTS, "e\u0301 x<a>x <a> ", " <a>\n", "12345 Ab"]:
-        if "NFC" in printed:
-            text = unicodedata.normalize("NFC", text)
-        if "<|" not in text:
-            ids = ours.encode(text)
-            assert ids == theirs.encode(text, add_special_tokens=False).ids
-            assert ours.decode(ids) == text
-    return True
+def splits():
+    """A Split before a ByteLevel, as most tokenizers have it, with any options."""
+    patterns = {"String": "a"}, {"Regex": r"\p{L}+|\P{L}"}
+    behaviors = "Removed", "Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous"
+    both = False, True
+    for pattern, behavior, invert, use_regex in itertools.product(patterns, behaviors, both, both):
+        split = {"type": "Split", "pattern": pattern, "behavior": behavior, "invert": invert}
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": use_regex}
+        yield {"type": "Sequence", "pretokenizers": [split, level]}
 
 @pytest.mark.parametrize("part", PARTS)
 def test_each_part_that_the_library_knows_is_applied_or_refused(tmp_path, part):
-    members = vars(MODULES[part]).items()
-    classes = {name for name, member in members if isinstance(member, type)} - NOT_PARTS
-    assert classes == {*PARTS[part]}
-    applied, n, base = set(), 0, train()
-    for name, choices in PARTS[part].items():
-        for arguments in choices:
-            made = library.Tokenizer(library.models.BPE())
-            if isinstance(arguments, dict):
-                value = getattr(MODULES[part], name)(**arguments)
-            else:
-                value = getattr(MODULES[part], name)(*arguments)
-            setattr(made, part, value)
-            described = base | {part: json.loads(made.to_str())[part]}
-            n += 1
-            if is_applied(described, tmp_path / f"{n}"):
-                applied.add(name)
+    """One of each class is in data/tokenizer_parts.jsonl."""
+    lines = (HERE / "dev/tests/data/tokenizer_parts.jsonl").read_text().splitlines()
+    values = [line[part] for line in map(json.loads, lines) if part in line]
+    classes = {name for name, member in vars(PARTS[part]).items() if isinstance(member, type)}
+    assert {value["type"] for value in values} == classes - NOT_PARTS
+    if part == "pre_tokenizer":
+        values += splits()
+    applied, usual = set(), train()
+    for i, value in enumerate(values):
+        if is_applied(usual | {part: value}, tmp_path / f"{i}"):
+            applied.add(value["type"])
     want = {"normalizer": {"NFC"}, "pre_tokenizer": {"ByteLevel", "Sequence"}}
-    assert applied == want.get(part, {*PARTS[part]})
+    assert applied == want.get(part, classes - NOT_PARTS)
 
 def test_each_option_of_the_model_is_applied_or_refused(tmp_path):
     assert {*train()["model"]} == {*MODEL}
