@@ -699,23 +699,25 @@ def test_as_text_reads_only_what_it_names():
 # --------------------------------------------------------------------------------------------------
 # Records, each with what becomes of it: dev/tests/data/records.txt
 
-def read_cases():
-    """[(kinds of files, flags, record, the lines after it), ...]"""
-    cases = []
-    for line in (DATA / "records.txt").read_text().splitlines():
+def read_cases(name):
+    """[(the words after the last $, a line that is JSON, the indented lines after it), ...]"""
+    cases, words = [], ""
+    for line in (DATA / name).read_text().splitlines():
         match line[:1]:
             case "#":
-                kinds, flags = "jsonl parquet", ""
-            case ">":
-                kinds = line[1:]
+                words = ""
             case "$":
-                flags = line[1:]
+                words = line[1:].strip()
+            case "{" | "[":
+                line = line.replace("USER", json.dumps(USER)).replace("ANSWER", json.dumps(ANSWER))
+                cases.append((words, line, []))
             case " ":
                 cases[-1][-1].append(line.strip())
-            case "{" | "[":
-                record = line.replace("USER", json.dumps(USER)).replace("ANSWER", json.dumps(ANSWER))
-                cases.append((kinds.split(), flags.split(), record, []))
     return cases
+
+def is_like(text, lines):
+    """"..." in the lines stands for anything."""
+    return doctest.OutputChecker().check_output("\n".join(lines), text, doctest.ELLIPSIS)
 
 def show_message(message):
     weight = f" (weight {message['weight']})" if "weight" in message else ""
@@ -738,16 +740,16 @@ def outcome(path, flags):
         said.insert(0, " | ".join(map(show_message, json.loads(document))))
     return "\n".join(said)
 
-@pytest.mark.parametrize("kinds, flags, record, expected", read_cases(), ids=itertools.count())
-def test_a_record_becomes_what_records_txt_says(kinds, flags, record, expected):
+@pytest.mark.parametrize("words, record, lines", read_cases("records.txt"), ids=itertools.count())
+def test_a_record_becomes_what_records_txt_says(words, record, lines):
+    kinds, _, flags = words.rpartition("|")
     with mock.patch("dev.convert.convert") as run:
-        convert.main(["in", *flags])
+        convert.main(["in", *flags.split()])
     [[flags], _] = run.call_args
-    for kind in kinds:
+    for kind in kinds.split() or ["jsonl", "parquet"]:
         write({f"a.{kind}": record if kind == "jsonl" else as_file(kind, json.loads(record))})
         found = outcome(f"in/a.{kind}", flags)
-        is_equal = doctest.OutputChecker().check_output("\n".join(expected), found, doctest.ELLIPSIS)
-        assert is_equal, f"{kind}: {found}"
+        assert is_like(found, lines), f"{kind}: {found}"
 
 def test_chats_of_all_formats_may_be_in_one_call():
     write({

@@ -12,6 +12,7 @@ import pytest
 import tokenizer as module
 from dataloader import encode_conversations
 from dataset import UserError
+from dev.tests.test_convert import is_like, read_cases
 from tokenizer import RustBPETokenizer, build_encoding
 
 BOS = "<|bos|>"
@@ -35,78 +36,29 @@ def chat(*pairs, **more):
     return messages
 
 HI = ("user", "Hi")
-PARTS = [
-    {"type": "text", "text": "look"}, {"type": "python", "text": "1+1"},
-    {"type": "python_output", "text": "two"}, {"type": "text", "text": "so"}]
 
-@pytest.mark.parametrize("template, messages, text, with_loss", [
-    ("nanochat", chat(HI, ("assistant", "Yo")),
-     "<|bos|><|user_start|>Hi<|user_end|><|assistant_start|>Yo<|assistant_end|>",
-     "Yo<|assistant_end|>"),
-    ("nanochat", chat(("system", "Be kind"), HI), "<|bos|><|user_start|>Be kind\n\nHi<|user_end|>",
-     ""),
-    # Not in turns, which nanochat's own refuses
-    ("nanochat", chat(("assistant", "Yo"), HI, HI),
-     "<|bos|><|assistant_start|>Yo<|assistant_end|>" + 2 * "<|user_start|>Hi<|user_end|>",
-     "Yo<|assistant_end|>"),
-    ("nanochat", chat(HI, ("assistant", PARTS)),
-     "<|bos|><|user_start|>Hi<|user_end|><|assistant_start|>look<|python_start|>1+1"
-     "<|python_end|><|output_start|>two<|output_end|>so<|assistant_end|>",
-     "look<|python_start|>1+1<|python_end|>so<|assistant_end|>"),
-    ("nanochat", chat(HI, ("assistant", PARTS[:1]), weight=0),
-     "<|bos|><|user_start|>Hi<|user_end|><|assistant_start|>look<|assistant_end|>", ""),
-    ("chatml", chat(("developer", "Be kind"), HI, ("assistant", "Yo"), tool_calls=None, name=""),
-     "<|bos|><|im_start|>developer\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-     "<|im_start|>assistant\nYo<|im_end|>\n", "Yo<|im_end|>"),
-    ("chatml", chat(HI, ("assistant", [PARTS[0], PARTS[3]])),
-     "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nlookso<|im_end|>\n",
-     "lookso<|im_end|>"),
-    ("llama3", chat(HI, ("assistant", "f(1)"), weight=0) + chat(("tool", "2"), ("assistant", "")),
-     "<|bos|><|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
-     "<|start_header_id|>assistant<|end_header_id|>\n\nf(1)<|eot_id|>"
-     "<|start_header_id|>tool<|end_header_id|>\n\n2<|eot_id|>"
-     "<|start_header_id|>assistant<|end_header_id|>\n\n<|eot_id|>", "<|eot_id|>"),
-])
-def test_text_and_losses_of_a_conversation(template, messages, text, with_loss):
+@pytest.mark.parametrize("template, messages, lines", read_cases("templates.txt"))
+def test_text_and_losses_of_a_conversation(template, messages, lines):
     """A conversation in which all is masked is no training data."""
-    tok = tokenizer_for(template)
-    ids, mask = tok.render_conversation({"messages": messages})
+    tok, conversation = tokenizer_for(template), {"messages": json.loads(messages)}
+    text, *learned = [line.replace("\\n", "\n") for line in lines]
+    ids, mask = tok.render_conversation(conversation)
     assert ids == tok.enc.encode(text, allowed_special="all")
-    assert tok.decode([*itertools.compress(ids, mask)]) == with_loss
-    assert tok.render_conversation({"messages": messages}, 7) == (ids[:7], mask[:7])
-    lines = [json.dumps(messages)]
-    if with_loss:
-        found, bounds = encode_conversations(tok, lines)
+    assert tok.decode([*itertools.compress(ids, mask)]) == "".join(learned)
+    assert tok.render_conversation(conversation, 7) == (ids[:7], mask[:7])
+    if learned:
+        found, bounds = encode_conversations(tok, [messages])
         assert found.tolist() == np.where(mask, ids, np.invert(ids)).tolist()
         assert bounds.tolist() == [0, len(ids)]
     else:
         with pytest.raises(UserError, match=r"nothing to train on; .* saw \[{\"role\""):
-            encode_conversations(tok, lines)
+            encode_conversations(tok, [messages])
 
-@pytest.mark.parametrize("template, messages, words", [
-    ("nanochat", chat(("tool", "Yo")),
-     "message 0: .* role 'assistant' or 'system' or 'user'; saw .*Yo"),
-    ("nanochat", chat(("system", "Hi"), ("assistant", "Yo")),
-     "\\['system', 'assistant'\\]; expected 'user' after 'system'"),
-    ("nanochat", chat(("system", "a"), ("system", "b"), HI),
-     "message 1: expected .* role 'assistant' or 'user'; saw .*'b'"),
-    ("nanochat", chat(("system", 5), HI), "message 0: .* saw .*5"),
-    ("nanochat", [], "nothing to train on"),
-    ("nanochat", chat(("user", PARTS[1:2])), "message 0: expected text, .* of type text; saw"),
-    ("nanochat", chat(HI, ("assistant", [{"type": "text"}])), "message 1: expected text, or"),
-    ("nanochat", ["Hi"], "message 0: .* saw 'Hi'"),
-    ("nanochat", [{"a": 1}], "message 0: expected a message of role"),
-    ("chatml", chat(("assistant", None), tool_calls=[1]), "expected text, or parts .*; saw .*tool_calls"),
-    ("chatml", [{"role": "user", "content": [{"type": "text", "text": "Hi", "loss": False}]}],
-     "message 0: its loss would be lost .*; to drop it: .*; saw"),
-    ("chatml", chat(HI, ("assistant", "Yo"), loss=False),
-     "message 1: its loss would be lost .*; to drop it: .*; saw"),
-    ("chatml", chat(("assistant", "Hi"), weight=0.5), "weight is 0.5; expected 0 or 1; saw .*0.5"),
-    ("llama3", chat(HI, ("assistant", PARTS)), "message 1: .* type text; saw"),
-    ("none", chat(HI), r"cannot render chats.*it has .*<\|user_start\|>.*Train a tokenizer")])
-def test_a_bad_message_is_shown(template, messages, words):
-    with pytest.raises(UserError, match=words):
-        encode_conversations(tokenizer_for(template), [json.dumps(messages)])
+@pytest.mark.parametrize("template, messages, lines", read_cases("bad_messages.txt"))
+def test_a_bad_message_is_shown(template, messages, lines):
+    with pytest.raises(UserError) as error:
+        encode_conversations(tokenizer_for(template), [messages])
+    assert is_like(f"{error.value}", lines), error.value
 
 def test_a_template_and_a_text_share_no_token():
     """Three ends of lines would be one token. All of a text has a loss."""
