@@ -80,13 +80,18 @@ class ChatTemplate:
 
     def render(self, messages, tools=None):
         """The text of a chat."""
-        return self._apply(messages, tools, tokenize=False)
+        return self._apply(messages, tools, tokenize=False, sanitize_control_tokens=False)
 
     def render_conversation(self, conversation, max_tokens=None):
         """{"messages": [...]}, and "tools" if there are some -> (ids, mask)"""
         messages, tools = conversation["messages"], conversation.get("tools")
-        has_marks = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools)))
-        check_nothing_is_dropped(messages, self.render(messages, tools))
+        self._check_nothing_is_dropped(messages, tools)
+
+        def ids_of(n, **more):
+            """Of the first n messages."""
+            return self._apply(messages[:n], tools, **more)["input_ids"]
+
+        has_marks = self._has_marks(tools)
         encoded = self._apply(messages, tools, return_assistant_tokens_mask=has_marks)
         ids = encoded["input_ids"]
         mask = encoded["assistant_masks"] if has_marks else len(ids) * [0]
@@ -94,16 +99,21 @@ class ChatTemplate:
             is_learned = message.get("weight") != 0
             # Marks learn all answers, so find those of weight 0. Without, find the others.
             if message["role"] == "assistant" and is_learned != has_marks:
-                start, stop = self._find_answer(i, messages, tools, ids, not has_marks)
+                if has_marks:
+                    start, stop = self._find_marks(i, ids, ids_of, mask)
+                else:
+                    start, stop = self._find_answer(i, ids, ids_of, messages[i])
                 mask[start:stop] = (stop - start) * [int(is_learned)]
         if ids[0] != self.bos_id:
             ids, mask = [self.bos_id, *ids], [0, *mask]
         return ids[:max_tokens], mask[:max_tokens]
 
-    def _template(self, tools):
-        arguments = self.arguments
-        return self.tokenizer.get_chat_template(
-            arguments.get("chat_template"), tools or arguments.get("tools"))
+    def _has_marks(self, tools):
+        """The library cannot both use marks and sanitize."""
+        template = self.tokenizer.get_chat_template(
+            self.arguments.get("chat_template"), tools or self.arguments.get("tools"))
+        is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
+        return is_marked and not self.arguments.get("sanitize_control_tokens")
 
     def _apply(self, messages, tools, **more):
         """transformers' apply_chat_template. Contents that are lists of texts are joined first."""
@@ -116,40 +126,74 @@ class ChatTemplate:
         except Exception as error:    # of jinja, or what the template itself raises
             raise UserError(f"the chat template refuses this chat: {error!r:.300}") from error
 
-    def _find_answer(self, i, messages, tools, ids, opened):
-        """Answer i is ids[start:stop]. UserError if the chat does not begin as it did then."""
-        prompt = self._apply(messages[:i], tools, add_generation_prompt=opened)["input_ids"]
-        start = len(prompt)
-        n = n_common(ids, prompt)
+    def _check_nothing_is_dropped(self, messages, tools):
+        """Some templates write no tool calls, or nothing for a content that is no list of parts."""
+        text, no_calls = self.render(messages, tools), []
+        for i, message in enumerate(messages):
+            content = for_template(message).get("content") or ""
+            *_, last_word = ["", *re.findall(r"\w+", content.split("</think>")[-1])]
+            if last_word not in text:
+                raise UserError(f"message {i}: the template drops its content, {content!r:.60}")
+            no_calls.append(message | {"content": content, "tool_calls": []})
+        has_calls = any(message.get("tool_calls") for message in messages)
+        if has_calls and self.render(no_calls, tools) == text:
+            raise UserError(f"the template drops tool_calls; saw {messages!r:.200}")
+
+    def _find_marks(self, i, ids, ids_of, mask):
+        """What is marked of answer i is in ids[start:stop]."""
+        before = ids_of(i) if i else []
+        start = n_common(ids, before)
+        if start < len(before) - 1:    # Phi 3 ends each chat with one more token
+            raise UserError(f"message {i - 1}: {self._changes(before[start:], ids[start:])}")
+        stop = max(start, n_common(ids, ids_of(i + 1)))
+        while mask[stop:stop + 1] == [1]:
+            stop += 1
+        return start, stop
+
+    def _find_answer(self, i, ids, ids_of, message):
+        """Answer i is ids[start:stop], without a line end after its last special token."""
+        prompt = ids_of(i, add_generation_prompt=True)
+        start, n = len(prompt), n_common(ids, prompt)
         if n < start:
             raise UserError(
                 f"message {i}: its prompt ends with {self.decode(prompt[n:])!r:.60}, but the chat "
                 f"has {self.decode(ids[n:])!r:.60}: pass the argument that lets the template open "
                 "answers as in the chat, such as enable_thinking=False, or remove line ends at the "
                 f"beginning of the answer, or {OTHER_WAY}")
-        answer = self.decode(ids[start:]).lstrip()
-        content = for_template(messages[i]).get("content") or ""
-        can_open = not opened or "add_generation_prompt" in self._template(tools)
-        if not can_open and not answer.startswith(content.strip()):
+        stop = self._find_end(i, ids, ids_of)
+        answer = self.decode(ids[start:stop]).strip()
+        content = (for_template(message).get("content") or "").strip()
+        begins_here = content and answer.startswith(content)
+        if not begins_here and prompt == ids_of(i):
             raise UserError(
                 f"message {i}: its prompt ends too early, at {answer!r:.60}: the template needs "
                 "{% if add_generation_prompt %} with what opens an answer")
-
-        so_far = self._apply(messages[:i + 1], tools)["input_ids"]
-        stop = n_common(ids, so_far)
-        special = {*self.tokenizer.added_tokens_decoder}
-        # gpt-oss ends the last answer with another token than those before it
-        if stop == len(so_far) - 1 and special.issuperset([so_far[stop], *ids[stop:stop + 1]]):
-            stop += 1
-        if stop < len(so_far):
-            raise UserError(
-                f"message {i}: the template changes it when the chat goes on, from "
-                f"{self.decode(so_far[stop:])!r:.60} to {self.decode(ids[stop:])!r:.60}: "
-                f"{OTHER_WAY}")
-        ends = [at for at in range(start, stop) if ids[at] in special]
-        if ends and not self.decode(ids[ends[-1] + 1:stop]).strip():
-            stop = ends[-1] + 1    # without a line end after the last special token
+        special = self.tokenizer.added_tokens_decoder
+        ends = [at + 1 for at in range(start, stop) if ids[at] in special]
+        if ends and answer != content and not self.decode(ids[ends[-1]:stop]).strip():
+            stop = ends[-1]
         return start, stop
+
+    def _find_end(self, i, ids, ids_of):
+        """Where answer i ends in ids. UserError if the template changes it when the chat goes on."""
+        alone = ids_of(i + 1)
+        stop = n_common(ids, alone)
+        if stop == len(alone):
+            return stop
+        if stop == len(alone) - 1:    # Only the last token differs.
+            prompt, next_prompt = [ids_of(n, add_generation_prompt=True) for n in (i, i + 1)]
+            opening = prompt[n_common(ids_of(i), prompt):]
+            added = next_prompt[n_common(next_prompt, alone[:-1]):]
+            if added == opening:    # Phi 3 ends each chat with one more token
+                return stop
+            # gpt-oss has another token for the end of the last answer
+            if added[1:] == opening and ids[stop + 1:stop + 2] == opening[:1]:
+                return stop + 1
+        raise UserError(f"message {i}: {self._changes(alone[stop:], ids[stop:])}")
+
+    def _changes(self, alone, ids):
+        return ("the template changes it when the chat goes on, from "
+                f"{self.decode(alone)!r:.60} to {self.decode(ids)!r:.60}: {OTHER_WAY}")
 
 def for_template(message):
     """A message without our weight. A content that is a list of texts becomes one text."""
@@ -160,14 +204,6 @@ def for_template(message):
             raise UserError(f"expected parts of type text; saw {parts!r:.200}")
         message["content"] = "".join(part["text"] for part in parts)
     return message
-
-def check_nothing_is_dropped(messages, text):
-    """Some templates write nothing for a content that is no list of parts, as models of images."""
-    for i, message in enumerate(messages):
-        content = for_template(message).get("content") or ""
-        *_, last_word = ["", *content.split("</think>")[-1].split()]
-        if message["role"] != "tool" and last_word not in text:    # a tool's may become JSON
-            raise UserError(f"message {i}: the template drops its content, {content!r:.60}")
 
 def n_common(a, b):
     """The number of elements that both lists begin with."""

@@ -30,6 +30,10 @@ CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 
+MARKED = CHATML.replace(
+    "{{ m.content }}<|im_end|>\n", "{% if m.role == 'assistant' %}{%- generation -%}{{ m.content }}END"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}")
+
 # Qwen 3's habits: thoughts are dropped before the last question, and an empty block is added after
 # it; tool results are a user's. And Llama's: contents are trimmed.
 QWEN = """
@@ -48,6 +52,7 @@ QWEN = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
+TURNS = chat(HI, ("assistant", "Yo"), ("user", "So"), ("assistant", "Oh"))
 LONG = chat(HI, ("assistant", "<think>hm</think> Yo "), ("user", " So"), ("assistant", "f()"),
             ("tool", "2"), ("assistant", "Oh\n"))
 
@@ -66,31 +71,56 @@ def learned_by(own, messages, **more):
 @pytest.mark.parametrize("template, messages, learned", [
     (CHATML, chat(HI, ("assistant", "Yo")), "Yo<|im_end|>"),
     (CHATML, LONG, "<think>hm</think> Yo <|im_end|>f()<|im_end|>Oh\n<|im_end|>"),
-    # As gpt-oss: another end for the last answer
-    (CHATML.replace("<|im_end|>\n", "{{ bos_token if loop.last and m.role != 'user' "
-                    "else '<|im_end|>' }}"),
-     chat(HI, ("assistant", "Yo"), HI, ("assistant", "Oh")), None),
     # As GLM: no end
     (CHATML.replace("<|im_end|>\n", ""), chat(HI, ("assistant", "Yo"), HI), "Yo"),
     # Marks learn what they say, here not the end
-    (CHATML.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{%- generation -%}"
-                    "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"),
-     chat(HI, ("assistant", "Yo"), HI, ("assistant", "Oh")), "YoOh"),
+    (MARKED.replace("END", ""), TURNS, "YoOh"),
     (QWEN, LONG[2:], "<think>\n\n</think>\n\nf()<|im_end|><think>\n\n</think>\n\nOh<|im_end|>"),
     ("{% for m in messages %}{{ '[' + m.content + ']' if m.role == 'user' else m.content }}"
-     "{% endfor %}", chat(HI, ("assistant", "Yo"), HI, ("assistant", "Oh")), "YoOh"),
+     "{% endfor %}", TURNS, "YoOh"),
     ("{{ tools[0]['name'] | tojson }}" + CHATML, chat(HI, ("assistant", "Yo")), "Yo<|im_end|>")])
 def test_answers_are_learned(template, messages, learned):
     own = templated(template)
     more = {"tools": [{"name": "<\u6f22'>"}]} if "tools" in template else {}
-    if learned is None:
-        ids, mask = own.render_conversation({"messages": messages})
-        assert own.decode([*itertools.compress(ids, mask)]) == f"Yo<|im_end|>Oh{BOS}"
-    else:
-        assert learned_by(own, messages, **more) == learned
-        if "generation %}" in template or learned == "YoOh":
-            messages[1]["weight"] = 0
-            assert learned_by(own, messages) == learned.replace("Yo", "")
+    assert learned_by(own, messages, **more) == learned
+    if learned == "YoOh":
+        messages = [*messages]
+        messages[1] = messages[1] | {"weight": 0}
+        assert learned_by(own, messages) == "Oh"
+
+def shown(template, messages, **arguments):
+    """Without what our chats begin with."""
+    text = module.show(templated(template, **arguments), messages)
+    return text.removeprefix(BOS + "<|im_start|>user\nHi<|im_end|>")
+
+@pytest.mark.parametrize("template, want", [
+    # Phi 3 writes one more token at the end of a chat, unless it opens an answer
+    (CHATML.replace("{% endif %}", "{% else %}{{ bos_token }}{% endif %}"),
+     "\n<|im_start|>assistant\n[[Yo<|im_end|>]]\n<|im_start|>user\nSo<|im_end|>\n"
+     f"<|im_start|>assistant\n[[Oh<|im_end|>\n{BOS}]]"),
+    # The same without any other end of a message
+    (CHATML.replace("<|im_end|>\n", "{{ '<|im_end|>' if m.role == 'user' }}")
+     .replace("{% endif %}", "{% else %}{{ bos_token }}{% endif %}"),
+     "<|im_start|>assistant\n[[Yo]]<|im_start|>user\nSo<|im_end|>"
+     f"<|im_start|>assistant\n[[Oh{BOS}]]"),
+    # gpt-oss ends the last answer with another token, either always or unless it opens an answer
+    *((CHATML.replace("<|im_end|>\n", "{{ bos_token if loop.last and m.role == 'assistant'"
+                      f"{more} else '<|im_end|>' }}}}"),
+       "<|im_start|>assistant\n[[Yo<|im_end|>]]<|im_start|>user\nSo<|im_end|>"
+       f"<|im_start|>assistant\n[[Oh{BOS}]]")
+      for more in ("", " and not add_generation_prompt"))])
+def test_another_token_may_end_a_chat_or_its_last_answer(template, want):
+    assert shown(template, TURNS) == want
+
+@pytest.mark.parametrize("more", ["", "{% if not add_generation_prompt %}{{ bos_token }}{% endif %}"])
+@pytest.mark.parametrize("end", ["<|im_end|>\n", "{{ '<|im_end|>\n' if not loop.last }}"])
+def test_all_that_is_marked_of_an_answer_of_weight_0_is_masked(end, more):
+    messages = chat(*((m["role"], m["content"]) for m in TURNS[:2]), weight=0) + TURNS[2:]
+    template = MARKED.replace("END", end) + more
+    text = shown(template, messages)
+    before, learned, _ = re.split(r"\[\[|\]\]", text)
+    assert "Yo<|im_end|>\n<|im_start|>" in before
+    assert learned.rstrip("\n") in ("Oh", "Oh<|im_end|>")
 
 def test_parts_are_joined_and_a_budget_cuts():
     own = templated(CHATML)
@@ -103,10 +133,19 @@ def test_parts_are_joined_and_a_budget_cuts():
     assert module.show(own, messages) == (
         f"{BOS}<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[[Yo<|im_end|>]]\n")
 
+CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+
 @pytest.mark.parametrize("template, messages, words", [
     (QWEN, LONG, r"message 1: the template changes it when the chat goes on, from .*make each answer"),
     (CHATML.replace("assistant\n", "assistant\n<think>\n"), chat(HI, ("assistant", "Yo")),
      r"message 1: its prompt ends with '<think>\\n', but the chat has 'Yo<.*enable_thinking=False"),
+    (CHATML.split("{% if")[0].replace("content }}", "content }}{{ m.tool_calls }}"),
+     chat(HI, ("assistant", ""), tool_calls=CALLS), "needs {% if add_generation_prompt"),
+    (CHATML, chat(HI, ("assistant", ""), tool_calls=CALLS), "drops tool_calls; saw"),
+    (QWEN.replace("+ text + '</tool", "+ '</tool"), LONG[2:],
+     "message 2: the template drops its content, '2'"),
+    (CHATML.replace("<|im_end|>\n", "{{ bos_token if loop.last and m.role == 'assistant' }}"), TURNS,
+     "message 1: the template changes it"),
     (CHATML, chat(HI, ("assistant", "\n\nYo")), "remove line ends at the beginning"),
     (CHATML.split("{% if")[0], chat(HI, ("assistant", "Yo")), "needs {% if add_generation_prompt"),
     (CHATML.replace("m.content", "m.content[0].text"), chat(HI, ("assistant", "Yo")),
@@ -142,6 +181,16 @@ def test_the_loader_takes_it():
     end = own.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert np.count_nonzero(encoded == ~end) == 2 and np.count_nonzero(encoded == end) == 1
 
+@pytest.mark.parametrize("template", [CHATML, MARKED.replace("END", "<|im_end|>")])
+def test_names_in_messages_can_be_plain_text(template):
+    """The library refuses to sanitize a text, or with marks."""
+    own = templated(template, sanitize_control_tokens=True)
+    messages = chat(("user", "<|im_end|>"), ("assistant", "<|im_start|>"))
+    ids, mask = own.render_conversation({"messages": messages})
+    end = own.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert ids.count(end) == 2
+    assert own.decode([*itertools.compress(ids, mask)]) == "<|im_start|><|im_end|>"
+
 def test_the_fingerprint_covers_template_arguments_and_date(monkeypatch):
     def fingerprint(*words, **arguments):
         return templated(*words, **arguments).fingerprint()
@@ -172,8 +221,8 @@ def test_ours_as_transformers_has_the_same_ids():
 def test_the_command_shows_a_chat(tmp_path, monkeypatch, capsys):
     as_transformers(tokenizer_for("chatml"), CHATML).save_pretrained(tmp_path / "model")
     (tmp_path / "chats").mkdir()
-    for split in ("train", "val"):
-        line = json.dumps(chat(HI, ("assistant", "Yo")))
+    for split, answer in (("train", "Yo"), ("val", "Oh")):
+        line = json.dumps(chat(HI, ("assistant", answer)))
         pq.write_table(pa.table({"messages": [line]}), tmp_path / f"chats/{split}.parquet")
     monkeypatch.setattr(sys, "argv", ["", str(tmp_path / "model"), str(tmp_path / "chats")])
     runpy.run_path(module.__file__, run_name="__main__")
