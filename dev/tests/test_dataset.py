@@ -505,21 +505,24 @@ def test_the_content_of_a_slice_begins_at_0():
 
 def test_shards_are_found_below_a_folder_but_not_what_other_tools_hide(tmp_path):
     """
-    Links are as good as files. A hidden folder is not walked: one here is a circle. A table of
-    Delta, Hudi or Iceberg has more than a file named metadata.json.
+    Links are as good as files, unless what they lead to is in the folder, too: a circle, or
+    latest -> y=24. A table of Delta, Hudi or Iceberg has more than a file named metadata.json.
     """
     folder = tmp_path / "data"
-    shown = ["a", "my_delta_log/e", "part.parquet/c", "snapshots/d", "y=24/b"]
+    shown = ["a", "_y=23/a", "my_delta_log/e", "part.parquet/c", "snapshots/d", "y=24/b"]
     write(folder, *shown, "_temporary/0", ".cache/d", "y=24/_d", ".e")
     for name in ("book.metadata.json", "metadata/book.metadata.json"):
         write_text(folder, name)
     for name in ("f.PQ", "i.parq", "README.md"):
         (folder / name).write_bytes(b"")
     write(tmp_path / "far", "x/g", "h")
-    for link, target in {"m": "far/x", "n.parquet": "far/h.parquet", ".hidden": "data"}.items():
+    links = {"m": "far/x", "n.parquet": "far/h.parquet", ".hidden": "data", "circle": "data",
+             "latest": "data/y=24", "o.parquet": "data/.cache/d.parquet"}
+    for link, target in links.items():
         os.symlink(tmp_path / target, folder / link)
-    shown = [f"{name}.parquet" for name in [*shown, "m/g", "n"]]
-    names = [name for name, *_ in dataset.list_files(str(folder))]
+    shown = [f"{name}.parquet" for name in [*shown, "m/g", "n", "o"]]
+    with pytest.warns(UserWarning, match=r"begins with _: 2, such as _temporary/0.parquet"):
+        names = [name for name, *_ in dataset.list_files(str(folder))]
     assert names == sorted([*shown, "f.PQ", "i.parq"])
 
 def spoil_index(**changes):
@@ -555,7 +558,7 @@ def write_text(folder, name, text="{}"):
     ("different kinds: a.parquet .*text.*, b.parquet .*tokens", "a", add_tokens),
     ("b.parquet.gz, footer: .*not a parquet file.*remove it", "a",
      lambda folder: (folder / "b.parquet.gz").write_bytes(b"packed" * 9)),
-    (r"/data, listing: .*No such file .*/link.parquet'; check", "a",
+    (r"/data, listing: .*No such file .*/link.parquet'; check its links and", "a",
      lambda folder: os.symlink("nowhere", folder / "link.parquet")),
     # Delta and Hudi tables keep deleted rows, a cache of Hugging Face old revisions
     (OLD_VERSIONS, "_delta_log/0", None),
@@ -969,7 +972,8 @@ def test_a_launcher_says_numbers(monkeypatch):
 
 def test_hidden_files_are_not_read_from_a_remote_folder(tmp_path):
     write(tmp_path, "a", "_temporary/b", ".c", "y=24/_d", "y=24/e")
-    names = [name for name, *_ in dataset.list_files(f"fsspec+file://{tmp_path}")]
+    with pytest.warns(UserWarning, match=r"begins with _: 2, such as _temporary/b.parquet"):
+        names = [name for name, *_ in dataset.list_files(f"fsspec+file://{tmp_path}")]
     assert names == ["a.parquet", "y=24/e.parquet"]
 
 def test_token_shards_of_two_tokenizers_do_not_mix(tmp_path):
