@@ -20,10 +20,13 @@ from the end of its prompt to its last special token. For that, the prompt, and 
 answer, must be the beginning of the whole chat. Some templates change earlier answers (Qwen 3's
 drops their thoughts). To learn these, make each answer the last one of a chat:
 
-    jq -c '.messages as $all | range($all | length) as $i | $all[$i] | select(.role == "assistant")
-        | {messages: (($all[:$i] | map(.weight = 0)) + [.])}' OLD.jsonl > NEW.jsonl
+    jq -c 'del(.messages) as $rest | .messages as $all | range($all | length) as $i | $all[$i]
+        | select(.role == "assistant" and .weight != 0)
+        | $rest + {messages: (($all[:$i] | map(.weight = 0)) + [.])}' OLD.jsonl > NEW.jsonl
 """
 
+import copy
+import itertools
 import json
 import re
 import sys
@@ -33,7 +36,8 @@ from pathlib import Path
 
 sys.path.insert(0, ".")    # run this in the folder of dataloader.py
 from dataset import UserError, json_sha256, list_shards, messages_of
-from tokenizer import format_ranks
+from dev.import_tokenizer import BYTE_OF
+from tokenizer import format_ranks, print_once
 
 OTHER_WAY = (
     "make each answer the last one of a chat (the jq command in dev/recipes/chat_template.py), or "
@@ -49,13 +53,20 @@ class ChatTemplate:
             raise UserError("expected a fast tokenizer of transformers that has a chat_template")
         self.tokenizer, self.arguments = tokenizer, arguments
         bos = bos or tokenizer.bos_token or tokenizer.eos_token
-        self.bos_id = tokenizer.convert_tokens_to_ids(bos)
+        self.bos_id = bos and tokenizer.get_vocab().get(bos)
+        if self.bos_id is None:
+            raise UserError(f"no token opens documents (bos is {bos!r}): pass bos=, one of its own")
+        try:
+            self.fingerprint()
+        except TypeError as error:
+            raise UserError(f"{error}; expected arguments of text and numbers (a function as a tool: "
+                            "transformers.utils.get_json_schema(FUNCTION))") from error
 
     def get_bos_token_id(self):
         return self.bos_id
 
     def get_vocab_size(self):
-        return len(self.tokenizer)
+        return 1 + max(self.tokenizer.get_vocab().values())    # there may be holes
 
     def encode(self, texts, prepend=None, num_threads=1):
         """Ids of documents of text, in which the names of special tokens are plain text."""
@@ -85,7 +96,6 @@ class ChatTemplate:
     def render_conversation(self, conversation, max_tokens=None):
         """{"messages": [...]}, and "tools" if there are some -> (ids, mask)"""
         messages, tools = conversation["messages"], conversation.get("tools")
-        self._check_nothing_is_dropped(messages, tools)
 
         def ids_of(n, **more):
             """Of the first n messages."""
@@ -104,6 +114,8 @@ class ChatTemplate:
                 else:
                     start, stop = self._find_answer(i, ids, ids_of, messages[i])
                 mask[start:stop] = (stop - start) * [int(is_learned)]
+        self._check_nothing_is_dropped(messages, tools)
+        self._warn_if_no_token_ends_answers(ids, mask)
         if ids[0] != self.bos_id:
             ids, mask = [self.bos_id, *ids], [0, *mask]
         return ids[:max_tokens], mask[:max_tokens]
@@ -127,17 +139,44 @@ class ChatTemplate:
             raise UserError(f"the chat template refuses this chat: {error!r:.300}") from error
 
     def _check_nothing_is_dropped(self, messages, tools):
-        """Some templates write no tool calls, or nothing for a content that is no list of parts."""
-        text, no_calls = self.render(messages, tools), []
-        for i, message in enumerate(messages):
-            content = for_template(message).get("content") or ""
-            *_, last_word = ["", *re.findall(r"\w+", content.split("</think>")[-1])]
-            if last_word not in text:
-                raise UserError(f"message {i}: the template drops its content, {content!r:.60}")
-            no_calls.append(message | {"content": content, "tool_calls": []})
-        has_calls = any(message.get("tool_calls") for message in messages)
-        if has_calls and self.render(no_calls, tools) == text:
-            raise UserError(f"the template drops tool_calls; saw {messages!r:.200}")
+        """Mark the end of each content, call and learned thought: the text must have all marks."""
+        marks, marked = {}, []
+
+        def mark(text, i, what):
+            name = f"zq{len(marks)}zq"
+            marks[name] = f"message {i}: the template drops its {what}, {text.strip()!r:.60}"
+            return text + name
+
+        for i, message in enumerate(map(for_template, messages)):
+            content = message.get("content")
+            if content and isinstance(content, str):
+                thoughts, end, answer = content.rpartition("</think>")
+                if messages[i].get("weight") != 0 and thoughts.removeprefix("<think>").strip():
+                    thoughts = mark(thoughts, i, "thoughts")
+                if answer:
+                    answer = mark(answer, i, "content")
+                message["content"] = thoughts + end + answer
+            calls = copy.deepcopy(message.get("tool_calls") or [])
+            for call in calls:
+                function = call.get("function", call)
+                function["name"] = mark(function["name"], i, "call of")
+            if calls:
+                message["tool_calls"] = calls
+            marked.append(message)
+        text = self.render(marked, tools)
+        for name, problem in marks.items():
+            if name not in text:
+                raise UserError(f"{problem}: change the chat, or pass the argument or the "
+                                "chat_template= that keeps it")
+
+    def _warn_if_no_token_ends_answers(self, ids, mask):
+        """GLM's template has none: these models stop at the next <|user|>, which is not learned."""
+        learned = [*itertools.compress(ids, mask)]
+        special = self.tokenizer.added_tokens_decoder
+        at = max((at for at, id in enumerate(learned) if id in special), default=-1)
+        if self.decode(learned[at + 1:]).strip():
+            print_once("the chat template ends answers with no special token, so the model does not "
+                       "learn to stop (to change this, pass another chat_template=)")
 
     def _find_marks(self, i, ids, ids_of, mask):
         """What is marked of answer i is in ids[start:stop]."""
@@ -152,6 +191,10 @@ class ChatTemplate:
 
     def _find_answer(self, i, ids, ids_of, message):
         """Answer i is ids[start:stop], without a line end after its last special token."""
+        if i == 0:
+            raise UserError(
+                "message 0: an answer needs a prompt, and templates render no empty chat; give this "
+                "answer weight 0, or put a message of the user before it")
         prompt = ids_of(i, add_generation_prompt=True)
         start, n = len(prompt), n_common(ids, prompt)
         if n < start:
@@ -245,6 +288,12 @@ def as_transformers(tokenizer, chat_template, eos_token=None):
     theirs.add_tokens([
         AddedToken(name, normalized=False, special=name not in tokenizer.added_tokens)
         for name in enc._special_tokens])
+    theirs.encode_special_tokens = True
+    for name in enc._special_tokens:    # in a text, the vocabulary has it as a word
+        word = bytes(BYTE_OF.get(character, 0) for character in name).decode(errors="ignore")
+        for text in name, word:
+            if theirs.encode(text).ids != tokenizer.encode(text):
+                raise UserError(f"transformers would read {text!r:.80} in a text as {name}")
     return PreTrainedTokenizerFast(
         tokenizer_object=theirs, bos_token=tokenizer.bos_token, eos_token=eos_token,
         chat_template=chat_template)

@@ -21,9 +21,9 @@ from dev.import_tokenizer import hard_texts
 from dev.recipes import chat_template as module
 from dev.recipes.chat_template import ChatTemplate, as_transformers
 from dev.tests.test_templates import BOS, HI, chat, tokenizer_for
-from tokenizer import RustBPETokenizer, build_encoding
+from tokenizer import GPT4_PATTERN, RustBPETokenizer, build_encoding, print_once
 
-pytest.importorskip("transformers")
+PreTrainedTokenizerFast = pytest.importorskip("transformers").PreTrainedTokenizerFast
 
 CHATML = """{% for m in messages %}<|im_start|>{{ m.role }}
 {{ m.content }}<|im_end|>
@@ -34,8 +34,8 @@ MARKED = CHATML.replace(
     "{{ m.content }}<|im_end|>\n", "{% if m.role == 'assistant' %}{%- generation -%}{{ m.content }}END"
     "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>\n{% endif %}")
 
-# Qwen 3's habits: thoughts are dropped before the last question, and an empty block is added after
-# it; tool results are a user's. And Llama's: contents are trimmed.
+# Qwen 3's habits: thoughts are dropped before the last question, and after it, answers without any
+# get an empty block; tool results are a user's. And Llama's: contents are trimmed.
 QWEN = """
 {%- set last = namespace(query=-1) %}
 {%- for m in messages if m.role == 'user' %}{% set last.query = messages.index(m) %}{% endfor %}
@@ -45,7 +45,8 @@ QWEN = """
     {%- if m.role == 'tool' %}
         {{- '<|im_start|>user\n<tool_response>' + text + '</tool_response><|im_end|>\n' }}
     {%- elif m.role == 'assistant' and loop.index0 > last.query %}
-        {{- '<|im_start|>assistant\n<think>\n\n</think>\n\n' + text + '<|im_end|>\n' }}
+        {{- '<|im_start|>assistant\n' + ('' if '</think>' in m.content else '<think>\n\n</think>\n\n') }}
+        {{- m.content | trim + '<|im_end|>\n' }}
     {%- else %}
         {{- '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}
     {%- endif %}
@@ -141,11 +142,19 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}
      r"message 1: its prompt ends with '<think>\\n', but the chat has 'Yo<.*enable_thinking=False"),
     (CHATML.split("{% if")[0].replace("content }}", "content }}{{ m.tool_calls }}"),
      chat(HI, ("assistant", ""), tool_calls=CALLS), "needs {% if add_generation_prompt"),
-    (CHATML, chat(HI, ("assistant", ""), tool_calls=CALLS), "drops tool_calls; saw"),
+    (CHATML, chat(HI, ("assistant", ""), tool_calls=CALLS), "drops its call of, 'add'"),
     (QWEN.replace("+ text + '</tool", "+ '</tool"), LONG[2:],
      "message 2: the template drops its content, '2'"),
     (CHATML.replace("<|im_end|>\n", "{{ bos_token if loop.last and m.role == 'assistant' }}"), TURNS,
      "message 1: the template changes it"),
+    *((template.replace("m.content }}", "m.content.split('</think>')[-1] }}"),
+       chat(HI, ("assistant", "<think>Hi</think>Hi")), "message 1: the template drops its thoughts, ")
+      for template in (CHATML, MARKED)),
+    (CHATML.replace("in messages", "in messages if m.role != 'system'"),
+     chat(("user", "Be brief"), ("system", "brief"), ("assistant", "Be brief")),
+     "message 1: the template drops its content, 'brief'"),
+    (CHATML, chat(("assistant", "Yo"), HI, ("assistant", "Oh")),
+     "message 0: an answer needs a prompt, .*; give this answer weight 0"),
     (CHATML, chat(HI, ("assistant", "\n\nYo")), "remove line ends at the beginning"),
     (CHATML.split("{% if")[0], chat(HI, ("assistant", "Yo")), "needs {% if add_generation_prompt"),
     (CHATML.replace("m.content", "m.content[0].text"), chat(HI, ("assistant", "Yo")),
@@ -161,13 +170,15 @@ def test_what_cannot_be_masked_exactly_is_refused(template, messages, words):
 def test_the_advice_keeps_the_answers():
     """The jq command of the docstring makes each answer the last of a chat, which is learned."""
     [words] = re.findall(r"jq -c '(.*?)' OLD", module.__doc__, re.S)
-    messages = [{"role": "system", "content": "Be"}, *LONG]
-    found = subprocess.run(["jq", "-c", words], input=json.dumps({"messages": messages}), text=True,
+    masked = chat(("user", "So"), ("assistant", "No"), weight=0)
+    record = {"system": "Be", "messages": LONG + masked + chat(("user", "And"), ("assistant", "\u6f22"))}
+    found = subprocess.run(["jq", "-c", words], input=json.dumps(record), text=True,
                            capture_output=True, check=True).stdout.splitlines()
-    chats = [json.loads(line)["messages"] for line in found]
-    assert [one[-1]["content"] for one in chats] == ["<think>hm</think> Yo ", "f()", "Oh\n"]
-    assert [learned_by(templated(QWEN), one) for one in chats] == [
-        f"<think>\n\n</think>\n\n{text}<|im_end|>" for text in ("Yo", "f()", "Oh")]
+    records = [json.loads(line) for line in found]
+    assert [one["system"] for one in records] == 4 * ["Be"]
+    assert [learned_by(templated(QWEN), one["messages"]) for one in records] == [
+        "<think>hm</think> Yo<|im_end|>",
+        *(f"<think>\n\n</think>\n\n{text}<|im_end|>" for text in ("f()", "Oh", "\u6f22"))]
 
 def test_the_loader_takes_it():
     """Text and chats. In a text, names are plain; in a chat, as in the library."""
@@ -190,6 +201,46 @@ def test_names_in_messages_can_be_plain_text(template):
     end = own.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert ids.count(end) == 2
     assert own.decode([*itertools.compress(ids, mask)]) == "<|im_start|><|im_end|>"
+
+def test_answers_that_no_token_ends_are_told_once(capsys):
+    """As GLM's. What follows the token, such as a line end, does not count."""
+    for end in ("<|im_end|>", ""):
+        print_once.cache_clear()
+        for template in (CHATML.replace("<|im_end|>", end), MARKED.replace("END", end + "\n")):
+            learned_by(templated(template), TURNS)
+        said = capsys.readouterr().err
+        assert said.count("ends answers with no special token") == (end == "")
+
+def test_a_switch_may_be_taken_out():
+    """As Nemotron's /no_think: this drops no message."""
+    template = CHATML.replace("m.content", "m.content.replace('/no_think', '')")
+    assert learned_by(templated(template), chat(("user", "/no_think"), ("assistant", "Yo"))) == (
+        "Yo<|im_end|>")
+
+def test_ids_may_have_holes():
+    special = {BOS: 70_000, "<|im_start|>": 80_000, "<|im_end|>": 90_000}
+    ranks = tokenizer_for("chatml").enc._mergeable_ranks
+    hollow = RustBPETokenizer(build_encoding(GPT4_PATTERN, ranks, special), BOS)
+    own = ChatTemplate(as_transformers(hollow, CHATML))
+    lines = pa.array([json.dumps(TURNS)])
+    [ids] = Encoder(own).encode(SimpleNamespace(kind="messages"), 0, np.arange(1), lines)
+    assert (own.get_vocab_size(), ids.max()) == (90_001, 90_000)
+
+def test_what_cannot_be_used_is_refused():
+    library = pytest.importorskip("tokenizers")
+    plain = PreTrainedTokenizerFast(
+        tokenizer_object=library.Tokenizer(library.models.BPE({"a": 0}, [])), chat_template=CHATML)
+    with pytest.raises(UserError, match=r"no token opens documents .bos is None.: pass bos="):
+        ChatTemplate(plain)
+    with pytest.raises(UserError, match="bos is '<s>'"):
+        templated(CHATML, bos="<s>")
+    with pytest.raises(UserError, match=r"function .*: transformers.utils.get_json_schema"):
+        templated(CHATML, tools=[chat])
+    ranks = tokenizer_for("chatml").enc._mergeable_ranks
+    for name, word in ("PAD", "PAD"), ("\u0120MASK", " MASK"):
+        enc = build_encoding(GPT4_PATTERN, ranks, {BOS: 2000, name: 2001})
+        with pytest.raises(UserError, match=f"would read '{word}' in a text as {name}"):
+            as_transformers(RustBPETokenizer(enc, BOS), CHATML)
 
 def test_the_fingerprint_covers_template_arguments_and_date(monkeypatch):
     def fingerprint(*words, **arguments):

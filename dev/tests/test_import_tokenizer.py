@@ -86,7 +86,7 @@ def test_imported_tokenizer_gives_the_librarys_ids(tmp_path, convert, pattern, c
     ours = RustBPETokenizer.from_directory(tmp_path / "out")
     assert ours.get_bos_token_id() == 0 and len(ours.encode("<|endoftext|>")) > 1
     assert f"{ours.get_vocab_size()} tokens in {tmp_path / 'out'}; " in printed
-    assert "BOS: <|endoftext|>" in printed
+    assert "BOS: <|endoftext|>" in printed and "chats are written" not in printed
     assert ("normalize your text first" in printed) == ("normalizer" in changes)
     with pytest.raises(SystemExit, match=r"^error: .* has a tokenizer, which"):
         convert(described)
@@ -132,7 +132,9 @@ def test_added_tokens_are_found_in_text_as_by_the_library(
     """In documents of either engine, encode and chats. Special ones are plain text."""
     described = add(train(LLAMA, normalizer=normalizer), *NAMES, normalized=normalized)
     described = add(described, "<|im_start|>", "<|im_end|>", special=True)
-    assert "one token each: <think>, </think>, <think>s" in convert(described)
+    printed = convert(described)
+    assert "one token each: <think>, </think>, <think>s" in printed
+    assert r"chats are written so: '<|endoftext|><|im_start|>user\nHi<|im_end|>" in printed
     theirs = library.Tokenizer.from_str(json.dumps(described))
     theirs.no_truncation()
     theirs.encode_special_tokens = True
