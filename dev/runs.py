@@ -7,27 +7,25 @@ Which documents a run of train.py saw, when, and how hard they were for the mode
     python -m dev.runs plot RUN [RUN ...]                     loss, rates, speed: plot.png
 
 RUN is the folder of a run; FILE is a checkpoint in it. `losses` needs a run with --ledger. The
-trade-off: steps that are in no ledger are packed again, every row of them, as fast as the loader
-can. `audit` packs from the beginning of the run if a step is before FILE. `when` packs the steps to
-come, and past steps that the ledger lacks. RUN/log.jsonl says with which flags each part of the run
-was started, and has a hash of the rows of each step: other rows are an error.
+trade-off: a run stores no list of its documents. Its rows are packed again from its beginning, as
+fast as the loader can. RUN/log.jsonl has the flags of each part of the run, and a hash of the rows
+of each step. Rows with a different hash are an error.
 """
 
 if __name__ == "__main__" and not __package__:
     raise SystemExit("usage: python -m dev.runs, run in the folder of dataloader.py")
 
 import argparse
+import collections
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from dataloader import PackedLoader
 from dataset import (
@@ -41,13 +39,12 @@ from dataset import (
 from dev.convert import at_least_1
 from tokenizer import RustBPETokenizer
 from train import (
-    RANK,
-    list_own,
     load_checkpoint,
     newest_checkpoint,
     read_log,
     sources_of,
     sum_counts,
+    targets_of,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -89,27 +86,27 @@ def beginning_of(location, loader):
         if shard.path == location.path:
             return text_of(shard, location.row_group, location.row, loader)[:60]
 
-class Seen(NamedTuple):
-    """A piece of a document in a row."""
+class Packed(NamedTuple):
+    """A row of the run, packed again."""
     step: int
-    g: int    # the row of the run
-    location: Location
-    epoch: int
-    start: int
-    stop: int
+    g: int
+    source: str
+    pieces: list           # Piece: which tokens of which documents
+    targets: np.ndarray    # (T,); -100: masked
 
-def pack_again(run, saved, begins, first, stop):
+def pack_again(run, saved, first, stop):
     """
-    Yield (step, g, its pieces as Seen) of each row of steps `first` to `stop` - 1, packed from the
-    checkpoint or from the beginning of the run.
+    Yield each row of steps `first` to `stop` - 1 as Packed. The run is packed from the checkpoint
+    on, or if `first` is before the checkpoint, from the beginning.
     """
     log = [*read_log(f"{run}/log.jsonl")]
     hashes = {-1: 0, saved["step"] - 1: saved["rows_hash"]}    # of all rows up to a step
     for record in log:
         if "rows_hash" in record:
             hashes[record["step"]] = int(record["rows_hash"], 16)
-    begin = 0 if begins else saved["step"]
-    state = None if begins else json.loads(saved["loader"])
+    begin, state = saved["step"], json.loads(saved["loader"])
+    if first < begin:
+        begin, state = 0, None
     if begin < stop:
         print(f"packing steps {begin:,} to {stop - 1:,}", file=sys.stderr)
     for start, end, flags in parts(run, log, begin, stop):
@@ -117,10 +114,13 @@ def pack_again(run, saved, begins, first, stop):
             if state:
                 loader.load_state_dict(state)
             for step in range(start, end):
-                check_rows(run, step, next(loader), loader, hashes)
-                rows = zip(loader.row_numbers, loader.pieces(), strict=True)
-                for g, pieces in rows if step >= first else ():
-                    yield step, g, [Seen(step, g, *piece[:4]) for piece in pieces]
+                batch = next(loader)
+                check_rows(run, step, batch, loader, hashes)
+                if step >= first:
+                    rows = zip(loader.row_numbers, loader.row_sources(), loader.pieces(),
+                               batch[1].numpy(), strict=True)
+                    for row in rows:
+                        yield Packed(step, *row)
             state = loader.state_dict()
 
 def parts(run, log, begin, stop):
@@ -144,6 +144,18 @@ def check_rows(run, step, batch, loader, hashes):
                         f"{run}/log.jsonl, so its documents cannot be named; the data or the code "
                         "has changed since")
 
+class Seen(NamedTuple):
+    """A piece of a document in a row."""
+    step: int
+    g: int    # the row of the run
+    location: Location
+    epoch: int
+    start: int
+    stop: int
+
+def seen_in(row):
+    return [Seen(row.step, row.g, *piece[:4]) for piece in row.pieces]
+
 def without_bos_again(pieces):
     """Leave out a BOS that is repeated before a later piece of its document."""
     continued = {piece[:3] for piece in pieces if piece.start > 0}    # step, g, location
@@ -161,32 +173,14 @@ def audit(path, steps=None):
     saved, run = load_checkpoint(path), os.path.dirname(path) or "."
     first, stop = steps or (saved["step"], saved["step"] + 1)
     with loader_of(saved) as loader:
-        for step, g, seen in pack_again(run, saved, first < saved["step"], first, stop):
-            yield f"step {step}, row {g} of the run"
-            for piece in without_bos_again(seen):
+        for row in pack_again(run, saved, first, stop):
+            yield f"step {row.step}, row {row.g} of the run"
+            for piece in without_bos_again(seen_in(row)):
                 yield f"  {describe(piece, loader)}"
 
 def describe(piece, loader):
     return (f"{piece.location}, epoch {piece.epoch}, tokens {piece.start:,}-{piece.stop - 1:,}: "
             f"{beginning_of(piece.location, loader)!r}")
-
-# --------------------------------------------------------------------------------------------------
-# The ledger: what train.py --ledger wrote
-
-def read_ledger(run, sources=None):
-    """Its records (by train.losses_of_pieces) of these sources, or of all, in the order of rows."""
-    files = list_own(f"{run}/_ledger", RANK)
-    if not files:
-        return pa.schema({"step": pa.int64(), "path": pa.string()}).empty_table()
-    ledger = pq.read_table(files).sort_by("g")
-    if sources is None:
-        return ledger
-    known = [shard.path for source in sources.values() for shard in source.shards]
-    others = {*ledger["path"].unique().to_pylist()} - {*known}
-    if others:
-        print(f"left out: {len(others)} files that the run no longer has (were they moved?); the "
-              f"first is {min(others)}")
-    return ledger.filter(pc.field("path").isin(known))
 
 # --------------------------------------------------------------------------------------------------
 # losses: which documents were hard, which were easy
@@ -201,48 +195,65 @@ class Difficulty(NamedTuple):
 class SourceLosses(NamedTuple):
     name: str
     n_tokens: int
-    usual: np.ndarray    # bits per byte in every 50 steps
-    documents: list      # a Difficulty each, the easiest first
+    usual: list        # bits per byte in every 50 steps
+    documents: list    # a Difficulty each, the easiest first
 
-def losses_of(run, sources):
+def read_nats(run):
+    """{(step, row of the run): [nats of each of its pieces]}, as train.py --ledger logged them"""
+    nats = {}
+    for record in read_log(f"{run}/log.jsonl"):
+        for of_rank in record.get("nats_of_pieces", ()):
+            for g, of_row in of_rank.items():
+                nats[record["step"], int(g)] = of_row
+    if not nats:
+        raise UserError(f"{run}/log.jsonl has no losses of documents; train.py logs them with "
+                        "--ledger")
+    return nats
+
+def sum_losses(run, saved, token_bytes):
+    """{source: {number of 50 steps: {location: tokens, bytes and bits of a document in them}}}"""
+    nats = read_nats(run)
+    (first, _), (last, _) = min(nats), max(nats)
+    sums = {}
+    for row in pack_again(run, saved, first, last + 1):
+        periods = sums.setdefault(row.source, {})
+        documents = periods.setdefault(row.step // 50, collections.defaultdict(lambda: np.zeros(3)))
+        nats_of_row = nats.get((row.step, row.g), ())    # none: a step without --ledger
+        for piece, of_piece in zip(row.pieces, nats_of_row, strict=False):
+            tokens = row.targets[targets_of(piece)]
+            tokens = tokens[tokens >= 0]
+            bits = of_piece / math.log(2)
+            documents[piece.location] += (len(tokens), token_bytes[tokens].sum(), bits)
+    return sums
+
+def losses_of(run, saved, token_bytes):
     """Yield the SourceLosses of each source. Documents of fewer than 200 bytes say little."""
-    ledger = read_ledger(run, sources)
-    if not len(ledger):
-        raise UserError(f"{run} has no ledger; train.py writes one with --ledger")
-    for name, source in sources.items():
-        names = {shard.path: shard.name for shard in source.shards}
-        rows = ledger.filter(pc.field("path").isin([*names]))
-        period = rows["step"].to_numpy() // 50
-        bits = rows["nats"].to_numpy() / np.log(2)
-        n_bytes = rows["bytes"].to_numpy()
-        bits_of_period = np.bincount(period, bits, minlength=1)
-        bytes_of_period = np.bincount(period, n_bytes, minlength=1)
-        usual = bits_of_period / np.maximum(1, bytes_of_period)
-        above = bits - usual[period] * n_bytes
-        rows = rows.append_column("bits", [bits]).append_column("above", [above])
-        totals = rows.group_by(["path", "row_group", "row"])
-        totals = totals.aggregate([("above", "sum"), ("bits", "sum"), ("bytes", "sum")])
-        documents = []
-        for row in totals.to_pylist():
-            n = row["bytes_sum"]
-            if n >= 200:
-                above, bits = row["above_sum"] / n, row["bits_sum"] / n
-                path = row["path"]
-                location = Location(path, row["row_group"], row["row"], names[path])
-                documents.append(Difficulty(above, bits, n, location))
-        n_tokens = sum(rows["tokens"].to_pylist())
-        yield SourceLosses(name, n_tokens, usual, sorted(documents))
+    for name, periods in sum_losses(run, saved, token_bytes).items():
+        usual, totals = [], collections.defaultdict(lambda: np.zeros(4))
+        for documents in periods.values():
+            _, n_bytes, bits = sum(documents.values(), np.zeros(3))
+            usual.append(bits / max(1, n_bytes))
+            for location, (n_tokens, n_bytes, bits) in documents.items():
+                above = bits - usual[-1] * n_bytes
+                totals[location] += (n_tokens, n_bytes, bits, above)
+        n_tokens = sum(total[0] for total in totals.values())
+        found = []
+        for location, (_, n_bytes, bits, above) in totals.items():
+            if n_bytes >= 200:
+                found.append(Difficulty(above / n_bytes, bits / n_bytes, int(n_bytes), location))
+        yield SourceLosses(name, int(n_tokens), usual, sorted(found))
 
 def losses(run, n=10):
     """
     Yield lines: the tokens of each source and how its loss fell, then its n easiest and n hardest
     documents of 200 bytes or more.
     """
-    with loader_of(newest_of(run)) as loader:
-        for name, n_tokens, usual, documents in losses_of(run, loader.sources):
-            began = next((bits for bits in usual if bits), 0)
-            yield (f"{name}: {n_tokens:,} tokens, {began:.3f} bits per byte in the first 50 steps, "
-                   f"{usual[-1]:.3f} in the last; documents: {len(documents):,}")
+    saved = newest_of(run)
+    with loader_of(saved) as loader:
+        token_bytes = loader.encoder.tokenizer.token_bytes
+        for name, n_tokens, usual, documents in losses_of(run, saved, token_bytes):
+            yield (f"{name}: {n_tokens:,} tokens, {usual[0]:.3f} bits per byte in the first 50 "
+                   f"steps, {usual[-1]:.3f} in the last; documents: {len(documents):,}")
             yield ("   above  bits per byte      bytes    (above: more bits per byte than the same "
                    "50 steps)")
             both_ends = {*documents[:n], *documents[-n:]}
@@ -255,8 +266,8 @@ def losses(run, n=10):
 
 def when(run, name=None, text=None):
     """
-    Yield lines: the rows of a run that have a document, past and to come. Past rows are in the
-    ledger. Without a ledger they are packed again, like the rows to come.
+    Yield lines: the rows of a run that have a document, past and to come. All rows of the run are
+    packed again.
     """
     if not (name or text):
         raise UserError("which document? Pass FILE:ROW or FILE:GROUP:ROW, or --text WORDS. For "
@@ -270,9 +281,9 @@ def when(run, name=None, text=None):
         if not wanted:
             raise UserError(f"no {name or repr(text)} in the run's training data; expected "
                             "FILE[:GROUP]:ROW or --text WORDS")
-        ledger = read_ledger(run, loader.sources)
-        is_complete = {*range(now)} <= {*ledger["step"].unique().to_pylist()}
-        seen = {*seen_in(ledger, wanted), *replay(run, saved, not is_complete, n_steps, wanted)}
+        seen = []
+        for row in pack_again(run, saved, 0, n_steps):
+            seen += [piece for piece in seen_in(row) if piece.location in wanted]
         seen = sorted(without_bos_again(seen))
         for piece in seen:
             to_come = "to come: " if piece.step >= now else ""
@@ -295,22 +306,6 @@ def find_documents(loader, name, text):
                 if is_named or (text and text in text_of(shard, row_group, row, loader)):
                     yield shard.location(row_group, row)
                 number += 1
-
-def seen_in(ledger, wanted):
-    """Yield each piece of these documents in the ledger."""
-    by_place = {location[:3]: location for location in wanted}    # path, row group, row
-    paths = [*{location.path for location in wanted}]
-    ledger = ledger.filter(pc.field("path").isin(paths))
-    for row in ledger.to_pylist():
-        location = by_place.get((row["path"], row["row_group"], row["row"]))
-        if location:
-            piece = row["epoch"], row["start"], row["stop"]
-            yield Seen(row["step"], row["g"], location, *piece)
-
-def replay(run, saved, begins, stop, wanted):
-    """Yield each piece of these documents, from the checkpoint or the beginning to step `stop`."""
-    for _, _, seen in pack_again(run, saved, begins, 0, stop):
-        yield from (piece for piece in seen if piece.location in wanted)
 
 # --------------------------------------------------------------------------------------------------
 # plot: the curves of one or several runs

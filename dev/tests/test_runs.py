@@ -1,4 +1,4 @@
-"""dev/runs.py: the ledger has each token once, and what is packed again is what the ledger has."""
+"""dev/runs.py: rows that are packed again are those of the run, and each loss is its document's."""
 
 import collections
 import contextlib
@@ -10,13 +10,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pyarrow as pa
 import pytest
 
 import train
+from dataloader import PackedLoader
 from dataset import Location
 from dev import runs
 from test_dataloader import HERE, grouped, texts_of, write
@@ -62,46 +61,53 @@ def ranks(base):
 def documents(base):
     return texts_of(f"{base}/a") | texts_of(f"{base}/b")
 
-def ledgers_of(*steps):
-    return [f"_ledger/step_{step:07d}_rank_0000.parquet" for step in steps]
-
-def location_of(row):
-    name = os.path.basename(row["path"])
-    return Location(row["path"], row["row_group"], row["row"], name)
+@pytest.fixture(scope="module")
+def seen(alone):
+    """The pieces in the rows of `alone`, by a loader that this test drives."""
+    pieces = []
+    with runs.loader_of(runs.newest_of(alone)) as loader:
+        for step in range(24):
+            next(loader)
+            for g, row in zip(loader.row_numbers, loader.pieces(), strict=True):
+                pieces += [runs.Seen(step, g, *piece[:4]) for piece in row]
+    return pieces
 
 # --------------------------------------------------------------------------------------------------
-# The ledger
+# What is packed again, and what train.py logs of it
 
-def test_ledger_has_each_token_of_an_epoch_once_and_replay_finds_the_same(alone, documents):
-    ledger = runs.read_ledger(alone)
-    tokens, targets = collections.defaultdict(list), collections.Counter()
-    for row in ledger.to_pylist():
-        key = row["epoch"], location_of(row)
-        tokens[key] += range(max(1, row["start"]), row["stop"])    # without BOS
-        targets[key] += row["tokens"]
-        assert row["bytes"] == row["tokens"]
+def test_rows_packed_again_have_each_token_of_an_epoch_once(alone, documents, seen):
+    tokens, targets, again = collections.defaultdict(list), collections.Counter(), []
+    for row in runs.pack_again(alone, runs.newest_of(alone), 0, 24):
+        again += runs.seen_in(row)
+        for piece in row.pieces:
+            key = piece.epoch, piece.location
+            tokens[key] += range(max(1, piece.start), piece.stop)    # without BOS
+            targets[key] += (row.targets[train.targets_of(piece)] >= 0).sum()
+    assert again == seen
     for location, text in documents.items():
         assert sorted(tokens[1, location]) == [*range(1, len(text) + 1)]
         assert targets[1, location] == len(text)
     assert max(epoch for epoch, _ in tokens) > 2, "two whole epochs"
-    wanted = {*documents}
-    again = runs.replay(alone, runs.newest_of(alone), True, 24, wanted)
-    assert sorted(again) == sorted(runs.seen_in(ledger, wanted))
 
-def test_ledgers_of_one_and_two_ranks_are_equal(alone, ranks):
-    columns = "g", "path", "row_group", "row", "start"
-    key = [(name, "ascending") for name in columns]
-    one = runs.read_ledger(alone).sort_by(key)
-    other = runs.read_ledger(ranks).sort_by(key)
-    assert one.drop(["nats"]).equals(other.drop(["nats"]))
-    assert np.allclose(one["nats"], other["nats"], rtol=1e-2, atol=0.05)
+@pytest.mark.parametrize("packing", ["exactfit", "flat"])
+def test_nats_of_a_piece_are_those_of_its_tokens(base, documents, packing):
+    """With nats that name the target, each piece has the sum of its characters."""
+    tokenizer = RustBPETokenizer.from_directory(f"{base}/tokenizer")
+    with PackedLoader(tokenizer, 8, 64, "train", data_dir=f"{base}/a", packing=packing) as loader:
+        for _ in range(5):
+            _, targets = next(loader)
+            of_rows = train.nats_of_pieces(loader, targets.clamp(min=0).float())
+            for g, pieces in zip(loader.row_numbers, loader.pieces(), strict=True):
+                for piece, nats in zip(pieces, of_rows[g], strict=True):
+                    begin = piece.start + (1 if piece.offset == 0 < piece.start else 0)
+                    text = documents[piece.location][max(0, begin - 1):piece.stop - 1]
+                    assert nats == sum(tokenizer.encode(text))
 
-def test_ledger_of_data_that_moved_says_what_is_left_out(alone, base, capsys):
-    with runs.loader_of(runs.newest_of(alone)) as loader:
-        b = {name: source for name, source in loader.sources.items() if name.endswith("/b")}
-    ledger = runs.read_ledger(alone, b)
-    assert "left out: 2 files that the run no longer has (were they moved?)" in capsys.readouterr().out
-    assert {*ledger["path"].to_pylist()} == {f"{base}/b/train-{i}.parquet" for i in range(2)}
+def test_one_and_two_ranks_log_the_same_losses(alone, ranks):
+    one, other = runs.read_nats(alone), runs.read_nats(ranks)
+    assert sorted(one) == sorted(other) == [(g // 16, g) for g in range(24 * 16)]
+    for row, nats in one.items():
+        assert nats == pytest.approx(other[row], rel=1e-2, abs=0.05)
 
 # --------------------------------------------------------------------------------------------------
 # when and audit
@@ -110,36 +116,33 @@ def described(piece, documents):
     return (f"{piece.location}, epoch {piece.epoch}, tokens {piece.start}-{piece.stop - 1}: "
             f"{documents[piece.location][:60]!r}")
 
-def test_when_prints_past_and_coming_steps(alone, base, documents, capsys):
-    """At step 18 of the run: with a whole ledger, and with one of which a file is missing."""
+def test_when_prints_past_and_coming_steps(alone, base, documents, seen, capsys):
+    """At step 18 of the run."""
     middle = base / "middle"
-    (middle / "_ledger").mkdir(parents=True)
-    ledgers = ledgers_of(0, 6, 12)
-    for name in ["step_0000018.pt", "log.jsonl", *ledgers]:
+    middle.mkdir()
+    for name in ["step_0000018.pt", "log.jsonl"]:
         os.link(f"{alone}/{name}", middle / name)
     location = Location(f"{base}/a/train-1.parquet", 1, 8, "train-1.parquet")
-    seen = runs.without_bos_again([*runs.seen_in(runs.read_ledger(alone), {location})])
-    assert seen[0].step < 18 <= seen[-1].step, "past and to come"
+    pieces = runs.without_bos_again([piece for piece in seen if piece.location == location])
+    assert pieces[0].step < 18 <= pieces[-1].step, "past and to come"
     want = []
-    for piece in seen:
+    for piece in pieces:
         to_come = "to come: " if piece.step >= 18 else ""
         want.append(f"{to_come}step {piece.step}, row {piece.g} of the run: "
                     f"{described(piece, documents)}")
-    want.append(f"pieces: {len(seen)}; documents: 1; in none of the run's 24 steps, of which 18 "
+    want.append(f"pieces: {len(pieces)}; documents: 1; in none of the run's 24 steps, of which 18 "
                 "are done: 0")
     for words in (["a/train-1.parquet:1:8"], ["a/train-1.parquet:28"],
                   ["--text", documents[location]]):
         runs.main(["when", str(middle), *words])
         assert capsys.readouterr().out.splitlines() == want
-    os.remove(middle / ledgers[0])
-    assert [*runs.when(str(middle), "a/train-1.parquet:28")] == want
 
 def test_when_names_documents_in_no_row(alone, documents, monkeypatch):
-    """As if the run had only its first 40 pieces."""
-    ledger = runs.read_ledger(alone).slice(0, 40)
-    monkeypatch.setattr(runs, "read_ledger", lambda run, sources: ledger)
-    monkeypatch.setattr(runs, "replay", lambda *_: [])
-    missing = sorted({*documents} - {*map(location_of, ledger.to_pylist())})
+    """As if the run had only its first 10 rows."""
+    rows = [*runs.pack_again(alone, runs.newest_of(alone), 0, 1)][:10]
+    monkeypatch.setattr(runs, "pack_again", lambda *_: rows)
+    found = {piece.location for row in rows for piece in row.pieces}
+    missing = sorted({*documents} - found)
     lines = [*runs.when(alone, text=" ")]
     found = [line for line in lines if line.startswith("in none of the run's 24 steps: ")]
     assert found == [f"in none of the run's 24 steps: {location}: {documents[location][:60]!r}"
@@ -148,12 +151,12 @@ def test_when_names_documents_in_no_row(alone, documents, monkeypatch):
 
 @pytest.mark.parametrize("words, first, stop", [
     ("--steps 1:3", 1, 3), ("", 18, 19), ("--steps 20:24", 20, 24)])
-def test_audit_names_the_documents_of_the_rows(alone, documents, capsys, words, first, stop):
-    """Before, at and after a checkpoint: a line for each piece that the ledger has."""
+def test_audit_names_the_documents_of_the_rows(alone, documents, seen, capsys, words, first, stop):
+    """Before, at and after a checkpoint: a line for each piece."""
     runs.main(["audit", "--resume", f"{alone}/step_0000018.pt", *words.split()])
     rows = re.split(r"^(?=step)", capsys.readouterr().out, flags=re.M)[1:]
     want = {g: {f"step {g // 16}, row {g} of the run"} for g in range(16 * first, 16 * stop)}
-    for piece in runs.seen_in(runs.read_ledger(alone), {*documents}):
+    for piece in seen:
         if first <= piece.step < stop and piece.stop > 1:    # else BOS again, not worth a line
             want[piece.g].add(f"  {described(piece, documents)}")
     assert [{*row.splitlines()} for row in rows] == [*want.values()]
@@ -162,8 +165,8 @@ def test_audit_names_the_documents_of_the_rows(alone, documents, capsys, words, 
 def changed(alone, base):
     """The run `alone` up to step 12, then twice resumed with other flags: at 12 and at 18."""
     folder = base / "changed"
-    (folder / "_ledger").mkdir(parents=True)
-    for name in ("step_0000012.pt", "log.jsonl", *ledgers_of(0, 6)):
+    folder.mkdir()
+    for name in ("step_0000012.pt", "log.jsonl"):
         shutil.copy(f"{alone}/{name}", folder / name)
     resume = ["--out", str(folder), "--resume", "auto", "--keep", "9", "--steps"]
     train.main([*resume, "18", "--batch_size", "8", "--seq_len", "48"])
@@ -175,16 +178,14 @@ def changed(alone, base):
 def test_audit_of_a_run_with_changed_flags_names_the_rows_of_each_part(changed, file, first, stop):
     lines = [*runs.audit(f"{changed}/step_{file:07d}.pt", (first, stop))]
     told = [tuple(map(int, re.findall(r"\d+", line))) for line in lines if line.startswith("step")]
-    ledger = runs.read_ledger(changed)
-    rows = zip(ledger["step"].to_pylist(), ledger["g"].to_pylist(), strict=True)
-    assert told == sorted({(step, g) for step, g in rows if first <= step < stop})
+    assert told == sorted(row for row in runs.read_nats(changed) if first <= row[0] < stop)
 
-def test_when_knows_the_rows_of_each_part(changed, tmp_path):
-    """The same with the ledger, and without it, packed again."""
-    shutil.copytree(changed, tmp_path / "run")
-    want = [*runs.when(changed, "a/train-1.parquet:1:8")]
-    shutil.rmtree(tmp_path / "run/_ledger")
-    assert [*runs.when(str(tmp_path / "run"), "a/train-1.parquet:1:8")] == want
+def test_rows_of_each_part_are_packed_again(changed):
+    """They have as many pieces as the run logged."""
+    nats = runs.read_nats(changed)
+    rows = [*runs.pack_again(changed, runs.newest_of(changed), 0, 24)]
+    assert {(row.step, row.g): len(row.pieces) for row in rows} == {
+        row: len(of_row) for row, of_row in nats.items()}
 
 @pytest.mark.parametrize("lost, message", [
     (["header of 0"], "does not tell the flags of step 0"),
@@ -208,17 +209,15 @@ def test_audit_refuses_to_name_what_the_log_does_not_know(changed, tmp_path, los
 
 def test_losses_compare_a_document_with_the_same_steps(monkeypatch):
     """The loss falls from 2 bits per byte to 1. One document is 1 above it, one 0.5 below."""
-    rows = []
-    for step in range(100):
-        usual = 2 if step < 50 else 1
+    periods = {}
+    for period, usual in enumerate((2, 1)):
+        periods[period] = {}
         for row in range(10):
             above = {3: 1, 7: -0.5}.get(row, -0.0625)    # 0 on average
-            rows.append({"step": step, "path": "x", "row_group": 0, "row": row,
-                         "tokens": 9, "bytes": 10, "nats": 10 * (usual + above) * np.log(2)})
-    ledger = pa.Table.from_pylist(rows)
-    source = SimpleNamespace(shards=[SimpleNamespace(path="x", name="x")])
-    monkeypatch.setattr(runs, "read_ledger", lambda run, sources: ledger)
-    [found] = runs.losses_of("run", {"x": source})
+            location = Location("x", 0, row, "x")
+            periods[period][location] = np.array([450, 500, 500 * (usual + above)])
+    monkeypatch.setattr(runs, "sum_losses", lambda *_: {"x": periods})
+    [found] = runs.losses_of("run", None, None)
     assert found.name == "x" and found.n_tokens == 9 * 1000
     assert found.usual == pytest.approx([2, 1])
     easiest, *_, hardest = found.documents
@@ -231,13 +230,14 @@ def test_losses_print_the_documents_at_both_ends_once(alone, documents, capsys, 
     """Of each source, the four long documents alone have 200 bytes."""
     runs.main(["losses", alone, "--head", str(n)])
     lines = iter(capsys.readouterr().out.splitlines())
-    with runs.loader_of(runs.newest_of(alone)) as loader:
-        for source in runs.losses_of(alone, loader.sources):
-            assert next(lines).startswith(f"{source.name}: {source.n_tokens:,} tokens, ")
-            next(lines)    # names of columns
-            for i in shown:
-                location = source.documents[i].location
-                assert next(lines).endswith(f"    {location}: {documents[location][:60]!r}")
+    saved = runs.newest_of(alone)
+    token_bytes = RustBPETokenizer.from_dict(saved["tokenizer"]).token_bytes
+    for source in runs.losses_of(alone, saved, token_bytes):
+        assert next(lines).startswith(f"{source.name}: {source.n_tokens:,} tokens, ")
+        next(lines)    # names of columns
+        for i in shown:
+            location = source.documents[i].location
+            assert next(lines).endswith(f"    {location}: {documents[location][:60]!r}")
     assert not [*lines]
 
 # --------------------------------------------------------------------------------------------------
@@ -285,9 +285,9 @@ def test_plot_says_what_it_needs(tmp_path, monkeypatch, has_matplotlib):
     ("audit --steps 4:4", "expected A:B"),
     ("when RUN", "which document? Pass FILE:ROW or"),
     ("when RUN 0.parquet:0", "no 0.parquet:0 in the run's training data; expected FILE[:GROUP]"),
-    ("losses WITHOUT", "has no ledger; train.py writes one with --ledger")])
+    ("losses WITHOUT", "log.jsonl has no losses of documents; train.py logs them with --ledger")])
 def test_mistakes_are_one_line(alone, tmp_path, capsys, words, message):
-    os.link(f"{alone}/step_0000024.pt", tmp_path / "step_0000024.pt")    # no ledger beside it
+    os.link(f"{alone}/step_0000024.pt", tmp_path / "step_0000024.pt")    # no log beside it
     words = words.replace("RUN", alone).replace("WITHOUT", str(tmp_path))
     with pytest.raises(SystemExit) as ended:
         runs.main(words.split())

@@ -256,7 +256,7 @@ def test_ranks_wait_until_the_checkpoint_is_written(monkeypatch):
     monkeypatch.setattr(train, "sum_over_ranks", lambda _: waits.append(os.listdir("run")))
     os.mkdir("run")
     constants = {"flags": {"keep": 2, "keep_every": None}}
-    train.save("run", constants, 7, 0, torch.nn.Linear(1, 1), [], None, None)
+    train.save("run", constants, 7, 0, torch.nn.Linear(1, 1), [], None)
     assert waits == [["step_0000007.pt"]]
 
 def test_ranks_compare_their_val_text(command):
@@ -863,21 +863,8 @@ def test_a_run_takes_and_removes_only_its_own_checkpoints(finished, resume, comm
     assert train.list_checkpoints("run") == own and train.newest_checkpoint("run") == own[1]
     assert "step_10000001.pt is newer than step 0" in command("--out run", status=1)
 
-def test_a_ledger_takes_and_removes_only_its_own_files(command):
-    """From the step on that the run writes again, counting beyond seven digits."""
-    command("--ledger --steps 2 --out run")
-    os.remove("run/step_0000002.pt")
-    own = [f"step_{step:07}_rank_0000.parquet" for step in (0, 9_999_999, 10_000_000)]
-    copies = ["step_9999999_rank_0000 (1).parquet", "step_9999999.parquet", "step_best.parquet"]
-    for name in own[1:] + copies:
-        Path(f"run/_ledger/{name}").touch()
-    paths = [f"run/_ledger/{name}" for name in own]
-    assert train.list_own("run/_ledger", train.RANK) == paths
-    command("--steps 2 --out run")
-    assert {*os.listdir("run/_ledger")} == {*copies}
-
 def test_a_run_in_the_folder_of_its_data_is_no_data(command, monkeypatch):
-    """Its ledger is parquet, too. Once with an index, which must match the folder."""
+    """With a ledger; once with an index, which must match the folder."""
     shutil.copytree("a", "mine")
     monkeypatch.chdir("mine")
     command("--data . --ledger --steps 4 --save_every 2")
@@ -948,9 +935,9 @@ TRAIN = f"python {shlex.quote(str(HERE / 'train.py'))}"    # tests are in other 
 FULL = ("error: [Errno 28] No space left on device; free some space if the disk is full, then: "
         f"{TRAIN} --resume auto --out run (without a checkpoint: the same command again)")
 
-@pytest.mark.parametrize("place", ["torch.save", "train.pq.write_table", "train.write_atomic", "train.open"])
+@pytest.mark.parametrize("place", ["torch.save", "train.write_atomic", "train.open"])
 def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, place):
-    """Of a checkpoint, the ledger, and the log as a run begins and later."""
+    """Of a checkpoint, and of the log as a run begins and later."""
     Path(f"run/step_0000007.pt.{'0a' * 16}.tmp").touch()    # of a killed run
 
     def full(*_):
@@ -961,12 +948,12 @@ def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, p
                 raise RuntimeError("unexpected pos 64")    # as torch does
 
     owner, _, name = place.rpartition(".")
-    owners = {"torch": torch, "train.pq": train.pq, "train": train}
+    owners = {"torch": torch, "train": train}
     with mock.patch.object(owners[owner], name, full, create=True):    # open is a builtin
-        assert FULL in resume("--out run --steps 9 --ledger", status=1)
+        assert FULL in resume("--out run --steps 9", status=1)
     assert "done at step 9" in resume("--out run --steps 9")
     files = {".lock", "log.jsonl", "step_0000008.pt", "step_0000009.pt"}
-    assert {*os.listdir("run")} - {"_ledger"} == files
+    assert {*os.listdir("run")} == files
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
 def test_a_disk_without_locks_is_named_and_the_run_goes_on(command, monkeypatch, number):
