@@ -21,7 +21,7 @@ data=${DATA:-$(ls -d "$NANOLOADER_BASE_DIR"/builtin-*/ 2> /dev/null | head -1)}
 launch=python3
 [ "${RANKS:-1}" -gt 1 ] && launch="torchrun --standalone --nproc_per_node=$RANKS"
 data=${data:-$(python3 -c "import dataset; print(dataset.find_data())" | tail -1)}
-# The corpus is small: name the vocabulary, or it is 4,096. One eval, at the end, of 1 MB.
+# One eval, at the end, of 1 MB.
 flags="--data ${data%/} --vocab_size 32768 --log_every 1 --eval_every 1000000 --eval_bytes 1000000"
 
 left() { echo $((limit - SECONDS + began)); }

@@ -3,7 +3,7 @@ Make shards of Tiny Shakespeare (1.1 MB), split as nanoGPT splits it: the first 
 
     curl -O https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt
     python dev/recipes/shakespeare.py input.txt shakespeare
-    python train.py --data shakespeare --steps 1200
+    python train.py --data shakespeare --steps 1200 --vocab_size 1024 --noise 0.05 --table_decay 14
 """
 
 import re

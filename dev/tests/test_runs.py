@@ -76,17 +76,18 @@ def seen(alone):
 # What is packed again, and what train.py logs of it
 
 def test_rows_packed_again_have_each_token_of_an_epoch_once(alone, documents, seen):
-    tokens, targets, again = collections.defaultdict(list), collections.Counter(), []
+    tokens, n_targets, again = collections.defaultdict(list), collections.Counter(), []
     for row in runs.pack_again(alone, runs.newest_of(alone), 0, 24):
         again += runs.seen_in(row)
         for piece in row.pieces:
             key = piece.epoch, piece.location
             tokens[key] += range(max(1, piece.start), piece.stop)    # without BOS
-            targets[key] += (row.targets[train.targets_of(piece)] >= 0).sum()
+            n_targets[key] += (row.targets[train.targets_of(piece)] >= 0).sum()
+            n_targets[key] += piece.start > 0    # without its first
     assert again == seen
     for location, text in documents.items():
         assert sorted(tokens[1, location]) == [*range(1, len(text) + 1)]
-        assert targets[1, location] == len(text)
+        assert n_targets[1, location] == len(text)
     assert max(epoch for epoch, _ in tokens) > 2, "two whole epochs"
 
 @pytest.mark.parametrize("packing", ["exactfit", "flat"])
@@ -99,8 +100,7 @@ def test_nats_of_a_piece_are_those_of_its_tokens(base, documents, packing):
             of_rows = train.nats_of_pieces(loader, targets.clamp(min=0).float())
             for g, pieces in zip(loader.row_numbers, loader.pieces(), strict=True):
                 for piece, nats in zip(pieces, of_rows[g], strict=True):
-                    begin = piece.start + (1 if piece.offset == 0 < piece.start else 0)
-                    text = documents[piece.location][max(0, begin - 1):piece.stop - 1]
+                    text = documents[piece.location][piece.start:piece.stop - 1]
                     assert nats == sum(tokenizer.encode(text))
 
 def test_one_and_two_ranks_log_the_same_losses(alone, ranks):
