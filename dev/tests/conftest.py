@@ -8,4 +8,4 @@ os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.enviro
 os.environ.setdefault("GOMP_SPINCOUNT", "0")    # several tests run at a time: see train.py
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from test_dataloader import base_dir_of_the_tests, corpus, tokenizer  # noqa: F401
+from test_dataloader import base_dir_of_the_tests, corpus, eight, tokenizer  # noqa: F401
