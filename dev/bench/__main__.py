@@ -2,7 +2,6 @@
 Benchmarks: each figure and its yardstick are measured in turns, in one run.
 
     python -m dev.bench packings    what each packing drops, pads and cuts, on the data at hand
-    python -m dev.bench mixing      first batch, resume, memory, by lanes, chunks, sources, groups
     python -m dev.bench peers       the same text by other loaders, as far as they are installed
 
 The trade-off: `peers` takes a minute a line, because the loaders take turns. So its tokens per CPU
@@ -14,7 +13,7 @@ import importlib.util
 import sys
 
 from dataset import Parser, errors_in_one_line, find_data
-from dev.bench.measure import PEERS, compare_packings, measure_mixing, measure_peers
+from dev.bench.measure import PEERS, compare_packings, measure_peers
 from tokenizer import find_tokenizer
 
 
@@ -31,12 +30,8 @@ def run(flags):
     print(f"data: {data_dir}; tokenizer: {folder}", file=sys.stderr)
     if flags.command == "packings":
         return compare_packings(tokenizer, data_dir, flags.T)
-    if flags.command == "peers":
-        return measure_peers(folder, data_dir, flags.B, flags.T, flags.engine, flags.loaders,
-                             flags.seconds, flags.rounds)
-    [engine, *_] = flags.engine
-    return measure_mixing(folder, data_dir, engine, flags.B, flags.T, flags.lanes, flags.chunks,
-                          flags.sources, flags.groups, flags.megabytes)
+    return measure_peers(folder, data_dir, flags.B, flags.T, flags.engine, flags.loaders,
+                         flags.seconds, flags.rounds)
 
 def make_parser():
     parser = Parser("python -m dev.bench", description=__doc__,
@@ -44,28 +39,20 @@ def make_parser():
                     epilog="example: python -m dev.bench packings --data my_shards")
     commands = parser.add_subparsers(dest="command", required=True)
     engines = ["tiktoken", "gigatoken"] if importlib.util.find_spec("gigatoken") else ["tiktoken"]
-    for name in ("packings", "mixing", "peers"):
+    for name in ("packings", "peers"):
         command = commands.add_parser(name)
         add = command.add_argument
         add("--data", metavar="FOLDER", help="default: what train.py takes")
         add("--tokenizer", metavar="DIR", help="default: the one trained on the data")
         add("--T", type=at_least_1, default=2048, help="tokens in a row (default 2048)")
         add("--B", type=at_least_1, default=32, help="rows in a batch (default 32)")
-        if name != "packings":
-            add("--engine", nargs="+", choices=["tiktoken", "gigatoken"], default=engines[::-1])
         if name == "peers":
+            add("--engine", nargs="+", choices=["tiktoken", "gigatoken"], default=engines[::-1])
             names = [*dict.fromkeys(peer.name for peer in PEERS)]
             add("--loaders", nargs="+", choices=names, default=names)
             add("--seconds", type=float, default=15.0,
                 help="of a turn (default 15): some loaders encode for 2 s, then deliver that")
             add("--rounds", type=at_least_1, default=3, help="turns of each (default 3)")
-        if name == "mixing":
-            add("--lanes", type=int, nargs="+", default=[8, 32, 64, 128], help="0: the default")
-            add("--chunks", type=float, nargs="+", default=[0.25, 0.5, 1, 2], metavar="MB",
-                help="0: the default")
-            add("--sources", type=at_least_1, nargs="+", default=[1, 4, 10])
-            add("--groups", type=float, nargs="+", default=[3, 64], metavar="MB")
-            add("--megabytes", type=float, default=2000, help="of text, together (default 2000)")
     return parser
 
 def at_least_1(text):

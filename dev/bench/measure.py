@@ -10,7 +10,6 @@ import itertools
 import multiprocessing
 import os
 import resource
-import shutil
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -18,11 +17,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
 from tqdm import tqdm
 
-import dataset
 from dataloader import PACKINGS, PackedLoader
 from dataset import column_views, cores, list_shards
 from dev.bench import peers
@@ -111,87 +108,6 @@ def tokenizer_with(engine, folder):
     return tokenizer
 
 # --------------------------------------------------------------------------------------------------
-# mixing: more text in flight mixes better, and costs time and memory
-
-class Cell(NamedTuple):
-    """One line of the table."""
-    folders: list
-    num_lanes: int | None      # None: the loader's default
-    chunk_bytes: int | None
-    engine: str
-    tokenizer: str
-    B: int
-    T: int
-
-def measure_mixing(tokenizer_dir, data_dir, engine, B, T, lanes, chunks, sources, groups,
-                   megabytes):
-    """
-    Lines of a table. chunks, groups: in MB. megabytes: of text, in all sources together. On one
-    rank, without the second that gigatoken's check takes.
-    """
-    yield (f"{engine}, B = {B}, T = {T}, {megabytes:,g} MB of text, {cores()} cores; one rank has "
-           "all lanes")
-    yield (f"{'sources':>8}{'row group':>11}{'lanes':>7}{'chunk':>9}{'padding':>9}"
-           f"{'first batch':>13}{'resume':>9}{'peak memory':>13}")
-    for n_sources, group in itertools.product(sources, groups):
-        with tempfile.TemporaryDirectory() as work:
-            folders = [f"{work}/{i}" for i in range(n_sources)]
-            write_folders(data_dir, folders, group, megabytes / n_sources)
-            for num_lanes, chunk in itertools.product(lanes, chunks):
-                cell = Cell(folders, num_lanes or None, int(chunk * 2**20) or None, engine,
-                            tokenizer_dir, B, T)
-                line = run_fresh(measure_cell, cell)
-                yield f"{n_sources:>8}{group:>8g} MB{line}"
-
-def measure_cell(cell):
-    tokenizer = tokenizer_with(cell.engine, cell.tokenizer)
-    tokenizer.encode_documents(["the check of its engine"])
-
-    def make():
-        return PackedLoader(tokenizer, cell.B, cell.T, "train", data_dir=cell.folders,
-                            num_lanes=cell.num_lanes, chunk_bytes=cell.chunk_bytes)
-
-    with make() as loader:
-        first, _ = timed(lambda: next(loader))
-        for _ in range(20):
-            next(loader)
-        state = loader.state_dict()
-        memory = peak_memory()    # of a run; the next loader would add what this one still holds
-    with make() as loader:
-        resume, _ = timed(lambda: (loader.load_state_dict(state), next(loader)))
-        lanes, chunk = loader.num_lanes, loader.chunk_bytes / 2**20
-        lengths = [lengths_of_chunk(loader, n) for n in range(4)]
-    padding = shares_of("exactfit", lengths, cell.T).padding
-    return (f"{lanes:>7}{chunk:>6.2f} MB{padding:>9.2%}{first:>11.1f} s{resume:>7.1f} s"
-            f"{memory:>10,.0f} MB")
-
-def write_folders(data_dir, folders, group_megabytes, megabytes):
-    """Folders of text shards, each of about so much text: the documents of data_dir, repeated."""
-    texts = itertools.cycle(texts_of(data_dir))
-    for folder in folders:
-        groups = []
-        for _ in range(max(1, round(64 / group_megabytes))):
-            groups.append(pa.array(some_text(texts, group_megabytes * 1e6)))
-        n_bytes = sum(group.nbytes for group in groups)
-        dataset.write_shard(f"{folder}/train-0.parquet", groups)
-        for k in range(1, round(megabytes * 1e6 / n_bytes)):
-            shutil.copyfile(f"{folder}/train-0.parquet", f"{folder}/train-{k}.parquet")
-        dataset.write_shard(f"{folder}/val.parquet", [pa.array(["validation"])])
-        dataset.write_index(folder)
-
-def texts_of(data_dir):
-    for shard in list_shards(data_dir, "train"):
-        for row_group in range(len(shard.group_sizes)):
-            yield from shard.read(row_group).drop_null().to_pylist()
-
-def some_text(texts, n_bytes):
-    found, n = [], 0
-    while n < n_bytes:
-        found.append(next(texts))
-        n += len(found[-1].encode())
-    return found
-
-# --------------------------------------------------------------------------------------------------
 # peers: each in a fresh process, in turns
 
 def ours(job, packing="exactfit"):
@@ -214,6 +130,18 @@ def memmap(job):
         for part in (ids[start:start + n], ids[start + 1:start + 1 + n]):
             torch.from_numpy(part.astype(np.int64)).view(job.B, job.T)
         yield
+
+def texts_of(data_dir):
+    for shard in list_shards(data_dir, "train"):
+        for row_group in range(len(shard.group_sizes)):
+            yield from shard.read(row_group).drop_null().to_pylist()
+
+def some_text(texts, n_bytes):
+    found, n = [], 0
+    while n < n_bytes:
+        found.append(next(texts))
+        n += len(found[-1].encode())
+    return found
 
 def engine_alone(job):
     """One thread encodes 64 MB of text again and again. Yields once for each batch of tokens."""

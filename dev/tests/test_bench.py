@@ -63,16 +63,6 @@ def test_packings_prints_a_line_for_each(base, capsys):
 def n_in(documents, tokenizer):
     return sum(1 + len(tokenizer.encode(text)) for text in documents)
 
-def first_columns(lines, n):
-    return [" ".join(line.split()[:n]) for line in [*lines][2:]]
-
-def test_mixing_prints_a_line_for_each_cell(base, fresh):
-    lines = measure.measure_mixing(
-        f"{base}/tokenizer", f"{base}/data", "tiktoken", 2, 32, lanes=[0, 2],
-        chunks=[0.01], sources=[1, 2], groups=[0.05], megabytes=0.2)
-    assert first_columns(lines, 4) == [
-        "1 0.05 MB 64", "1 0.05 MB 2", "2 0.05 MB 64", "2 0.05 MB 2"]
-
 def test_peers_prints_a_line_for_each_and_names_the_missing(base, fresh, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" and find(name))
