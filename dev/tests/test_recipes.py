@@ -240,15 +240,22 @@ def test_context_parallel_parts_have_early_and_late_tokens(rank, part):
     exec(code, names)
     assert names["part_of"](torch.arange(8).expand(3, 8), rank, 2).tolist() == 3 * [part]
 
-def test_wrapped_tokenizer_gives_its_tokens(type_in):
+def test_wrapped_tokenizer_gives_all_its_tokens(type_in):
+    """Its file may cut texts and fill them up."""
     library = pytest.importorskip("tokenizers")
     texts = pq.read_table("my_shards/train-0.parquet")["text"].to_pylist()
     theirs = library.ByteLevelBPETokenizer()
     theirs.train_from_iterator(texts, 500, special_tokens=["<s>"], show_progress=False)
+    theirs.enable_truncation(64)
+    theirs.enable_padding(length=64)
     theirs.save("tokenizer.json")
     names, printed = type_in("own_tokenizer.py", "tokenizer.json", "<s>", "my_shards")
     assert names["inputs"][0, 0] == 0 and printed.startswith("<s>")
     assert any(text and text in printed for text in texts)
+    wrapped = names["tokenizer"]
+    [ids] = wrapped.encode([" ".join(texts)], prepend=0, num_threads=1)
+    theirs.no_truncation()
+    assert ids == [0, *theirs.encode(" ".join(texts)).ids] and len(ids) > 800
 
 def test_loss_weights_are_those_of_the_documents(type_in):
     words = (HERE / "dataloader.py").read_text().split()

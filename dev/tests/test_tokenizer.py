@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import re
-import runpy
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -464,6 +463,7 @@ def test_an_error_names_its_document():
 
 @pytest.mark.parametrize("tok, reason", [
     (object(), "object cannot be used: AttributeError.*as in dev/recipes/own_tokenizer.py"),
+    (stub(lambda text: [256, *text], get_bos_token_id=lambda: None), "does it know this BOS"),
     (stub(lambda text: [*text]), "BOS .256. first"),
     (stub(lambda text: [256, 256, *text]), r"ids \[256, 256, 97\], .* one BOS"),
     (stub(lambda text: [256.0, 97.5]), "expected integers t in"),
@@ -479,20 +479,6 @@ def test_an_error_names_its_document():
 def test_a_tokenizer_that_cannot_be_used_is_refused(tok, reason):
     with pytest.raises(UserError, match=reason):
         Encoder(tok)
-
-def test_the_recipes_wrapper_gives_all_tokens_of_hugging_faces_file():
-    library = pytest.importorskip("tokenizers")
-    recipe = Path(module.__file__).with_name("dev") / "recipes/own_tokenizer.py"
-    names = runpy.run_path(recipe)
-    theirs = library.ByteLevelBPETokenizer()
-    theirs.train_from_iterator(SOURCES[:9], 500, special_tokens=["<s>"], show_progress=False)
-    theirs.enable_truncation(64)
-    theirs.enable_padding(length=64)
-    theirs = library.Tokenizer.from_str(theirs.to_str())
-    [ids] = encode(Encoder(names["Wrapped"](theirs, "<s>")), [SOURCES[0]])
-    assert ids == [0, *theirs.encode(SOURCES[0]).ids] and len(ids) > 800
-    with pytest.raises(UserError, match="does it know this BOS"):
-        Encoder(names["Wrapped"](theirs, "<bos>"))
 
 def test_half_tokens_of_any_document_are_an_error():
     """... also if the two halves are whole together."""
