@@ -166,8 +166,10 @@ class ChatTemplate:
         text = self.render(marked, tools)
         for name, problem in marks.items():
             if name not in text:
-                raise UserError(f"{problem}: change the chat, or pass the argument or the "
-                                "chat_template= that keeps it")
+                raise UserError(
+                    f"{problem}: change the chat (for thoughts: the jq command in "
+                    "dev/recipes/chat_template.py), or pass the argument or chat_template= that "
+                    "keeps it")
 
     def _warn_if_no_token_ends_answers(self, ids, mask):
         """GLM's template has none: these models stop at the next <|user|>, which is not learned."""
