@@ -129,21 +129,42 @@ TALK = [USER, ANSWER]
 # --------------------------------------------------------------------------------------------------
 # Every document once, in an order that nothing changes
 
+def read_cases(name):
+    """[(the words after the last $, a line that is JSON, the indented lines after it), ...]"""
+    cases, words = [], ""
+    for line in (DATA / name).read_text(encoding="utf-8").splitlines():
+        match line[:1]:
+            case "#":
+                words = ""
+            case "$":
+                words = line[1:].strip()
+            case "{" | "[":
+                line = line.replace("USER", json.dumps(USER)).replace("ANSWER", json.dumps(ANSWER))
+                cases.append((words, line, []))
+            case " ":
+                cases[-1][-1].append(line.strip())
+    return cases
+
+def is_like(text, lines):
+    """"..." in the lines stands for anything."""
+    return doctest.OutputChecker().check_output("\n".join(lines), text, doctest.ELLIPSIS)
+
+@pytest.mark.parametrize("words, files, lines", read_cases("files.txt"), ids=itertools.count())
+def test_files_become_what_files_txt_says(output, words, files, lines):
+    for name, content in json.loads(files).items():
+        is_text = isinstance(content, str)
+        write({name: content.encode(errors="surrogateescape") if is_text else as_json(*content)})
+    error = command("in --out out", words)
+    found = [error] if error else [*map(repr, sorted(read_all()))]
+    found += [line for line in output().splitlines() if " -> " not in line]    # the sum
+    assert is_like("\n".join(found), lines), "\n".join(found)
+
 def test_documents_of_two_files_are_shuffled(output):
     write({"a.jsonl": '{"text": "one"}\n{"text": "two"}\n', "b.txt": "three"})
     assert converted() == ["one", "three", "two"]
     printed = output()
     assert "\n2 files -> 3 documents in 3 shards, the last for val (1 document), in out\n" in printed
     assert sorted(os.listdir()) == ["in", "out"]
-
-def test_null_and_empty_documents_are_counted(output):
-    table = pa.table({"text": ["a", None, "", None]})
-    lines = as_json({"text": "b"}, {"text": None, "n": 1})
-    write({"a.parquet": as_parquet(table), "b.jsonl": lines})
-    assert converted() == ["a", "b"]
-    expected = (
-        "skipped documents whose 'text' is null or empty: 4, such as in/a.parquet, row 1\n")
-    assert expected in output()
 
 def as_parquet(table):
     sink = pa.BufferOutputStream()
@@ -288,14 +309,6 @@ def test_all_lines_before_a_damaged_place_are_read(output):
     assert len(converted("--skip_bad")) == n_whole > 100
     assert f"a.jsonl.gz, unreadable after line {n_whole}: Compr" in output()
 
-def test_a_damaged_text_is_alone_left_out(output):
-    write({"a.txt": b"\n".join([b"good 1", b"bad \x92", b"good 2", b"good 3"])})
-    line = refused("--split_at '\\n'")
-    assert "a.txt, text 1: 'utf-8' codec" in line
-    found = converted("--split_at '\\n'", "--skip_bad")
-    assert sorted(found) == ["good 1", "good 2", "good 3"]
-    assert "\nskipped bad documents: 1, such as " in output()
-
 @pytest.mark.parametrize("suffix", ["zst", "bz2"])
 def test_hardly_a_line_before_a_damaged_place_is_lost(suffix):
     """Two files that were compressed apart, and joined; the second one was cut off."""
@@ -304,21 +317,6 @@ def test_hardly_a_line_before_a_damaged_place_is_lost(suffix):
     data = codec.compress(lines)
     write({f"a.jsonl.{suffix}": bytes(data) + bytes(data)[:-20]})
     assert len(converted("--skip_bad")) > 60 - 1024 / 100
-
-def test_marks_between_documents_divide_text(output):
-    stories = [f"Cat {i}.\n\nIt slept.".encode() for i in range(9)]
-    write({
-        "a.txt": b"\n<|endoftext|>\n".join(stories) + b"<|endoftext|>\n",
-        "b.jsonl": texts_as_json(["see <|endoftext|>", "a <s>truck</s>", "5 < s"])})
-    found = converted("--split_at <|endoftext|> --cut_bytes 9")
-    assert len(found) == 9 * 2 + 3 and found.count("It slept.") == 9
-    printed = output()
-    assert "\ntexts that contain <|endoftext|>, which is plain text here" in printed
-    assert "--split_at '</s>'; to remove it: sed 's#</s>##g' OLD > NEW): 1, " in printed
-    assert ("\n8 of 21 documents repeat the text of another one, ignoring white space; none is in both "
-            "train and val (to keep only one of each: --drop_copies)\n") in printed
-    found = converted("--split_at <|endoftext|> --drop_copies")
-    assert len(found) == 12
 
 # --------------------------------------------------------------------------------------------------
 # Val shares no text with train
@@ -346,15 +344,6 @@ def test_no_text_is_in_train_and_in_val(texts, drop):
     assert sorted(train + val) == (different if drop else sorted(texts))
     n = len(different)
     assert len({*val}) == max(1, n // 100, min(64, n // 10))
-
-@pytest.mark.parametrize("other", [[], ["x" * 999]])
-def test_copies_have_the_same_words(output, other):
-    """Lines may end elsewhere, and there may be white space around the text."""
-    texts = ["nowhere", "now here", "7 11 3", "71 1 3", "a", *other]
-    write_texts([*texts, "\tnow\r\nhere\n\n"])
-    found = converted("--drop_copies")
-    assert sorted(with_one_space(found)) == sorted(texts)
-    assert f"\n1 of {len(texts) + 1} documents repeat the " in output()
 
 def test_a_very_frequent_text_is_not_all_of_val():
     for i in range(8):
@@ -402,14 +391,6 @@ def test_without_a_name_for_train_all_others_are_train(output):
     os.unlink("in/data.jsonl")
     assert converted() == ["test", "valid"]
 
-@pytest.mark.parametrize("name", ["dev-guide/a.md", "the-eval.txt", "testing.md"])
-def test_names_of_notes_are_no_splits_unless_one_says_train(output, name):
-    """Documentation and books have any names."""
-    write({"a.jsonl": texts_as_json("abc"), name: "d"})
-    assert len(converted()) == 4
-    said = rf"files named for (val|test), read like all others: 1, such as in/{name}\n"
-    assert re.search(said, output())
-
 def test_with_as_text_names_for_test_are_no_splits_and_said(output):
     """Code is named for other things: train.py, test_loader.py. All of Wikitext's files are."""
     write({f"wiki.{name}.tokens": name for name in ("train", "valid", "test")})
@@ -422,27 +403,6 @@ def test_with_as_text_names_for_test_are_no_splits_and_said(output):
     for split, name in (("val", "valid"), ("test", "test")):
         said = f"files named for {split}, read like all others: 1, such as "
         assert f"{said}in/wiki.{name}.tokens\n" in printed
-
-def test_a_mark_that_is_not_in_a_file_is_said(output):
-    texts = {f"{name}.txt": f"{name}\n{name}{name}\n" for name in "abc"}
-    write({**texts, "d.jsonl": '{"text": "d"}'})
-    assert len(converted("--split_at @")) == 4
-    said = r"files that --split_at or --cut_bytes does not divide \(.*\): 4, such as "
-    assert re.search(said, output())
-    assert len(converted("--split_at '\\n'")) == 7
-    said = said.replace("4", "1") + ".*d.jsonl\n"
-    assert re.search(said, output())
-
-@pytest.mark.parametrize("train", ["train.jsonl", "trainset.jsonl", "trains/a.jsonl"])
-@pytest.mark.parametrize("other", ["holdout.jsonl", "data.jsonl"])
-def test_a_file_of_no_split_beside_train_is_an_error(train, other):
-    """It may be a test split, or hold all of them."""
-    files = {name: texts_as_json("ab") for name in (train, other, "test.jsonl")}
-    write(files)
-    for words in "", "--skip_bad":
-        line = refused(words)
-        assert f"in/{train} is named for train, but in/{other} names no split" in line
-        assert "rename it to train-*, val-* or test-*, or name the files to read; to ignore " in line
 
 @pytest.mark.parametrize("inputs", ["in", "in/*.arrow"])
 def test_caches_of_a_saved_dataset_are_not_read(output, inputs):
@@ -487,58 +447,11 @@ def test_kept_columns_stay_beside_their_documents(output):
     assert re.search(r"dropped column lang: 800, .*, line 1\n", printed)
     assert re.search(r"dropped column url: 1, .*, row 0\n", printed)
 
-def test_hidden_shards_of_other_tools_are_no_documents(output):
-    """Spark leaves what a failed task wrote."""
-    good = as_parquet(as_table(["good", "good"]))
-    bad = as_parquet(as_table(["bad"]))
-    write({
-        "part-0.parq": good, "part-1.txt": "other", "_temporary/0/part-1.parquet": bad,
-        "_temporary/0/part-2.json": as_json({"text": "bad"})})
-    assert converted() == ["good", "good", "other"]
-    assert "ignored files, hidden, such as Spark's _temporary: 2, " in output()
-
-@pytest.mark.parametrize("delimiter", [";", "\t"])
-def test_columns_of_csv_are_strings(delimiter):
-    text = "\n\ntext^n\n" + "word^007\nworld^007\n"
-    write({"a.jsonl": "", "c.csv": text.replace("^", delimiter)})
+def test_columns_of_csv_are_strings():
+    write({"c.csv": "text;n\nword;007\nworld;007\n"})
     converted("--keep n")
     rows = sorted(rows_of(), key=str)
     assert rows == [{"text": "word", "n": "007"}, {"text": "world", "n": "007"}]
-
-@pytest.mark.parametrize("name", ["a.tsv", "A.tsv.gz", "A.TSV.GZ"])
-def test_a_tsv_has_no_quotes(output, name):
-    """Corpora of linguistics, GLUE's MRPC, Tatoeba. The header may have commas."""
-    texts = ["He stood.", '"I have seen', 'And I say."', '"all"', 'he: "so"', '""', "", ", ; |"]
-    lines = ["id, of a row, a number\ttext", *(f"1,5\t{text}" for text in texts)]
-    data = "\r\n".join(lines).encode()
-    write({name: gzip.compress(data) if name[5:] else data})
-    assert converted() == sorted(filter(None, texts))
-    assert "lines with a quote at an end of a field (if these quotes are not the " in output()
-
-@pytest.mark.parametrize("text", ['she said "so"', '"so"', '"so", she said', "two\nlines", "a\tb"])
-def test_quotes_of_a_tsv_are_said(output, text):
-    """pandas' to_csv(sep="\\t") and Excel write them. With a tab or a line in them, an error."""
-    write({"a.tsv": as_csv([text, "x"], "\t")})
-    line = refused()
-    if line:
-        assert re.search(r"a.tsv, line [23]: expected 2 fields, as in the first line; quote texts "
-                         r"that have '.t' \(a .tsv has no quotes; if yours has, name it .csv", line)
-    else:
-        assert "quotes are not the text's, name it .csv): 1, such as " in output()
-    assert bool(line) == (text in ("two\nlines", "a\tb"))
-    os.rename("in/a.tsv", "in/a.csv")
-    assert converted() == sorted([text, "x"])
-
-def test_columns_without_a_name_are_dropped_and_said(output):
-    """As in the SMS spam collection, whose texts go on there."""
-    write({"a.csv": "v1,v2,,,\nham,one,,,\nspam,two, and a half,,\nham,three,,,x\n"})
-    assert converted("--text_key v2") == ["one", "three", "two"]
-    printed = output()
-    assert re.search(r"dropped column v1: 3, such as .*, line 2\n", printed)
-    assert re.search(r"dropped column column 5: 1, such as .*, line 4\n", printed)
-    assert len(converted("--text_key", "v2",  "--keep 'column 3'")) == 3
-    assert " and a half" in [row["column 3"] for row in rows_of()]
-    assert "dropped column column 3" not in output()
 
 # --------------------------------------------------------------------------------------------------
 # What is bad is an error with its file and line, and with --skip_bad counted and shown
@@ -593,27 +506,12 @@ def test_bad_document_is_named(output, name, data, words, n_before):
     printed = output()
     assert re.search(rf"skipped {what}: 1, such as .*/{name}, {words}", printed)
 
-@pytest.mark.parametrize("name, data, words, expected", [
-    ("a.jsonl", '{"text": ""}\n{"text": null}', "", "error: no documents; what was skipped"),
-    ("a.jsonl", '{"text": "a"}', "", "1 document, 1 text without copies; train and val need one each"),
-    ("a.txt", "a" * 99, "", "1 document, .*To divide .*--split_at .* or --cut_bytes 2000"),
-    ("a.txt", b"\xe9", "--skip_bad", "error: no documents; what was skipped"),
-    ("a.py", "x", "", "no files to read; ignored files, of other kinds: 1, .* and unpack archives"),
-    ("a\x1b.jsonl", "x", "", r"in/a .jsonl, line 1: Expecting value"),
-    ("_delta_log/0.json", "{}", "", "holds older versions of its data"),
-    ("a.jsonl", as_json({"text": "a"}, TALK), "",
-     "the input mixes text and conversations; convert them separately"),
-    ("a.jsonl", '{"text": "a", "n": 1}\n{"text": "b", "n": "a"}', "--keep n",
-     "error: --keep: .*; expected values of one type"),
-    ("a.jsonl", f'{{"text": "a", "n": {2 ** 70}}}\n{{"text": "b", "n": 1}}', "--keep n",
-     "line 1: .* too large"),
-    ("a.jsonl", '{"text": "a"}\n{"text": "b"}', "--keep n",
-     "no document has a value under one of --keep; saw .* n: null"),
-    ("a.txt", "", "nowhere/*.txt", r"nowhere/\*.txt does not exist or has no files; expected a fi"),
-    ("a.txt", "", "-w 0", "expected a whole number, at least 1; "),
-    ("a.txt", "", "--out s3://b/x", "cannot write to 's3://b/x'; name a local folder")])
-def test_other_mistakes_are_one_line(capsys, name, data, words, expected):
-    write({"a.parquet": "x", name: data} if "_delta" in name else {name: data})
+@pytest.mark.parametrize("words, expected", [
+    ("nowhere/*.txt", r"nowhere/\*.txt does not exist or has no files; expected a fi"),
+    ("-w 0", "expected a whole number, at least 1; "),
+    ("--out s3://b/x", "cannot write to 's3://b/x'; name a local folder")])
+def test_mistakes_in_flags_are_one_line(capsys, words, expected):
+    write_texts("ab")
     line = command("--out out in", words)
     if line == "2":    # argparse
         line = capsys.readouterr().err
@@ -647,27 +545,22 @@ def test_full_disk_is_named(tmp_path):
 # --------------------------------------------------------------------------------------------------
 # Which files
 
-def test_files_that_are_not_read_are_counted(output):
-    """Hidden, about the data, of another kind or split. What a link doubles is said."""
-    line = texts_as_json("ab")
-    names = ("train-0.jsonl", "test-0.jsonl", "a.rar", ".git/c.jsonl", "deep/.a.jsonl",
-             "index.json", "README.md")
-    write({**dict.fromkeys(names, line), "deep/dev.txt": "c"})
+def test_files_that_are_named_are_read_but_not_those_about_the_data(output):
+    """In a folder, they would be ignored. What a link doubles is said."""
+    names = "train-0.jsonl", "test-0.jsonl", ".git/c.jsonl", "README.txt"
+    write({**dict.fromkeys(names, texts_as_json("ab")), "deep/dev.txt": "c"})
     os.symlink("..", "in/.git/circle")
     os.symlink("train-0.jsonl", "in/train-1.jsonl")
     assert converted() == ["a", "a", "b", "b", "c"]
     printed = output()
     assert "\n2 of 5 documents repeat the text of another one, ignoring white space; " in printed
-    said = "ignored files, about the data (to read them: --as_text README.md): 2, such as "
-    assert f"{said}in/" in printed
-    assert "of other kinds: 1, such as in/a.rar\n" in printed
-    assert "ignored, with a dot in front of the name: 2, such as in/" in printed
     assert "files named for test, kept out of the training data: 1, such as in/test-0.jsonl\n" in printed
-    for name in ("test-0.jsonl", ".git/c.jsonl"):
+    for name in names[1:3]:
         shutil.rmtree("named", ignore_errors=True)
         assert command("in/" + name, "--out named") is None
         assert sorted(read_all("named")) == ["a", "b"]
     assert "ignored" not in output()
+    assert "no files to read; ignored files, about the" in command("in/README.txt", "--out x")
 
 def test_shards_below_an_input_are_not_read_again(output):
     """--out inside the input, twice. Without their index, they are files like any others."""
@@ -684,40 +577,8 @@ def test_shards_below_an_input_are_not_read_again(output):
     assert command("one", "--out", "four") is None
     assert sorted(read_all("four")) == ["a", "b", "c"]
 
-def test_as_text_reads_only_what_it_names():
-    files = ("train.py", "sub/test.py", "b.py", "c.txt", "d.md", "f.json", "g.jsonl")
-    write({name: f'{{"text": "{name}"}}' for name in files})
-    assert converted("--as_text *.py --as_text *.rst") == [
-        '{"text": "b.py"}', '{"text": "sub/test.py"}', '{"text": "train.py"}']
-    write({"README": "one\n\ntwo"}, "one")
-    words = "--as_text", "README", "--cut_bytes", 5, "--out", "two"
-    line = command("in/g.jsonl", *words)
-    assert "no files to read; ignored files, of other kinds: 1, such as " in line
-    assert command("one/README", *words) is None
-    assert sorted(read_all("two")) == ["one\n\n", "two"]
-
 # --------------------------------------------------------------------------------------------------
-# Records, each with what becomes of it: dev/tests/data/records.txt
-
-def read_cases(name):
-    """[(the words after the last $, a line that is JSON, the indented lines after it), ...]"""
-    cases, words = [], ""
-    for line in (DATA / name).read_text().splitlines():
-        match line[:1]:
-            case "#":
-                words = ""
-            case "$":
-                words = line[1:].strip()
-            case "{" | "[":
-                line = line.replace("USER", json.dumps(USER)).replace("ANSWER", json.dumps(ANSWER))
-                cases.append((words, line, []))
-            case " ":
-                cases[-1][-1].append(line.strip())
-    return cases
-
-def is_like(text, lines):
-    """"..." in the lines stands for anything."""
-    return doctest.OutputChecker().check_output("\n".join(lines), text, doctest.ELLIPSIS)
+# Records, each with what becomes of it
 
 def show_message(message):
     weight = f" (weight {message['weight']})" if "weight" in message else ""
@@ -797,24 +658,6 @@ def test_files_become_lines_of_json_by_the_commands_of_forms_md():
     expected = [*deep, *rows, rows, *rows]
     assert found == expected[:len(found)]
     assert len(commands) == 4 and len(found) >= 5
-
-def test_signs_of_damaged_text_are_counted(output):
-    """UTF-16 without its mark is valid UTF-8, with a NUL in each letter."""
-    marks = ["<|im_end|>", "<start_of_turn>", "<\uff5cend\uff5c>"]
-    write({"a.txt": "Hello".encode("utf-16-le"), "b.csv": "text\na\0b\n",
-           "c.jsonl": texts_as_json(["fine", "a\0b", *marks]),
-           "d.txt": '{"text": "a"}\n{"text": "b"}'})
-    assert len(converted()) == 8
-    found = re.findall(r"(?m)^texts (?:with|that contain|that are) ([^ ,]+).*: (\d), such as ", output())
-    assert dict(found) == {**dict.fromkeys(marks, "1"), "JSON": "1", "NUL": "3"}
-
-def test_a_readme_among_files_without_quotes_is_no_document(output):
-    about = {"README.txt": "about", "LICENSE.txt": "MIT"}
-    write({**about, "a.jsonl": texts_as_json(["a", "b"])})
-    assert command(*glob.glob("in/*"), "--out", "out") is None
-    assert sorted(read_all()) == ["a", "b"]
-    assert "ignored files, about the data (to read them: --as_text README.md): 2, " in output()
-    assert "no files to read; ignored" in command("in/README.txt", "--out", "x")
 
 # --------------------------------------------------------------------------------------------------
 # Processes
@@ -953,46 +796,6 @@ def test_quotes_around_a_glob_change_nothing(output):
     assert command("'in/*.parquet' --out out") is None
     assert sorted(read_all()) == ["a", "b", "c"]
     assert "ignored, with a dot in front of the name: 1, such as in/c.parquet/.part" in output()
-
-TSV = [    # each with a text in quotes
-    "text\n\"Title\nHe said \"\"so\"\".\nThe end.\"\nother\n",
-    "prompt\tanswer\n\"Hi\"\tHello\nHo\tHello\n",
-    "text\ttitle\nb\t\"a\"\nc\td\n"]
-
-@pytest.mark.parametrize("data", TSV)
-def test_quotes_in_any_column_of_a_tsv_are_said(output, data):
-    write({"a.tsv": data})
-    converted("--keep title" if "title" in data else "")
-    assert "quote at an end of a field (if these quotes are not the text's, name it .csv)" in output()
-    os.rename("in/a.tsv", "in/a.csv")
-    documents = converted()
-    assert len(documents) == 2 and '""' not in "".join(documents)
-
-def test_only_line_ends_at_a_mark_are_removed():
-    write({"a.txt": "\n\n    if x:\r\n<m>\n\ty \n\n<m> <m>z\n"})
-    assert converted("--split_at '<m>'") == ["\ty ", "\n\n    if x:", "z\n"]
-
-def test_as_text_says_that_it_ignores_train(output):
-    """In the layout of the 1-billion-word benchmark."""
-    write({"training/a-00001-of-00100": "a", "heldout/a.heldout-00000-of-00050": "b"})
-    converted("--as_text 'a*'")
-    printed = output()
-    assert "files named for train, read like all others: 1, such as in/training/" in printed
-    assert "files named for no split, read like all others: 1, such as in/heldout/" in printed
-
-@pytest.mark.parametrize("bad", [b'x,"a" b', b'x,"never ends', b"x,caf\xe9", b"x", b'x,"a","b'])
-@pytest.mark.parametrize("place", range(3))
-def test_a_bad_row_of_a_csv_costs_one_document(output, bad, place):
-    rows = [b"1,a", b'2,"b, b"', b"3,c", b"4,d"]
-    rows.insert(place, bad)
-    write({"a.csv": b"\n".join([b"n,text", *rows])})
-    assert converted("--skip_bad") == ["a", "b, b", "c", "d"]
-    assert f"skipped bad documents: 1, such as in/a.csv, line {place + 2}: " in output()
-
-def test_bad_values_to_keep_are_found_at_their_record():
-    write({"a.jsonl": '{"text": "a"}\n{"text": "b", "n": "half \\ud83d"}\n{"text": "c", "n": "x"}\n'})
-    assert "a.jsonl, line 2: 'utf-8' codec" in refused("--keep n")
-    assert converted("--keep n --skip_bad") == ["a", "c"]
 
 def test_names_that_are_no_utf8_are_said(output):
     write_texts("ab")
