@@ -288,19 +288,6 @@ def test_shards_are_equal_and_val_is_a_hundredth(monkeypatch):
     assert max(sizes) - min(sizes) <= 1
     assert min(len(shard.group_sizes) for shard in train) >= 16
 
-@pytest.mark.parametrize("book, size, parts", [
-    (b"ab\n\ncdef\n\nefgh", 10, ["ab\n\ncdef\n\n", "efgh"]),
-    (b"a b c", 4, ["a b ", "c"]),
-    (b"ab\r\rc d\re f\r\n", 7, ["ab\r\r", "c d\r", "e f\r\n"]),
-    (b"a\r\n\r\nb c\nd", 6, ["a\r\n\r\n", "b c\nd"]),
-    (b"ab\nc d\ne", 6, ["ab\n", "c d\ne"]),
-    ("ä\u20ac", 4, ["ä", "\u20ac"]),
-    (b"abc", 1, [*"abc"])])
-def test_a_book_is_cut_at_blank_lines(book, size, parts):
-    """... else at line ends, else at spaces, never within a character."""
-    write({"book.txt": book, "b.jsonl": as_json({"text": "\n\n\n\n"})})
-    assert converted("--cut_bytes", size) == sorted([*parts, "\n\n\n\n"])
-
 def test_all_lines_before_a_damaged_place_are_read(output):
     """As zlib decompresses them."""
     data = gzip.compress(texts_as_json(make_texts(900)))[:-2000]
