@@ -5,7 +5,7 @@ Train each arm with each seed, and print a table with a line for each arm, as in
     python -m dev.bench.arms "--data novels" --train ../other/train.py --out runs/other
 
 An arm is a string of flags for train.py, or for a changed copy of it (--train; give it another
---out). Runs follow one another. A run that is complete in --out is not repeated.
+--out). Runs follow one another. A run that is in --out already is resumed, or is complete.
 """
 
 import os
@@ -21,26 +21,13 @@ def run_arm(train, arm, seed, folder):
     """Bits per byte of each eval, in order. The arm and the seed name the run's folder."""
     name = arm.replace("/", "_").replace(" ", "_") or "default"
     out = os.path.join(folder, f"{name}_seed_{seed}")
-    if not is_complete(out):
-        command = [sys.executable, train, "--seed", str(seed), "--out", out]
-        subprocess.run([*command, *shlex.split(arm)], check=True, stdout=sys.stderr)
-    return list(evals_of(out))
-
-def evals_of(out):
-    """Bits per byte of each eval, over all sources."""
+    command = [sys.executable, train, "--seed", str(seed), "--out", out, "--resume", "auto"]
+    subprocess.run([*command, *shlex.split(arm)], check=True, stdout=sys.stderr)
     found = {}
     for record in read_log(os.path.join(out, "log.jsonl")):
         if "val_bpb" in record:
-            found[record["step"]] = record["val_bpb"]
-    return found.values()
-
-def is_complete(out):
-    steps, last = None, None
-    for record in read_log(os.path.join(out, "log.jsonl")):
-        steps = record.get("flags", {}).get("steps", steps)
-        if "val_bpb" in record:
-            last = record["step"]
-    return last is not None and last == steps
+            found[record["step"]] = record["val_bpb"]    # over all sources
+    return [*found.values()]
 
 def line_of(arm, evals):
     """evals: for each seed, its bits per byte"""

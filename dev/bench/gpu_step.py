@@ -10,6 +10,7 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -118,19 +119,14 @@ def median_ms(step, ids):
     return statistics.median(times)
 
 def profile(step, ids):
-    """A table into profile.txt; the first lines are printed."""
+    """A table into profile.txt; its beginning is printed."""
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=kinds[:1 + (DEVICE == "cuda")]) as seen:
         step(ids)
     by = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
-    averages = seen.key_averages()
-    with open(f"{OUT}/profile.txt", "w") as file:
-        file.write(averages.table(sort_by=by, row_limit=80, max_name_column_width=110))
-    events = sorted(averages, key=lambda e: -getattr(e, by))
-    total = sum(getattr(e, by) for e in events)
-    for e in events[:22]:
-        print(f"   {getattr(e, by) / 1e3:8.2f} ms {getattr(e, by) / total:6.1%} "
-              f"{e.count:5d} x {e.key[:90]}", flush=True)
+    table = seen.key_averages().table(sort_by=by, row_limit=80, max_name_column_width=90)
+    Path(OUT, "profile.txt").write_text(table)
+    print(*table.splitlines()[:25], sep="\n", flush=True)
 
 compare()
 step_ms("default", profiled=True)

@@ -237,19 +237,14 @@ def test_a_replaced_shard_is_an_error(tmp_path):
     with pytest.raises(UserError, match=r"group 0: checksum mismatch: .*verify"):
         shard.read(0)    # its old footer is known
 
-def other_texts(change, n=900):
+def other_texts():
     rng = random.Random(3)
-    texts = ["".join(rng.choices("abcdefgh ", k=rng.randrange(20, 300))) for _ in range(n)]
-    match change:
-        case "shuffled":
-            rng.shuffle(texts)
-        case "other letters":
-            texts = [text.replace("a", "z") for text in texts]
-        case "another end":
-            texts[-1] = texts[-1].replace("b", "c")
-    return texts
+    return ["".join(rng.choices("abcdefgh ", k=rng.randrange(20, 300))) for _ in range(900)]
 
-@pytest.mark.parametrize("change", ["shuffled", "other letters", "another end"])
+@pytest.mark.parametrize("change", [
+    lambda texts: sorted(texts),
+    lambda texts: [text.replace("a", "z") for text in texts],
+    lambda texts: [*texts[:-1], texts[-1].replace("b", "c")]])
 @pytest.mark.parametrize("options", [
     {}, {"use_dictionary": False}, {"compression": "none", "write_statistics": False},
     {"compression": "none", "write_statistics": False, "use_dictionary": False}])
@@ -257,17 +252,17 @@ def test_a_shard_of_others_that_is_changed_in_place_is_seen(tmp_path, change, op
     """Also if its size stays the same: at a listing, which a resume begins with, and in a run."""
     path = tmp_path / "a.parquet"
     for name in "ab":
-        pq.write_table(pa.table({"text": other_texts("")}), tmp_path / f"{name}.parquet", **options)
+        pq.write_table(pa.table({"text": other_texts()}), tmp_path / f"{name}.parquet", **options)
     [before] = list_shards(str(tmp_path), "train")
     before.read(0)
-    pq.write_table(pa.table({"text": other_texts(change)}), path, **options)
+    pq.write_table(pa.table({"text": change(other_texts())}), path, **options)
     [after] = list_shards(str(tmp_path), "train")
     assert after.digest != before.digest
     with pytest.raises(UserError, match=r"a.parquet.*(replaced by another|bytes, but)"):
         before.read(0)
 
 def test_other_columns_do_not_count_as_text(tmp_path):
-    texts = other_texts("")
+    texts = other_texts()
     html = [f"<p>{text}</p>" * 50 for text in texts]
     vectors = pa.array([[0.5] * 99 for _ in texts], pa.list_(pa.float32()))
     pages = pa.array([{"text": page, "url": "x" * 99} for page in html])    # page.text is not text
@@ -281,7 +276,7 @@ def test_texts_that_a_file_holds_once_count_as_often_as_they_are_there(tmp_path)
     """pyarrow's footers tell no bytes of theirs. If they do not repeat, the footer is exact."""
     texts = ["a" * 500, "b" * 900] * 2000
     pq.write_table(pa.table({"text": texts}), tmp_path / "a.parquet", row_group_size=1500)
-    pq.write_table(pa.table({"text": other_texts("")}), tmp_path / "b.parquet", row_group_size=300)
+    pq.write_table(pa.table({"text": other_texts()}), tmp_path / "b.parquet", row_group_size=300)
     repeated, usual = shards = dataset.all_shards(str(tmp_path))
     assert 0.9 < repeated.text_bytes / sum(map(len, texts)) < 1.5
     metadata = pq.read_metadata(usual.path)
@@ -299,13 +294,14 @@ def cause_of(work):
         work()
     return raised.value.__cause__
 
-def test_only_bytes_that_are_wrong_in_each_run_are_damaged(server, tmp_path):
-    """Not an error of a network or a disk, nor a footer's, nor a shard that was replaced."""
+def test_only_bytes_that_are_wrong_in_each_run_are_damaged(monkeypatch, tmp_path):
+    """Not an error of a disk, nor a footer's, nor a shard that was replaced."""
     folder = write(tmp_path / "data", "a", "b", groups=[["secret"]])
     path = Path(folder, "a.parquet")
     shard, other = dataset.all_shards(folder)
     failing = mock.Mock(**{"read_at.side_effect": OSError(5, "Input/output error")})
     failing.__enter__, failing.__exit__ = lambda _: failing, lambda *_: None
+    monkeypatch.setattr(dataset, "pause", lambda seconds: None)
     shard.read(0)
     with mock.patch("dataset.open_file", return_value=failing):
         assert not isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
@@ -317,13 +313,6 @@ def test_only_bytes_that_are_wrong_in_each_run_are_damaged(server, tmp_path):
     os.utime(path, (1, 1))
     assert not isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
     assert cause_of(lambda: other._replace(digest="other").read(0)) is None
-    server.waits.clear()
-    (shard,) = list_shards(server.web, "val")
-    server.faults["c.parquet"] = [None, 503, "flip", "flip"]
-    assert isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
-    assert server.waits == [1, 2], "one for the 503; then the bytes were read twice"
-    server.faults["c.parquet"] = [503] * 6
-    assert not isinstance(cause_of(lambda: shard.read(0)), dataset.Damaged)
 
 @pytest.mark.parametrize("place, errors", [
     ("a.parquet", [dataset.Damaged("flipped")]),    # perhaps on a network disk
