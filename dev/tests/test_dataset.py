@@ -11,6 +11,7 @@ import gc
 import hashlib
 import http.server
 import io
+import itertools
 import json
 import os
 import random
@@ -727,16 +728,11 @@ def test_reads_that_fail_are_tried_again(server, end, capsys):
     (errno.EIO, 2), (errno.ESTALE, 2), (errno.ENOENT, 0), (errno.EACCES, 0), (errno.ELOOP, 0)])
 def test_local_errors_that_may_pass_are_tried_again(tmp_path, monkeypatch, number, n_waits):
     """Those of NFS and Lustre. A missing file or permission is an error at once."""
-    waits, failing = [], [OSError(number, os.strerror(number))] * 2
+    waits, error = [], OSError(number, os.strerror(number))
     folder = write(tmp_path, "a", "b", groups=[["x"]])
     (shard,) = list_shards(folder, "train")
-    open_file = dataset.open_file
-
-    def fail_twice(*words):
-        if failing:
-            raise failing.pop()
-        return open_file(*words)
-
+    outcomes = itertools.chain([error, error], itertools.repeat(mock.DEFAULT))
+    fail_twice = mock.Mock(wraps=dataset.open_file, side_effect=outcomes)
     monkeypatch.setattr(dataset, "pause", waits.append)
     monkeypatch.setattr(dataset, "open_file", fail_twice)
     with contextlib.nullcontext() if n_waits else pytest.raises(UserError, match=r"a.parquet, "):

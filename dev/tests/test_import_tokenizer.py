@@ -8,7 +8,6 @@ import re
 import unicodedata
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from dataset import UserError
@@ -141,14 +140,12 @@ def test_added_tokens_are_found_in_text_as_by_the_library(
     want = theirs.encode(TEXT_WITH_NAMES, add_special_tokens=False).ids
     assert {600, 601, 602, 603} < {*want} and 0 not in want
     ours = RustBPETokenizer.from_directory(tmp_path / "out")
-    for other in (ours, pickle.loads(pickle.dumps(ours))):
-        assert other.encode(TEXT_WITH_NAMES) == other.encode([TEXT_WITH_NAMES])[0] == want
-        for engine in (other.engine, "tiktoken"):
-            other = pickle.loads(pickle.dumps(other))
-            other.engine = engine
-            ids, bounds = other.encode_documents(["<|pad|>", TEXT_WITH_NAMES, "", " a"])
-            assert ids[bounds[1]:bounds[2]].tolist() == [0, *want]
-            assert ids.dtype == np.int32
+    assert ours.encode(TEXT_WITH_NAMES) == ours.encode([TEXT_WITH_NAMES])[0] == want
+    for engine in (ours.engine, "tiktoken"):
+        other = pickle.loads(pickle.dumps(ours))
+        other.engine = engine
+        ids, bounds = other.encode_documents(["<|pad|>", TEXT_WITH_NAMES, "", " a"])
+        assert ids[bounds[1]:bounds[2]].tolist() == [0, *want]
     ids, _ = ours.render_conversation({"messages": [{"role": "user", "content": TEXT_WITH_NAMES}]})
     text = theirs.encode("user\n", add_special_tokens=False).ids
     end = theirs.encode("\n", add_special_tokens=False).ids

@@ -573,18 +573,13 @@ def test_defaults_are_those_of_the_device(monkeypatch, has_bf16, words, want):
     assert " ".join(map(str, found)) == want
 
 @pytest.mark.filterwarnings("ignore:load_state_dict. the weight of b")
-def test_resumed_run_takes_the_flags_that_may_change(base, finished, resume):
+def test_resumed_run_takes_the_flags_that_may_change(finished, resume):
     told = resume("--out run --steps 10 --lr 1e-30 --batch_size 2 --data a b")
     assert "\nchanged flags: batch_size, steps, lr, data\n" in told
     before, after = map(train.load_checkpoint, train.list_checkpoints("run"))
     for name, weight in before["model"].items():    # all rates follow --lr
         assert torch.allclose(weight, after["model"][name], atol=1e-20)
     assert json.loads(after["loader"])["rows"] == 8 * 4 + 2 * 2
-    os.remove("b")
-    shutil.copytree(base / "b", "b")
-    dataset.write_shard("b/val.parquet", [pa.array(["other text"])])
-    told = resume("--out run/ --steps 11")
-    assert "done at step 11 of 11; 1 steps" in told
 
 @pytest.mark.parametrize("change", [None, "moved", "text", "shard", "eval_bytes"])
 def test_resumed_run_says_that_its_val_text_has_changed(base, finished, resume, change):
