@@ -574,7 +574,7 @@ def test_defaults_are_those_of_the_device(monkeypatch, has_bf16, words, want):
 
 @pytest.mark.filterwarnings("ignore:load_state_dict. the weight of b")
 def test_resumed_run_takes_the_flags_that_may_change(finished, resume):
-    told = resume("--out run --steps 10 --lr 1e-30 --batch_size 2 --data a b")
+    told = resume("--out run/ --steps 10 --lr 1e-30 --batch_size 2 --data a b")
     assert "\nchanged flags: batch_size, steps, lr, data\n" in told
     before, after = map(train.load_checkpoint, train.list_checkpoints("run"))
     for name, weight in before["model"].items():    # all rates follow --lr
