@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import dataset
+import tokenizer
 from dataloader import encode_conversations
 from dev import prepare
 from dev.tests.test_convert import ANSWER, USER, all_of, make_texts, read_all
@@ -30,7 +31,8 @@ def make_shards(folder, counts=(40, 40, 12), column="text"):
     """Shards with these numbers of documents, 8 in a row group. Returns all documents in order."""
     texts = make_texts(sum(counts))
     if column == "messages":
-        texts = [json.dumps([{**USER, "content": text}, ANSWER]) for text in texts]
+        texts = [json.dumps([{**USER, "content": text}, {**ANSWER, "content": text[::-1]}])
+                 for text in texts]
     rest = iter(texts)
     for number, count in enumerate(counts):
         part = list(itertools.islice(rest, count))
@@ -102,6 +104,38 @@ def test_an_epoch_has_each_token_of_an_answer_as_a_target_once(tmp_path, trained
     assert command("stats", tmp_path / "chats", *words) is None
     printed = capsys.readouterr().out
     assert "bytes of messages per document, " in printed
+
+def test_a_changed_template_is_seen_by_tokenize_and_resume(tmp_path, trained, monkeypatch, capsys):
+    """Text does not depend on the template."""
+    make_shards(tmp_path / "chats", column="messages")
+
+    def tokenize(kind):
+        words = tmp_path / kind, "--tokenizer", trained, "--out", f"{tmp_path}/{kind}_ids"
+        assert command("tokenize", *words) is None
+        return read_all(f"{tmp_path}/{kind}_ids")
+
+    def loader(folder):
+        return make(f"{tmp_path}/{folder}", 2, 99, RustBPETokenizer.from_directory(trained))
+
+    folders = "chats", "chats_ids", "text", "text_ids"
+    before = tokenize("chats"), tokenize("text")
+    assert tokenize("chats") == before[0]
+    states = [loader(folder).state_dict() for folder in folders]
+    mine = tokenizer.NANOCHAT._replace(after="!")
+    monkeypatch.setattr(tokenizer, "TEMPLATES", [mine])
+    assert "tokenizing it again" not in capsys.readouterr().out
+    after = tokenize("chats"), tokenize("text")
+    assert capsys.readouterr().out.count("different chat template: tokenizing it again") == 3
+    assert after[1] == before[1] and len({*after[0], *before[0]}) == 2 * len(before[0])
+    made = RustBPETokenizer.from_directory(trained)
+    ids, _ = encode_conversations(made, read_all(tmp_path / "chats"))
+    assert b"".join(after[0]) == ids.astype("<i4").tobytes()
+    for folder, state in zip(folders, states, strict=True):
+        if "chats" in folder:
+            with pytest.raises(dataset.UserError, match="rendered with a different chat template"):
+                loader(folder).load_state_dict(state)
+        else:
+            loader(folder).load_state_dict(state)
 
 def test_tokenize_resumes(tmp_path, byte_tokenizer, monkeypatch):
     """Stopped midway, the folder cannot be read; the same command keeps what is done."""
