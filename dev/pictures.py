@@ -2,31 +2,27 @@
 Draw how each packing fills its rows: README's dev/rows.svg. (README's other pictures, dev/line.svg
 and dev/resume.svg, were drawn by hand.)
 
-    python -m dev.pictures my_shards --out rows.svg
-    python -m dev.pictures --out dev/rows.svg          # the demo's corpus
+    pip install matplotlib
+    python -m dev.pictures
 """
 
 if __name__ == "__main__" and not __package__:
     raise SystemExit("usage: python -m dev.pictures, typed where dataloader.py is")
 
-import argparse
 import itertools
 
-from dataloader import PACKINGS
-from dataset import Parser, errors_in_one_line, find_data, list_shards
-from tokenizer import find_tokenizer
+import matplotlib
+from matplotlib.colors import hsv_to_rgb
+from matplotlib.figure import Figure
 
-try:
-    import matplotlib
-    from matplotlib.colors import hsv_to_rgb
-    from matplotlib.figure import Figure
-except ImportError as error:
-    raise SystemExit(f"error: {error}; pip install matplotlib") from None
+from dataloader import PACKINGS
+from dataset import find_data, list_shards
+from tokenizer import find_tokenizer
 
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
 matplotlib.rcParams["svg.hashsalt"] = "nanoloader"    # the same file each time
 
-N_ROWS = 9
+N_ROWS, T = 9, 8192
 LEGEND = (
     "The same documents in each packing. Each bar is a row, and each color a document. A dark edge is\n"
     "a BOS token: a document begins there, or continues after a cut. A white triangle is a cut: the rest\n"
@@ -75,20 +71,11 @@ def color_of(n):
     hue, saturation = 0.618034 * n % 1, 0.4 + 0.2 * (n % 3)
     return tuple(hsv_to_rgb((hue, saturation, 0.9)))
 
-def main(argv=None):
-    parser = Parser("python -m dev.pictures", description=__doc__,
-                    formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("folder", nargs="?", help="folder of shards of text (default: what train.py would use)")
-    add("--tokenizer", help="folder of a tokenizer (default: the one trained on this data)")
-    add("--T", type=int, default=8192, help="tokens in a row (default: 8192)")
-    add("--out", default="rows.svg", help="the picture (default: rows.svg)")
-    flags = parser.parse_args(argv)
-    with errors_in_one_line():
-        data_dir = find_data(flags.folder)
-        tokenizer, _ = find_tokenizer(flags.tokenizer, [data_dir], 32768)
-        lengths = lengths_of_first_documents(tokenizer, data_dir, N_ROWS * flags.T)
-        rows_picture(lengths, flags.T).savefig(flags.out, metadata={"Date": None})
+def main():
+    data_dir = find_data()
+    tokenizer, _ = find_tokenizer(None, [data_dir], 32768)
+    lengths = lengths_of_first_documents(tokenizer, data_dir, N_ROWS * T)
+    rows_picture(lengths, T).savefig("dev/rows.svg", metadata={"Date": None})
 
 if __name__ == "__main__":
     main()

@@ -14,6 +14,7 @@ import sys
 
 from dataset import Parser, errors_in_one_line, find_data
 from dev.bench.measure import PEERS, compare_packings, measure_peers
+from dev.convert import at_least_1
 from tokenizer import find_tokenizer
 
 
@@ -54,11 +55,6 @@ def make_parser():
                 help="of a turn (default 15): some loaders encode for 2 s, then deliver that")
             add("--rounds", type=at_least_1, default=3, help="turns of each (default 3)")
     return parser
-
-def at_least_1(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
-    return int(text)
 
 if __name__ == "__main__":
     main()
