@@ -42,13 +42,8 @@ def make_document(record, flags, say):
     if kind == "messages":
         messages = make_messages(values, record, flags, say)
         text = json.dumps(messages, ensure_ascii=False)
-        for name in WEIGHTS:
-            match weight_of(record.get(name)):
-                case 0:
-                    say(f"skipped conversations whose {name} is false")
-                    return b"", kept
-                case 1:
-                    del record[name]
+        if not is_learned(record, say):
+            return b"", kept
     else:
         [text] = values
         if text in EMPTY:
@@ -67,6 +62,25 @@ def make_document(record, flags, say):
     say(kind)
     report_signs(kind, text, say)
     return text, kept
+
+def is_learned(record, say):
+    """False if a mark of a conversation says so. UserError if one says anything but yes or no."""
+    lost = [name for name in LOST if record.get(name)]
+    for name in WEIGHTS:
+        match weight_of(record.get(name)):
+            case 0:
+                say(f"skipped conversations whose {name} is false")
+                return False
+            case 1:
+                del record[name]
+            case int() | float() | list() | dict() as weight if weight not in EMPTY:
+                lost.append(name)
+    if lost:
+        names = " ".join(lost)
+        raise UserError(
+            f"its {names} would be lost (a weight of 0 or 1 in each message says what to learn, and "
+            f"shards hold no tools); to drop it: --ignore_keys {names}")
+    return True
 
 def report_signs(kind, text, say):
     """What in a text may show damage, or that it holds several documents."""
@@ -113,6 +127,11 @@ USES = by_name({
 # come before it. Those of WEIGHTS say whether to learn it, also as keys of a message.
 SYSTEM = ["system", "system_prompt"]
 WEIGHTS = ["weight", "loss", "train", "loss_weight", "label"]
+# These say what to learn of a conversation, or add to it: not read, so they are an error.
+LOST = [
+    "weights", "loss_weights", "mask", "loss_mask", "loss_masks", "assistant_mask",
+    "assistant_masks", "mask_history", "train_on_inputs", "tool", "tools", "functions",
+    "systemInstruction", "system_instruction", "system_message"]
 
 def columns_to_read(flags):
     """
@@ -130,7 +149,7 @@ def columns_to_read(flags):
 
 def needed_columns(flags):
     """Others may have values that Python lacks."""
-    beside_chats = [] if flags.text_key else [*SYSTEM, "history", *WEIGHTS]
+    beside_chats = [] if flags.text_key else [*SYSTEM, "history", *WEIGHTS, *LOST]
     return columns_of([*columns_to_read(flags), *beside_chats, *flags.keep])
 
 def find_document(record, flags):
@@ -285,6 +304,10 @@ def clean(role, content, flags):
         role = str(ours["role"]).lower()
         ours["role"] = ROLES.get(role, role)
         weights = [weight_of(message.pop(key)) for key in WEIGHTS if key in message]
+        if 1 in weights and ours["role"] != "assistant":
+            raise UserError(
+                f"a message of role {ours['role']!r} has a weight, but only answers are learned; to "
+                f"drop all weights: --ignore_keys {' '.join(WEIGHTS)}")
         if weights:
             ours["weight"] = min(weights, key=lambda weight: weight == 1)    # the first other
         cleaned.append(ours | {    # read_messages refuses other keys: they may matter
