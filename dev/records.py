@@ -42,7 +42,7 @@ def make_document(record, flags, say):
     if kind == "messages":
         messages = make_messages(values, record, flags, say)
         text = json.dumps(messages, ensure_ascii=False)
-        if not is_learned(record, say):
+        if not is_learned(record, flags, say):
             return b"", kept
     else:
         [text] = values
@@ -63,7 +63,7 @@ def make_document(record, flags, say):
     report_signs(kind, text, say)
     return text, kept
 
-def is_learned(record, say):
+def is_learned(record, flags, say):
     """False if a mark of a conversation says so. UserError if one says anything but yes or no."""
     lost = [name for name in LOST if record.get(name)]
     for name in WEIGHTS:
@@ -75,6 +75,7 @@ def is_learned(record, say):
                 del record[name]
             case int() | float() | list() | dict() as weight if weight not in EMPTY:
                 lost.append(name)
+    lost = [name for name in lost if name not in columns_of(flags.keep)]
     if lost:
         names = " ".join(lost)
         raise UserError(
