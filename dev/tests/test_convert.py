@@ -573,15 +573,6 @@ def test_a_record_becomes_what_records_txt_says(words, record, lines):
         found = outcome(f"in/a.{kind}", flags)
         assert is_like(found, lines), f"{kind}: {found}"
 
-def test_chats_of_all_formats_may_be_in_one_call():
-    write({
-        "a.jsonl": as_json({"conversations": TALK}, [USER, ANSWER, *TALK]),
-        "c.csv": "prompt;response\n\nHi;Hello\n",
-        "d.parquet": as_file("parquet", {"messages": TALK}, {"messages": [ANSWER, *TALK]}),
-        "o.parquet": as_file("parquet", {"messages": json.dumps(TALK)})})    # ours
-    assert chats() == [*4 * [TALK], [ANSWER, *TALK], [USER, ANSWER, *TALK]]
-    assert {shard.kind for shard in all_of()} == {"messages"}
-
 def test_values_that_python_cannot_have_are_not_read():
     """As in columns that are not needed; those of chats are not, beside a text."""
     odd = pa.array(2 * [10 ** 12], pa.timestamp("s"))    # Python has no such year
@@ -736,6 +727,7 @@ def test_chats_of_other_tools_are_read(form):
     write({"a.parquet": table_bytes(messages=FORMS_OF_CHATS[form]())})
     write({"b.jsonl": as_json(TALK + TALK)})
     assert chats() == [TALK, TALK + TALK]
+    assert {shard.kind for shard in all_of()} == {"messages"}
 
 def test_texts_of_type_json_are_decoded_or_refused():
     for name in ("train", "val"):

@@ -251,9 +251,7 @@ def test_wrapped_tokenizer_gives_all_its_tokens(type_in):
     theirs.save("tokenizer.json")
     names, printed = type_in("own_tokenizer.py", "tokenizer.json", "<s>", "my_shards")
     assert names["inputs"][0, 0] == 0 and printed.startswith("<s>")
-    assert any(text and text in printed for text in texts)
-    wrapped = names["tokenizer"]
-    [ids] = wrapped.encode([" ".join(texts)], prepend=0, num_threads=1)
+    [ids] = names["tokenizer"].encode([" ".join(texts)], prepend=0)
     theirs.no_truncation()
     assert ids == [0, *theirs.encode(" ".join(texts)).ids] and len(ids) > 800
 
