@@ -26,6 +26,7 @@ drops their thoughts). To learn these, make each answer the last one of a chat:
 """
 
 import copy
+import functools
 import itertools
 import json
 import re
@@ -97,6 +98,7 @@ class ChatTemplate:
         """{"messages": [...]}, and "tools" if there are some -> (ids, mask)"""
         messages, tools = conversation["messages"], conversation.get("tools")
 
+        @functools.cache
         def ids_of(n, **more):
             """Of the first n messages."""
             return self._apply(messages[:n], tools, **more)["input_ids"]
