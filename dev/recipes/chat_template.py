@@ -44,6 +44,8 @@ OTHER_WAY = (
     "make each answer the last one of a chat (the jq command in dev/recipes/chat_template.py), or "
     "mark answers in the template with {% generation %}")
 
+THOUGHTS = {"reasoning_content", "reasoning", "thinking"}    # keys of a message
+
 class ChatTemplate:
     """
     tokenizer: a fast one of transformers. bos: the token that opens documents (default: its
@@ -150,10 +152,13 @@ class ChatTemplate:
             return text + name
 
         for i, message in enumerate(map(for_template, messages)):
-            content = message.get("content")
+            content, is_learned = message.get("content"), messages[i].get("weight") != 0
+            for key in THOUGHTS & message.keys():
+                if is_learned and isinstance(message[key], str):
+                    message[key] = mark(message[key], i, "thoughts")
             if content and isinstance(content, str):
                 thoughts, end, answer = content.rpartition("</think>")
-                if messages[i].get("weight") != 0 and thoughts.removeprefix("<think>").strip():
+                if is_learned and thoughts.removeprefix("<think>").strip():
                     thoughts = mark(thoughts, i, "thoughts")
                 if answer:
                     answer = mark(answer, i, "content")

@@ -150,6 +150,7 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}
     *((template.replace("m.content }}", "m.content.split('</think>')[-1] }}"),
        chat(HI, ("assistant", "<think>Hi</think>Hi")), "message 1: the template drops its thoughts, ")
       for template in (CHATML, MARKED)),
+    (CHATML, chat(HI, ("assistant", "Yo"), reasoning_content="Hm"), "drops its thoughts, 'Hm'"),
     (CHATML.replace("in messages", "in messages if m.role != 'system'"),
      chat(("user", "Be brief"), ("system", "brief"), ("assistant", "Be brief")),
      "message 1: the template drops its content, 'brief'"),
