@@ -35,6 +35,7 @@ from dataset import (
     atomic_file,
     errors_in_one_line,
     expand_home,
+    list_shards,
 )
 from dev.convert import at_least_1
 from tokenizer import RustBPETokenizer
@@ -48,43 +49,66 @@ from train import (
 )
 
 # --------------------------------------------------------------------------------------------------
-# A run, from its newest checkpoint
+# A run
 
-def newest_of(run):
-    return load_checkpoint(newest_checkpoint(run) or run)
+class Run(NamedTuple):
+    """A run, by one of its checkpoints and its log."""
+    folder: str
+    saved: dict    # the checkpoint
+    log: list      # records
+    tokenizer: RustBPETokenizer
 
-def flags_of(saved):
-    return argparse.Namespace(**saved["flags"])
-
-def loader_of(saved, flags=None):
-    """A loader for a checkpoint's run, at its beginning. flags: of a part of the run (see parts)"""
-    flags = flags or flags_of(saved)
-    config = json.loads(saved["loader"])["config"]
+def open_run(path):
+    """path: a checkpoint, or the folder of a run, of which it takes the newest checkpoint."""
+    file = newest_checkpoint(path) or path
+    folder = os.path.dirname(file) or "."
+    saved = load_checkpoint(file)
     tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
+    return Run(folder, saved, [*read_log(f"{folder}/log.jsonl")], tokenizer)
+
+def parts(run, begin, stop):
+    """Yield (first step, one after the last, flags) of steps that one command made."""
+    headers = [record for record in run.log if "flags" in record]    # one for each start of the run
+    starts = [header["step"] for header in headers if begin < header["step"] < stop]
+    for start, end in itertools.pairwise([begin, *starts, stop]):
+        known = [header for header in headers if header["step"] <= start]
+        if not known:
+            raise UserError(f"{run.folder}/log.jsonl does not have the flags of step {start}, so "
+                            "its rows cannot be packed again; expected a checkpoint in the folder "
+                            "of its run, beside the run's log.jsonl")
+        yield start, end, argparse.Namespace(**known[-1]["flags"])
+
+def loader_of(run, flags):
+    """A loader for the part of the run that these flags made, at its beginning."""
+    config = json.loads(run.saved["loader"])["config"]
     return PackedLoader(
-        tokenizer, flags.batch_size, flags.seq_len, "train", packing=flags.packing,
+        run.tokenizer, flags.batch_size, flags.seq_len, "train", packing=flags.packing,
         data_dir=sources_of(flags), rank=0, world_size=1, num_lanes=config["num_lanes"],
         chunk_bytes=config["chunk_bytes"], shuffle_seed=config["shuffle_seed"])
 
-def shards_of(loader):
-    return [shard for source in loader.sources.values() for shard in source.shards]
+def shards_of(run, begin, stop):
+    """{path: Shard} of the data that steps `begin` to `stop` - 1 read. Sources may come and go."""
+    shards = {}
+    for _, _, flags in parts(run, begin, stop):
+        for source in sources_of(flags):
+            shards |= {shard.path: shard for shard in list_shards(source, "train")}
+    return shards
 
 @functools.lru_cache(maxsize=16)
 def read_row_group(shard, row_group):
     return shard.read(row_group)
 
-def text_of(shard, row_group, row, loader):
+def text_of(shard, row_group, row, tokenizer):
     document = read_row_group(shard, row_group)[row].as_py()
     if shard.kind != "tokens":
         return document or ""
     ids = np.frombuffer(document or b"", shard.dtype).astype(int)
     tokens = np.maximum(ids, ~ids)    # ~t is token t, masked
-    return loader.encoder.tokenizer.decode(tokens[1:].tolist())
+    return tokenizer.decode(tokens[1:].tolist())
 
-def beginning_of(location, loader):
-    for shard in shards_of(loader):
-        if shard.path == location.path:
-            return text_of(shard, location.row_group, location.row, loader)[:60]
+def beginning_of(location, shards, tokenizer):
+    text = text_of(shards[location.path], location.row_group, location.row, tokenizer)
+    return repr(text[:60])
 
 class Packed(NamedTuple):
     """A row of the run, packed again."""
@@ -94,23 +118,22 @@ class Packed(NamedTuple):
     pieces: list           # Piece: which tokens of which documents
     targets: np.ndarray    # (T,); -100: masked
 
-def pack_again(run, saved, first, stop):
+def pack_again(run, first, stop):
     """
     Yield each row of steps `first` to `stop` - 1 as Packed. The run is packed from the checkpoint
     on, or if `first` is before the checkpoint, from the beginning.
     """
-    log = [*read_log(f"{run}/log.jsonl")]
-    hashes = {-1: 0, saved["step"] - 1: saved["rows_hash"]}    # of all rows up to a step
-    for record in log:
+    begin, state = run.saved["step"], json.loads(run.saved["loader"])
+    hashes = {-1: 0, begin - 1: run.saved["rows_hash"]}    # of all rows up to a step
+    for record in run.log:
         if "rows_hash" in record:
             hashes[record["step"]] = int(record["rows_hash"], 16)
-    begin, state = saved["step"], json.loads(saved["loader"])
     if first < begin:
         begin, state = 0, None
     if begin < stop:
         print(f"packing steps {begin:,} to {stop - 1:,}", file=sys.stderr)
-    for start, end, flags in parts(run, log, begin, stop):
-        with loader_of(saved, flags) as loader:
+    for start, end, flags in parts(run, begin, stop):
+        with loader_of(run, flags) as loader:
             if state:
                 loader.load_state_dict(state)
             for step in range(start, end):
@@ -123,26 +146,14 @@ def pack_again(run, saved, first, stop):
                         yield Packed(step, *row)
             state = loader.state_dict()
 
-def parts(run, log, begin, stop):
-    """Yield (first step, one after the last, flags) of steps that one command made."""
-    headers = [record for record in log if "flags" in record]    # one for each start of the run
-    starts = [header["step"] for header in headers if begin < header["step"] < stop]
-    for start, end in itertools.pairwise([begin, *starts, stop]):
-        known = [header for header in headers if header["step"] <= start]
-        if not known:
-            raise UserError(f"{run}/log.jsonl does not tell the flags of step {start}, so its rows "
-                            "cannot be named; pass a run's folder, or a checkpoint in it, with "
-                            "its log")
-        yield start, end, argparse.Namespace(**known[-1]["flags"])
-
 def check_rows(run, step, batch, loader, hashes):
     """UserError unless this batch has the hash that the log has. (A step to come has none yet.)"""
     _, of_step = sum_counts(*batch, loader.row_numbers)
     before, after = hashes.get(step - 1), hashes.get(step)
     if None not in (before, after) and (before + of_step) % 2**64 != after:
         raise UserError(f"step {step}: the rows that were packed again are not those of "
-                        f"{run}/log.jsonl, so its documents cannot be named; the data or the code "
-                        "has changed since")
+                        f"{run.folder}/log.jsonl, so its documents cannot be named; the data or "
+                        "the code has changed since")
 
 class Seen(NamedTuple):
     """A piece of a document in a row."""
@@ -170,17 +181,17 @@ def audit(path, steps=None):
     all ranks: rank g % W of W delivers row g. For steps before the checkpoint, the run is packed
     again from its beginning.
     """
-    saved, run = load_checkpoint(path), os.path.dirname(path) or "."
-    first, stop = steps or (saved["step"], saved["step"] + 1)
-    with loader_of(saved) as loader:
-        for row in pack_again(run, saved, first, stop):
-            yield f"step {row.step}, row {row.g} of the run"
-            for piece in without_bos_again(seen_in(row)):
-                yield f"  {describe(piece, loader)}"
+    run = open_run(path)
+    first, stop = steps or (run.saved["step"], run.saved["step"] + 1)
+    shards = shards_of(run, first, stop)
+    for row in pack_again(run, first, stop):
+        yield f"step {row.step}, row {row.g} of the run"
+        for piece in without_bos_again(seen_in(row)):
+            yield f"  {describe(piece, shards, run.tokenizer)}"
 
-def describe(piece, loader):
+def describe(piece, shards, tokenizer):
     return (f"{piece.location}, epoch {piece.epoch}, tokens {piece.start:,}-{piece.stop - 1:,}: "
-            f"{beginning_of(piece.location, loader)!r}")
+            f"{beginning_of(piece.location, shards, tokenizer)}")
 
 # --------------------------------------------------------------------------------------------------
 # losses: which documents were hard, which were easy
@@ -201,21 +212,21 @@ class SourceLosses(NamedTuple):
 def read_nats(run):
     """{(step, row of the run): [nats of each of its pieces]}, as train.py --ledger logged them"""
     nats = {}
-    for record in read_log(f"{run}/log.jsonl"):
+    for record in run.log:
         for of_rank in record.get("nats_of_pieces", ()):
             for g, of_row in of_rank.items():
                 nats[record["step"], int(g)] = of_row
     if not nats:
-        raise UserError(f"{run}/log.jsonl has no losses of documents; train.py logs them with "
-                        "--ledger")
+        raise UserError(f"{run.folder}/log.jsonl has no losses of documents; train.py logs them "
+                        "with --ledger")
     return nats
 
-def sum_losses(run, saved, token_bytes):
+def sum_losses(run, nats):
     """{source: {number of 50 steps: {location: tokens, bytes and bits of a document in them}}}"""
-    nats = read_nats(run)
+    token_bytes = run.tokenizer.token_bytes
     (first, _), (last, _) = min(nats), max(nats)
     sums = {}
-    for row in pack_again(run, saved, first, last + 1):
+    for row in pack_again(run, first, last + 1):
         periods = sums.setdefault(row.source, {})
         documents = periods.setdefault(row.step // 50, collections.defaultdict(lambda: np.zeros(3)))
         nats_of_row = nats.get((row.step, row.g), ())    # none: a step without --ledger
@@ -226,9 +237,9 @@ def sum_losses(run, saved, token_bytes):
             documents[piece.location] += (len(tokens), token_bytes[tokens].sum(), bits)
     return sums
 
-def losses_of(run, saved, token_bytes):
+def losses_of(run, nats):
     """Yield the SourceLosses of each source. Documents of fewer than 200 bytes say little."""
-    for name, periods in sum_losses(run, saved, token_bytes).items():
+    for name, periods in sum_losses(run, nats).items():
         usual, totals = [], collections.defaultdict(lambda: np.zeros(4))
         for documents in periods.values():
             _, n_bytes, bits = sum(documents.values(), np.zeros(3))
@@ -243,28 +254,28 @@ def losses_of(run, saved, token_bytes):
                 found.append(Difficulty(above / n_bytes, bits / n_bytes, int(n_bytes), location))
         yield SourceLosses(name, int(n_tokens), usual, sorted(found))
 
-def losses(run, n=10):
+def losses(folder, n=10):
     """
     Yield lines: the tokens of each source and how its loss fell, then its n easiest and n hardest
     documents of 200 bytes or more.
     """
-    saved = newest_of(run)
-    with loader_of(saved) as loader:
-        token_bytes = loader.encoder.tokenizer.token_bytes
-        for name, n_tokens, usual, documents in losses_of(run, saved, token_bytes):
-            yield (f"{name}: {n_tokens:,} tokens, {usual[0]:.3f} bits per byte in the first 50 "
-                   f"steps, {usual[-1]:.3f} in the last; documents: {len(documents):,}")
-            yield ("   above  bits per byte      bytes    (above: more bits per byte than the same "
-                   "50 steps)")
-            both_ends = {*documents[:n], *documents[-n:]}
-            for above, bits, n_bytes, location in sorted(both_ends):
-                text = beginning_of(location, loader)
-                yield f"{above:>+8.3f}{bits:>15.3f}{n_bytes:>11,}    {location}: {text!r}"
+    run = open_run(folder)
+    nats = read_nats(run)
+    shards = shards_of(run, 0, 1 + max(nats)[0])
+    for name, n_tokens, usual, documents in losses_of(run, nats):
+        yield (f"{name}: {n_tokens:,} tokens, {usual[0]:.3f} bits per byte in the first 50 steps, "
+               f"{usual[-1]:.3f} in the last; documents: {len(documents):,}")
+        yield ("   above  bits per byte      bytes    (above: more bits per byte than the same 50 "
+               "steps)")
+        both_ends = {*documents[:n], *documents[-n:]}
+        for above, bits, n_bytes, location in sorted(both_ends):
+            text = beginning_of(location, shards, run.tokenizer)
+            yield f"{above:>+8.3f}{bits:>15.3f}{n_bytes:>11,}    {location}: {text}"
 
 # --------------------------------------------------------------------------------------------------
 # when: the steps that have a document
 
-def when(run, name=None, text=None):
+def when(folder, name=None, text=None):
     """
     Yield lines: the rows of a run that have a document, past and to come. All rows of the run are
     packed again.
@@ -272,38 +283,39 @@ def when(run, name=None, text=None):
     if not (name or text):
         raise UserError("which document? Pass FILE:ROW or FILE:GROUP:ROW, or --text WORDS. For "
                         "example: python -m dev.runs when RUN shard_00000.parquet:0")
-    saved = newest_of(run)
-    headers = [record for record in read_log(f"{run}/log.jsonl") if "flags" in record]
-    n_steps = headers[-1]["flags"]["steps"] if headers else flags_of(saved).steps
-    now = saved["step"]
-    with loader_of(saved) as loader:
-        wanted = {*find_documents(loader, name, text)}
-        if not wanted:
-            raise UserError(f"no {name or repr(text)} in the run's training data; expected "
-                            "FILE[:GROUP]:ROW or --text WORDS")
-        seen = []
-        for row in pack_again(run, saved, 0, n_steps):
-            seen += [piece for piece in seen_in(row) if piece.location in wanted]
-        seen = sorted(without_bos_again(seen))
-        for piece in seen:
-            to_come = "to come: " if piece.step >= now else ""
-            yield f"{to_come}step {piece.step}, row {piece.g} of the run: {describe(piece, loader)}"
-        missing = sorted(wanted - {piece.location for piece in seen})
-        for location in missing[:10]:
-            text = beginning_of(location, loader)
-            yield f"in none of the run's {n_steps:,} steps: {location}: {text!r}"
+    run = open_run(folder)
+    headers = [record for record in run.log if "flags" in record]
+    n_steps = [run.saved, *headers][-1]["flags"]["steps"]
+    now = run.saved["step"]
+    shards = shards_of(run, 0, n_steps)
+    wanted = {*find_documents(shards, run.tokenizer, name, text)}
+    if not wanted:
+        raise UserError(f"no {name or repr(text)} in the run's training data; expected "
+                        "FILE[:GROUP]:ROW or --text WORDS")
+    seen = []
+    for row in pack_again(run, 0, n_steps):
+        seen += [piece for piece in seen_in(row) if piece.location in wanted]
+    seen = sorted(without_bos_again(seen))
+    for piece in seen:
+        to_come = "to come: " if piece.step >= now else ""
+        yield (f"{to_come}step {piece.step}, row {piece.g} of the run: "
+               f"{describe(piece, shards, run.tokenizer)}")
+    missing = sorted(wanted - {piece.location for piece in seen})
+    for location in missing[:10]:
+        text = beginning_of(location, shards, run.tokenizer)
+        yield f"in none of the run's {n_steps:,} steps: {location}: {text}"
     yield (f"pieces: {len(seen):,}; documents: {len(wanted):,}; in none of the run's {n_steps:,} "
            f"steps, of which {now:,} are done: {len(missing):,}")
 
-def find_documents(loader, name, text):
+def find_documents(shards, tokenizer, name, text):
     """Yield the Location of FILE[:GROUP]:ROW in each folder that has it, or of all with a text."""
-    for shard in shards_of(loader):
+    for shard in shards.values():
         number = 0    # of the document in the file
         for row_group, n in enumerate(shard.group_sizes):
             for row in range(n):
                 names = f"/{shard.path}:{number}", f"/{shard.path}:{row_group}:{row}"
                 is_named = any(full.endswith(f"/{name}") for full in names)
-                if is_named or (text and text in text_of(shard, row_group, row, loader)):
+                if is_named or (text and text in text_of(shard, row_group, row, tokenizer)):
                     yield shard.location(row_group, row)
                 number += 1
 

@@ -62,7 +62,7 @@ for step in range(start + 1, n_steps + 1):
     n_targets = (targets >= 0).sum()
     dist.all_reduce(n_targets)
     logits = ddp_model(inputs).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / n_targets
+    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / n_targets.clamp(min=1)
     (loss * world_size).backward()    # DDP averages the gradients of the ranks, and we need the sum
     optimizer.step()
     optimizer.zero_grad()

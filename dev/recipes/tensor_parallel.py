@@ -68,7 +68,7 @@ for step in range(start + 1, n_steps + 1):
     n_targets = (targets >= 0).sum()    # masked targets are -100
     dist.all_reduce(n_targets, group=mesh.get_group("data"))
     logits = model(inputs).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / n_targets
+    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / n_targets.clamp(min=1)
     (loss * data_ranks).backward()    # FSDP2 averages the gradients of the groups, and we need the sum
     optimizer.step()
     optimizer.zero_grad()

@@ -55,12 +55,12 @@ def evaluate():
         for inputs, targets in batches:
             totals += torch.stack([summed_loss(model, inputs, targets), (targets >= 0).sum()])
     loss, n_targets = sum_over_ranks(totals)
-    return (loss / n_targets).item()
+    return (loss / n_targets.clamp(min=1)).item()
 
 for step in range(1, n_steps + 1):
     inputs, targets = next(loader)
     n_targets = sum_over_ranks((targets >= 0).sum())
-    loss = summed_loss(ddp_model, inputs, targets) / n_targets
+    loss = summed_loss(ddp_model, inputs, targets) / n_targets.clamp(min=1)
     (loss * world_size).backward()    # DDP averages the gradients of the ranks, and we need the sum
     optimizer.step()
     optimizer.zero_grad()

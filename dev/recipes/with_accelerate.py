@@ -51,7 +51,7 @@ for step in range(start + 1, n_steps + 1):
     inputs, targets = next(loader)
     n_targets = accelerator.reduce((targets >= 0).sum())    # masked targets are -100
     logits = model(inputs).flatten(0, 1)
-    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / n_targets
+    loss = F.cross_entropy(logits, targets.flatten(), reduction="sum") / n_targets.clamp(min=1)
     accelerator.backward(loss * world_size)    # DDP averages the gradients, and we need the sum
     optimizer.step()
     optimizer.zero_grad()

@@ -63,6 +63,7 @@ class Model(lightning.LightningModule):
         if world_size > 1:
             dist.all_reduce(n_targets)
             dist.all_reduce(total)
+        n_targets = n_targets.clamp(min=1)
         if self.global_rank == 0:
             print(f"step {self.global_step + 1}: loss {(total / n_targets).item():.5f}", flush=True)
         return loss * world_size / n_targets    # DDP averages the gradients, and we need the sum
@@ -75,5 +76,8 @@ trainer = lightning.Trainer(
     max_steps=n_steps, max_epochs=-1, logger=False, enable_progress_bar=False,
     limit_train_batches=n_steps,    # without a limit, Lightning fetches a batch ahead, and a resume skips it
     callbacks=[ModelCheckpoint(checkpoints, "{step}", every_n_train_steps=save_every, save_top_k=-1)])
-newest = max(checkpoints.glob("*.ckpt"), key=os.path.getmtime, default=None)
+def step_of(path):    # step=20.ckpt -> 20
+    return int(path.stem.removeprefix("step="))
+
+newest = max(checkpoints.glob("step=*.ckpt"), key=step_of, default=None)
 trainer.fit(Model(), Data(), ckpt_path=newest)

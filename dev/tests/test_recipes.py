@@ -9,6 +9,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -55,7 +56,7 @@ def folder(project, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
-def be_a_rank(recipe, rank, world_size, port, log, kill, base_dir):
+def be_a_rank(recipe, rank, world_size, port, log, kill, base_dir, masked_step):
     """kill: (the rank, a part of a file's name, how many times it is written)"""
     file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
@@ -73,7 +74,21 @@ def be_a_rank(recipe, rank, world_size, port, log, kill, base_dir):
         kill_in_a_write(*kill[1:], log)
     sys.path[:] = [path for path in sys.path if path not in ("", str(HERE))]
     sys.argv = [recipe, "my_shards"]
+    if masked_step:
+        mask(masked_step)
     runpy.run_path(recipe, run_name="__main__")
+
+def mask(step):
+    """In this step, no target counts."""
+    sys.path.insert(0, ".")
+    from dataloader import PackedLoader
+    following, steps = PackedLoader.__next__, itertools.count(1)
+
+    def next_masked(loader):
+        inputs, targets = following(loader)
+        return inputs, torch.full_like(targets, -100) if next(steps) == step else targets
+
+    PackedLoader.__next__ = next_masked
 
 def kill_in_a_write(name, count, log):
     torch_save = torch.save
@@ -99,13 +114,14 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["pytest", "tiktoken", "pyarrow.parquet", "huggingface_hub",
                                "torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"])
 
-def run(recipe, world_size, log, kill=None):
+def run(recipe, world_size, log, kill=None, masked_step=None):
     """The losses that it printed, {step: loss}"""
     with socket.create_server(("127.0.0.1", 0)) as free:
         _, port = free.getsockname()
     processes = []
     for rank in range(world_size):
-        arguments = f"{RECIPES / recipe}", rank, world_size, port, log, kill, f"{Path('base').resolve()}"
+        base_dir = f"{Path('base').resolve()}"
+        arguments = f"{RECIPES / recipe}", rank, world_size, port, log, kill, base_dir, masked_step
         processes.append(SERVER.Process(target=be_a_rank, args=arguments))
         processes[-1].start()
     sentinels = [process.sentinel for process in processes]
@@ -147,6 +163,26 @@ def test_loop_killed_in_a_save_resumes(folder, losses_of, recipe, module, undist
     assert first == pytest.approx({step: want[step] for step in range(1, 21)}, rel=1e-3)
     rest = run(recipe, world_size, "log-2")
     assert rest == pytest.approx({step: want[step] for step in range(11, 41)}, rel=1e-3)
+
+@pytest.mark.parametrize("recipe, module", [
+    ("ddp.py", "torch"), ("fsdp2.py", "torch"), ("tensor_parallel.py", "torch"),
+    ("validation.py", "torch"), ("with_accelerate.py", "accelerate"),
+    ("with_lightning.py", "lightning")])
+def test_a_step_without_targets_does_not_spoil_the_weights(folder, recipe, module):
+    """Such as one of chats whose questions fill the rows."""
+    pytest.importorskip(module)
+    world_size = 2 if recipe == "tensor_parallel.py" else 1    # it takes no fewer
+    losses = run(recipe, world_size, "log", masked_step=3)
+    assert len(losses) > 1 and all(map(math.isfinite, losses.values())), losses
+
+def test_lightning_resumes_the_newest_checkpoint_of_a_copied_folder(folder):
+    """A copy can have any times."""
+    pytest.importorskip("lightning")
+    run("with_lightning.py", 1, "log")
+    [checkpoints] = {path.parent for path in Path().glob("*/*.ckpt")}
+    for age, path in enumerate(sorted(checkpoints.glob("*.ckpt"))):    # step=10, step=20, ...
+        os.utime(path, (1000 - age, 1000 - age))
+    assert run("with_lightning.py", 1, "again") == {}, "no step is left"
 
 def test_validation_is_the_same_on_any_number_of_ranks(folder):
     one, two = (run("validation.py", n, f"log-{n}") for n in (1, 2))

@@ -83,7 +83,7 @@ def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch):
     monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(of_torchrun, 0, 1)]))
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        store, _, _ = train.meet_ranks(SimpleNamespace(data=["a"], seed=1))
+        store = train.meet_ranks(SimpleNamespace(data=["a"], seed=1))
         assert not store.check(["address of rank 0"])
         store.set("address of rank 0", "")
 

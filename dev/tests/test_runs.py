@@ -1,5 +1,6 @@
 """dev/runs.py: rows that are packed again are those of the run, and each loss is its document's."""
 
+import argparse
 import collections
 import contextlib
 import json
@@ -28,9 +29,9 @@ LONG = (7, 57, 107, 157)    # documents that are longer than rows
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """Folders a and b of 200 documents each, and a tokenizer whose tokens are bytes."""
+    """Folders a, b and c of 200 documents each, and a tokenizer whose tokens are bytes."""
     folder, draw = tmp_path_factory.mktemp("runs"), random.Random(0)
-    for name, letters in (("a", "abcdefgh "), ("b", "stuvwxyz ")):
+    for name, letters in (("a", "abcdefgh "), ("b", "stuvwxyz "), ("c", "0123 ")):
         lengths = [300 if i in LONG else draw.randint(0, 30) for i in range(200)]
         texts = [f"{i} " + "".join(draw.choices(letters, k=n)) for i, n in enumerate(lengths)]
         write(f"{folder}/{name}", grouped(texts[:100], 20), grouped(texts[100:], 20))
@@ -65,7 +66,8 @@ def documents(base):
 def seen(alone):
     """The pieces in the rows of `alone`, by a loader that this test drives."""
     pieces = []
-    with runs.loader_of(runs.newest_of(alone)) as loader:
+    run = runs.open_run(alone)
+    with runs.loader_of(run, argparse.Namespace(**run.saved["flags"])) as loader:
         for step in range(24):
             next(loader)
             for g, row in zip(loader.row_numbers, loader.pieces(), strict=True):
@@ -77,7 +79,7 @@ def seen(alone):
 
 def test_rows_packed_again_have_each_token_of_an_epoch_once(alone, documents, seen):
     tokens, n_targets, again = collections.defaultdict(list), collections.Counter(), []
-    for row in runs.pack_again(alone, runs.newest_of(alone), 0, 24):
+    for row in runs.pack_again(runs.open_run(alone), 0, 24):
         again += runs.seen_in(row)
         for piece in row.pieces:
             key = piece.epoch, piece.location
@@ -104,7 +106,7 @@ def test_nats_of_a_piece_are_those_of_its_tokens(base, documents, packing):
                     assert nats == sum(tokenizer.encode(text))
 
 def test_one_and_two_ranks_log_the_same_losses(alone, ranks):
-    one, other = runs.read_nats(alone), runs.read_nats(ranks)
+    one, other = [runs.read_nats(runs.open_run(folder)) for folder in (alone, ranks)]
     assert sorted(one) == sorted(other) == [(g // 16, g) for g in range(24 * 16)]
     for row, nats in one.items():
         assert nats == pytest.approx(other[row], rel=1e-2, abs=0.05)
@@ -139,7 +141,7 @@ def test_when_prints_past_and_coming_steps(alone, base, documents, seen, capsys)
 
 def test_when_names_documents_in_no_row(alone, documents, monkeypatch):
     """As if the run had only its first 10 rows."""
-    rows = [*runs.pack_again(alone, runs.newest_of(alone), 0, 1)][:10]
+    rows = [*runs.pack_again(runs.open_run(alone), 0, 1)][:10]
     monkeypatch.setattr(runs, "pack_again", lambda *_: rows)
     found = {piece.location for row in rows for piece in row.pieces}
     missing = sorted({*documents} - found)
@@ -178,17 +180,37 @@ def changed(alone, base):
 def test_audit_of_a_run_with_changed_flags_names_the_rows_of_each_part(changed, file, first, stop):
     lines = [*runs.audit(f"{changed}/step_{file:07d}.pt", (first, stop))]
     told = [tuple(map(int, re.findall(r"\d+", line))) for line in lines if line.startswith("step")]
-    assert told == sorted(row for row in runs.read_nats(changed) if first <= row[0] < stop)
+    assert told == sorted(row for row in runs.read_nats(runs.open_run(changed)) if first <= row[0] < stop)
 
 def test_rows_of_each_part_are_packed_again(changed):
     """They have as many pieces as the run logged."""
-    nats = runs.read_nats(changed)
-    rows = [*runs.pack_again(changed, runs.newest_of(changed), 0, 24)]
+    run = runs.open_run(changed)
+    nats = runs.read_nats(run)
+    rows = [*runs.pack_again(run, 0, 24)]
     assert {(row.step, row.g): len(row.pieces) for row in rows} == {
         row: len(of_row) for row, of_row in nats.items()}
 
+@pytest.mark.filterwarnings("ignore:load_state_dict")
+def test_audit_and_when_read_the_sources_that_came_and_left(alone, base, documents, tmp_path):
+    """From checkpoints before and after that. (Once, they printed None as the text.)"""
+    for name in ("step_0000012.pt", "log.jsonl"):
+        shutil.copy(f"{alone}/{name}", tmp_path)
+    train.main(["--out", str(tmp_path), "--resume", "auto", "--steps", "14", "--keep", "9",
+                "--data", f"{base}/b", f"{base}/c"])
+    documents |= texts_of(f"{base}/c")
+    texts = {str(location): repr(text[:60]) for location, text in documents.items()}
+    seen = set()
+    for file in (12, 14):
+        for line in runs.audit(f"{tmp_path}/step_{file:07d}.pt", (11, 14)):
+            if not line.startswith("step"):
+                place, _, text = re.fullmatch(r"  (.*), epoch (.*?): (.*)", line).groups()
+                assert text == texts[place]
+                seen.add(place.removeprefix(f"{base}/")[0])
+    assert seen == {*"abc"}
+    assert "documents: 1;" in [*runs.when(str(tmp_path), "a/train-1.parquet:28")][-1]
+
 @pytest.mark.parametrize("lost, message", [
-    (["header of 0"], "does not tell the flags of step 0"),
+    (["header of 0"], "does not have the flags of step 0"),
     (["header of 12"], "step 12: the rows that were packed again are not those of "),
     ([0, 1, 2], None)])
 def test_audit_refuses_to_name_what_the_log_does_not_know(changed, tmp_path, lost, message):
@@ -217,7 +239,7 @@ def test_losses_compare_a_document_with_the_same_steps(monkeypatch):
             location = Location("x", 0, row, "x")
             periods[period][location] = np.array([450, 500, 500 * (usual + above)])
     monkeypatch.setattr(runs, "sum_losses", lambda *_: {"x": periods})
-    [found] = runs.losses_of("run", None, None)
+    [found] = runs.losses_of("run", {})
     assert found.name == "x" and found.n_tokens == 9 * 1000
     assert found.usual == pytest.approx([2, 1])
     easiest, *_, hardest = found.documents
@@ -230,9 +252,8 @@ def test_losses_print_the_documents_at_both_ends_once(alone, documents, capsys, 
     """Of each source, the four long documents alone have 200 bytes."""
     runs.main(["losses", alone, "--head", str(n)])
     lines = iter(capsys.readouterr().out.splitlines())
-    saved = runs.newest_of(alone)
-    token_bytes = RustBPETokenizer.from_dict(saved["tokenizer"]).token_bytes
-    for source in runs.losses_of(alone, saved, token_bytes):
+    run = runs.open_run(alone)
+    for source in runs.losses_of(run, runs.read_nats(run)):
         assert next(lines).startswith(f"{source.name}: {source.n_tokens:,} tokens, ")
         next(lines)    # names of columns
         for i in shown:

@@ -337,8 +337,19 @@ def test_errors_of_the_system_are_a_line_and_bugs_a_traceback(error, kind):
     with at_call(1, "set_rates", fail), pytest.raises(kind) as seen:
         train.main(f"{TOY} --data a".split())
     if kind is SystemExit:
-        assert str(seen.value).startswith(f"error: {error}; once that is mended: ")
+        assert str(seen.value).startswith(f"error: {error}; to resume once this is fixed: ")
         assert re.search(r" --out runs/\d.*\(python -X dev shows where\)$", str(seen.value))
+
+@pytest.mark.parametrize("variables, problem", [
+    ({}, "MASTER_ADDR expected"), ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT expected"),
+    ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "'x'"),
+    ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, "")])
+def test_ranks_that_cannot_meet_are_a_line(command, monkeypatch, variables, problem):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", **variables}.items():
+        monkeypatch.setenv(name, value)
+    told = command("--steps 1", status=1)
+    assert "error: RANK is set, but the ranks did not meet: " in told and problem in told
+    assert "For a single process: unset RANK." in told and "Traceback" not in told
 
 def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     """But after an error, NCCL could wait for the other ranks for ever: Python's end is skipped."""
@@ -365,7 +376,7 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
 @pytest.mark.parametrize("words, told", [
     ("--resume auto --out run --steps 1", "done at step 8 of 1; 0 steps"),
     ("--sample 'caf\u00e9\n    x \x1b[2J' --out run", "caf\u00e9\n    x ?[2J"),
-    (f"--chat '{40 * 'one two '}' --out run", "tokens; the model sees only the last 32\n"),
+    (f"--chat '{40 * 'one two '}' --out run", " tokens, the model sees only the last 32\n"),
     ("--sample '--depth is what' --out run", "--depth is what"),
     ("--resume ''", "error: no checkpoint (a run keeps"),    # of a shell's empty variable
     ("--init '' --data a", "error: no checkpoint (a run keeps"),
@@ -380,18 +391,18 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     ("--data 2024-01-01T00:30", "error: 2024-01-01T00 does not exist, or has no shards"),
     ("--data a ./a/", "error: --data a ./a/: expected each path once"),
     ("--data nulls --tokenizer other --vocab_size 265", "error: the val split of nulls has no"),
-    ("--tokenizer other", "error: --vocab_size 300: other has 265 tokens; leave out one"),
-    ("--out run", "error: run/step_0000008.pt is newer than step 0; resume it"),
+    ("--tokenizer other", "error: --vocab_size 300 does not fit other, which has 265 tokens; leave"),
+    ("--out run", "error: run/step_0000008.pt is newer than step 0; resume from it"),
     ("--resume auto --out mistyped", "error: no checkpoint mistyped/step_*.pt"),
     ("--resume auto --out run --depth 2 --seed 4 --lr 1",
-     "error: run/step_0000008.pt has --depth 1 --seed 1; leave out these flags"),
-    ("--resume run", "error: no checkpoint run (a run keeps its newest ones: see --keep); name a "
-     "file, or a run's folder: --resume auto --out FOLDER, or"),
+     "error: run/step_0000008.pt was made with --depth 1 --seed 1; to use it, leave"),
+    ("--resume run", "error: no checkpoint run (a run keeps its newest ones: see --keep); pass a "
+     "file, or a run's folder (--resume auto --out FOLDER), or"),
     ("--seed -1", "error: argument --seed: -1: expected 0 or more, below 2**63; see"),
     (f"--steps {2**63}", f"error: argument --steps: {2**63}: expected 1 or more, below 2**63; see"),
     ("--init run/step_0000008.pt --data a --depth 2",
-     "error: run/step_0000008.pt has --depth 1; leave out these flags"),
-    ("--eval old.pt", "error: old.pt cannot be used (ValueError('its version is 2, this code"),
+     "error: run/step_0000008.pt was made with --depth 1; to use it, leave out"),
+    ("--eval old.pt", "error: old.pt cannot be used (ValueError('its version is 2; this code"),
     ("--eval pickled.pt", "error: pickled.pt cannot be used (UnpicklingError")])
 def test_what_is_typed_and_told(command, finished, words, told):
     """An error is one line."""
@@ -411,8 +422,9 @@ def test_not_finite_loss_names_the_command_that_lists_its_documents(command, mon
     monkeypatch.setattr(train, "train_step", lambda *_: (nats, next(norms)))
     told = command("--out run", status=1)
     audit = dataset.command("dev.runs audit --steps 4:5 --resume", "run/step_0000003.pt")
-    assert re.search(r"error: step 4: loss \d\.\d+, gradient norm nan; to list its doc", told)
-    assert f"list its documents: {audit}\n" in told and audit.startswith(f"cd {HERE} && python -m ")
+    assert re.search(r"error: step 4: loss \d\.\d+, gradient norm nan. Later steps than run/", told)
+    assert f"list the documents of this step: {audit}\n" in told
+    assert audit.startswith(f"cd {HERE} && python -m ")
     assert train.list_checkpoints("run") == ["run/step_0000003.pt"]
 
 def test_a_run_gives_everything_back_in_whatever_way_it_ends(command, monkeypatch):
@@ -509,8 +521,8 @@ def test_weights_that_are_not_finite_are_neither_saved_nor_logged(finished, resu
     """Nor those that are too large for a finite loss. The error says what to do, and it works."""
     told = resume(f"--out run --steps 9 {words}", status=1)
     assert "Traceback" not in told
-    [command] = re.findall(r"; the last good checkpoint is run/step_0000008.pt. Lower the rate \(it "
-                           r"was [\de.+]+\): python \S+train.py (--resume auto --out run --lr .*)", told)
+    [command] = re.findall(r"The last good checkpoint is run/step_0000008.pt. To resume with a lower "
+                           r"learning rate \(it was [\de.+]+\): python \S+train.py (--resume .*)", told)
     assert newest("run")["step"] == 8
     for line in Path("run/log.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
@@ -595,9 +607,9 @@ def test_resumed_run_says_that_its_val_text_has_changed(base, finished, resume, 
         dataset.write_shard("a/val-1.parquet", [pa.array(["more text"])])
     elif change == "eval_bytes":
         words += " --eval_bytes 100"
-    line = "changed val text: earlier bits per byte are of other text\n"
+    line = "the validation text has changed: do not compare earlier bits per byte\n"
     assert (line in resume(f"{words} --steps 9")) == (change in ("text", "shard", "eval_bytes"))
-    assert "changed val text" not in resume("--out run --steps 10")
+    assert line not in resume("--out run --steps 10")
 
 def test_newest_run_without_a_checkpoint_is_named_and_no_older_one_resumed(command, finished):
     shutil.move("run", "runs/older")
@@ -607,7 +619,7 @@ def test_newest_run_without_a_checkpoint_is_named_and_no_older_one_resumed(comma
     for words in ("--resume auto", "--sample x"):
         assert "no checkpoint runs/crashed/step_*.pt" in command(words, toy="", status=1)
     told = command("--steps 1 --resume auto")
-    assert "no checkpoint in runs/crashed: a new run" in told and "loaded" not in told
+    assert "no checkpoint in runs/crashed; starting a new run" in told and "loaded" not in told
 
 def test_init_brings_weights_depth_and_tokenizer(command, finished):
     command("--init run/step_0000008.pt --data a --seq_len 32 --steps 2 --out second", toy="")
@@ -771,7 +783,7 @@ def test_second_run_in_a_folder_is_refused_while_the_first_lives(command):
     with at_call(2, "print_step", start_another):
         assert "done at step 8" in command("--out run")
     # Where a disk has no flock, filelock leaves a file, and knows only of this machine's processes.
-    assert refused == ["error: another run uses run; wait for its end, choose another --out, or, "
+    assert refused == ["error: another run uses run; wait until it ends, choose another --out, or "
                        "if it was killed on another machine: rm run/.lock"]
     assert len(losses_of("run")) == 8
     assert "done at step 9" in command("--out run --resume auto --steps 9")
@@ -861,8 +873,8 @@ def test_flipped_bit_or_truncated_checkpoint_is_named(finished, resume):
     assert "loaded run/step_0000006.pt" in told and "done at step 8" in told
 
 TRAIN = f"python {shlex.quote(str(HERE / 'train.py'))}"    # tests are in other folders
-FULL = ("error: [Errno 28] No space left on device; once that is mended: "
-        f"{TRAIN} --resume auto --out run (without a checkpoint: the same command again)")
+FULL = ("error: [Errno 28] No space left on device; to resume once this is fixed: "
+        f"{TRAIN} --resume auto --out run (if there is no checkpoint: the same command again)")
 
 @pytest.mark.parametrize("place", ["torch.save", "train.write_atomic", "train.open"])
 def test_full_disk_is_one_line_and_the_last_checkpoint_stays(finished, resume, place):
