@@ -16,7 +16,8 @@ from matplotlib.colors import hsv_to_rgb
 from matplotlib.figure import Figure
 
 from dataloader import PACKINGS
-from dataset import find_data, list_shards
+from dataset import find_data
+from dev.bench.measure import texts_of
 from tokenizer import find_tokenizer
 
 matplotlib.rcParams["svg.fonttype"] = "none"    # text as text, not as paths
@@ -31,12 +32,10 @@ LEGEND = (
 def lengths_of_first_documents(tokenizer, data_dir, n_tokens):
     """The tokens, with BOS, of as many documents as have n_tokens together."""
     lengths = []
-    for shard in list_shards(data_dir, "train"):
-        for row_group in range(len(shard.group_sizes)):
-            for text in shard.read(row_group):
-                lengths.append(1 + len(tokenizer.encode(text.as_py())))
-                if sum(lengths) >= n_tokens:
-                    return lengths
+    for text in texts_of(data_dir):
+        lengths.append(1 + len(tokenizer.encode(text)))
+        if sum(lengths) >= n_tokens:
+            break
     return lengths
 
 def rows_picture(lengths, T):

@@ -9,7 +9,7 @@ import importlib.util
 import itertools
 import multiprocessing
 import os
-import resource
+import re
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -40,11 +40,8 @@ def timed(action):
 
 def peak_memory(pid="self"):
     """MB of a process; Linux's ru_maxrss begins with the parent's."""
-    with_status = Path(f"/proc/{pid}/status")
-    if not with_status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
-    [line] = [line for line in with_status.read_text().splitlines() if line.startswith("VmHWM")]
-    return int(line.split()[1]) / 1e3
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+)", status)[1]) / 1e3
 
 # --------------------------------------------------------------------------------------------------
 # packings: what each packing drops, pads and cuts

@@ -60,9 +60,6 @@ def test_packings_prints_a_line_for_each(base, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[2:]] == [*PACKINGS]
 
-def n_in(documents, tokenizer):
-    return sum(1 + len(tokenizer.encode(text)) for text in documents)
-
 def test_peers_prints_a_line_for_each_and_names_the_missing(base, fresh, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" and find(name))
@@ -103,4 +100,5 @@ def test_each_peer_delivers_our_ids(base, tmp_path, peer, monkeypatch):
         for row in batch.tolist():
             pieces = tokenizer.decode(row).split("<|bos|>")
             assert all(piece in joined for piece in pieces)
-    assert peer.packing != "flat" or 0 <= n_in(documents, tokenizer) - n_tokens < 2 * 66
+    n_in_all = sum(1 + len(tokenizer.encode(text)) for text in documents)
+    assert peer.packing != "flat" or 0 <= n_in_all - n_tokens < 2 * 66

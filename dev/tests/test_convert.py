@@ -718,8 +718,6 @@ MAPS = pa.list_(pa.map_(pa.string(), pa.string()))
 FORMS_OF_CHATS = {
     "contents_of_type_json": turns_as_json,
     "a_column_of_type_json": lambda: json_column(TALK),
-    "a_list_of_json": lambda: pa.array([[*map(json.dumps, TALK)]]),
-    "an_object_of_lists": lambda: pa.array([{"role": ["user", "assistant"], "content": ["Hi", "Hello"]}]),
     "a_list_of_maps": lambda: pa.array([[list(message.items()) for message in TALK]], MAPS)}
 
 @pytest.mark.parametrize("form", FORMS_OF_CHATS)

@@ -63,7 +63,7 @@ def test_ctrl_c_in_next_costs_at_most_the_batch_that_was_ready(corpus, n_before)
 
 def test_ctrl_c_while_this_thread_encodes_is_no_error_of_a_document(eight):
     """train.py encodes val in its main thread."""
-    (shard,) = list_shards(eight, "train")[:1]
+    [shard] = list_shards(eight, "train")
     encoder = Encoder(ByteTokenizer())
     encoder.tokenizer = mock.Mock(**{"encode_documents.side_effect": KeyboardInterrupt})
     with pytest.raises(KeyboardInterrupt):

@@ -379,7 +379,6 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     (f"--chat '{40 * 'one two '}' --out run", " tokens, the model sees only the last 32\n"),
     ("--sample '--depth is what' --out run", "--depth is what"),
     ("--resume ''", "error: no checkpoint (a run keeps"),    # of a shell's empty variable
-    ("--init '' --data a", "error: no checkpoint (a run keeps"),
     ("--eval ''", "error: no checkpoint (a run keeps"),
     ("--tokenizer ''", "error: has no tokenizer, or a damaged one"),
     ("--step 5", "error: unrecognized arguments: --step 5"),
