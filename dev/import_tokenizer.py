@@ -59,10 +59,12 @@ def import_tokenizer(path, out, bos=None):
         added = ", ".join(ours.added_tokens)
         lines.append(f"these names in a text are one token each: {added:.300}")
     if ours.template.roles:
-        chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
-        ids, _ = ours.render_conversation({"messages": chat})
-        lines.append(f"chats are written so: {ours.decode(ids)!r}; if the model's chat template does "
-                     "it in another way: dev/recipes/chat_template.py")
+        turns = [("user", "Hi"), ("assistant", "Yo")]
+        messages = [{"role": role, "content": content} for role, content in turns]
+        ids, _ = ours.render_conversation({"messages": messages})
+        lines.append(
+            f"chats are written so: {ours.decode(ids)!r}; if the model's chat template does it in "
+            "another way: dev/recipes/chat_template.py")
     if is_nfc:
         lines.append("its NFC normalizer is not applied: normalize your text first")
     return "\n".join(lines)

@@ -79,8 +79,8 @@ def is_learned(record, flags, say):
     if lost:
         names = " ".join(lost)
         raise UserError(
-            f"its {names} would be lost (a weight of 0 or 1 in each message says what to learn, and "
-            f"shards hold no tools); to drop it: --ignore_keys {names}")
+            f"its {names} would be lost (a weight of 0 or 1 in each message says what to learn, "
+            f"and shards hold no tools); to drop it: --ignore_keys {names}")
     return True
 
 def report_signs(kind, text, say):
@@ -307,8 +307,8 @@ def clean(role, content, flags):
         weights = [weight_of(message.pop(key)) for key in WEIGHTS if key in message]
         if 1 in weights and ours["role"] != "assistant":
             raise UserError(
-                f"a message of role {ours['role']!r} has a weight, but only answers are learned; to "
-                f"drop all weights: --ignore_keys {' '.join(WEIGHTS)}")
+                f"a message of role {ours['role']!r} has a weight, but only answers are learned; "
+                f"to drop all weights: --ignore_keys {' '.join(WEIGHTS)}")
         if weights:
             ours["weight"] = min(weights, key=lambda weight: weight == 1)    # the first other
         cleaned.append(ours | {    # read_messages refuses other keys: they may matter

@@ -62,8 +62,9 @@ class ChatTemplate:
         try:
             self.fingerprint()
         except TypeError as error:
-            raise UserError(f"{error}; expected arguments of text and numbers (a function as a tool: "
-                            "transformers.utils.get_json_schema(FUNCTION))") from error
+            raise UserError(
+                f"{error}; expected arguments of text and numbers (for a function as a tool: "
+                "transformers.utils.get_json_schema(FUNCTION))") from error
 
     def get_bos_token_id(self):
         return self.bos_id
@@ -181,11 +182,17 @@ class ChatTemplate:
     def _warn_if_no_token_ends_answers(self, ids, mask):
         """GLM's template has none: these models stop at the next <|user|>, which is not learned."""
         learned = [*itertools.compress(ids, mask)]
+        rest = learned[self._after_last_special(learned):]
+        if self.decode(rest).strip():
+            print_once(
+                "the chat template ends answers with no special token, so the model does not learn "
+                "to stop (to change this, pass another chat_template=)")
+
+    def _after_last_special(self, ids):
+        """The index after the last special token; 0 if there is none."""
         special = self.tokenizer.added_tokens_decoder
-        at = max((at for at, id in enumerate(learned) if id in special), default=-1)
-        if self.decode(learned[at + 1:]).strip():
-            print_once("the chat template ends answers with no special token, so the model does not "
-                       "learn to stop (to change this, pass another chat_template=)")
+        ends = [at for at, id in enumerate(ids, 1) if id in special]
+        return max(ends, default=0)
 
     def _find_marks(self, i, ids, ids_of, mask):
         """What is marked of answer i is in ids[start:stop]."""
@@ -202,8 +209,8 @@ class ChatTemplate:
         """Answer i is ids[start:stop], without a line end after its last special token."""
         if i == 0:
             raise UserError(
-                "message 0: an answer needs a prompt, and templates render no empty chat; give this "
-                "answer weight 0, or put a message of the user before it")
+                "message 0: an answer needs a prompt, and templates render no empty chat; give "
+                "this answer weight 0, or put a message of the user before it")
         prompt = ids_of(i, add_generation_prompt=True)
         start, n = len(prompt), n_common(ids, prompt)
         if n < start:
@@ -220,26 +227,26 @@ class ChatTemplate:
             raise UserError(
                 f"message {i}: its prompt ends too early, at {answer!r:.60}: the template needs "
                 "{% if add_generation_prompt %} with what opens an answer")
-        special = self.tokenizer.added_tokens_decoder
-        ends = [at + 1 for at in range(start, stop) if ids[at] in special]
-        if ends and answer != content and not self.decode(ids[ends[-1]:stop]).strip():
-            stop = ends[-1]
+        end = start + self._after_last_special(ids[start:stop])
+        is_closed = end > start and answer != content
+        if is_closed and not self.decode(ids[end:stop]).strip():
+            stop = end
         return start, stop
 
     def _find_end(self, i, ids, ids_of):
-        """Where answer i ends in ids. UserError if the template changes it when the chat goes on."""
+        """Where answer i ends in ids. UserError if the template changes it later."""
         alone = ids_of(i + 1)
         stop = n_common(ids, alone)
         if stop == len(alone):
             return stop
         if stop == len(alone) - 1:    # Only the last token differs.
-            prompt, next_prompt = [ids_of(n, add_generation_prompt=True) for n in (i, i + 1)]
-            opening = prompt[n_common(ids_of(i), prompt):]
-            added = next_prompt[n_common(next_prompt, alone[:-1]):]
-            if added == opening:    # Phi 3 ends each chat with one more token
+            opening = added(ids_of(i), ids_of(i, add_generation_prompt=True))
+            next_opening = added(alone[:-1], ids_of(i + 1, add_generation_prompt=True))
+            if next_opening == opening:    # Phi 3 ends each chat with one more token
                 return stop
             # gpt-oss has another token for the end of the last answer
-            if added[1:] == opening and ids[stop + 1:stop + 2] == opening[:1]:
+            is_followed = ids[stop + 1:stop + 2] == opening[:1]
+            if next_opening[1:] == opening and is_followed:
                 return stop + 1
         raise UserError(f"message {i}: {self._changes(alone[stop:], ids[stop:])}")
 
@@ -260,9 +267,15 @@ def for_template(message):
 def n_common(a, b):
     """The number of elements that both lists begin with."""
     n = 0
-    while n < min(len(a), len(b)) and a[n] == b[n]:
+    for one, other in zip(a, b, strict=False):
+        if one != other:
+            break
         n += 1
     return n
+
+def added(before, after):
+    """What `after` has in addition to what both lists begin with."""
+    return after[n_common(before, after):]
 
 def show(tokenizer, messages):
     """The text of a chat, with [[ and ]] around what is learned."""
