@@ -74,6 +74,9 @@ def learned_by(own, messages, **more):
     (CHATML, LONG, "<think>hm</think> Yo <|im_end|>f()<|im_end|>Oh\n<|im_end|>"),
     # As GLM: no end
     (CHATML.replace("<|im_end|>\n", ""), chat(HI, ("assistant", "Yo"), HI), "Yo"),
+    # The same, where a text has the name of a special token and a line end
+    (CHATML.replace("<|im_end|>\n", ""), chat(HI, ("assistant", "Yo<|im_end|>\n"), ("user", "So")),
+     "Yo<|im_end|>\n"),
     # Marks learn what they say, here not the end
     (MARKED.replace("END", ""), TURNS, "YoOh"),
     (QWEN, LONG[2:], "<think>\n\n</think>\n\nf()<|im_end|><think>\n\n</think>\n\nOh<|im_end|>"),
@@ -166,6 +169,16 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}
 def test_what_cannot_be_masked_exactly_is_refused(template, messages, words):
     with pytest.raises(UserError, match=words):
         templated(template).render_conversation({"messages": messages})
+
+def test_marks_that_cannot_be_found_are_refused():
+    """An answer is written in another way if a question follows."""
+    block = ("{{ '<think></think>' if not messages[loop.index0:] | selectattr('role', 'equalto', 'user')"
+             " | list }}")
+    template = MARKED.replace("END", "<|im_end|>\n").replace("{%- generation -%}", block + "{% generation %}")
+    messages = chat(HI, ("assistant", "f()"), ("tool", "2"), ("assistant", "Oh"), weight=0)
+    with pytest.raises(UserError, match="message 2: the template changes it"):
+        learned_by(templated(template), messages + chat(("user", "So"), ("assistant", "Yo")))
+    assert learned_by(templated(template), messages) == "f()<|im_end|>\n"
 
 @pytest.mark.skipif(not shutil.which("jq"), reason="no jq")
 def test_the_advice_keeps_the_answers():
