@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, ".")    # run this in the folder of dataloader.py
-from dataset import UserError, json_sha256, list_shards, messages_of
+from dataset import UserError, errors_in_one_line, json_sha256, list_shards, messages_of
 from dev.import_tokenizer import BYTE_OF
 from tokenizer import format_ranks, print_once
 
@@ -323,7 +323,8 @@ def as_transformers(tokenizer, chat_template, eos_token=None):
 if __name__ == "__main__":
     from transformers import AutoTokenizer
 
-    model, folder = sys.argv[1:]
-    tokenizer = ChatTemplate(AutoTokenizer.from_pretrained(model))
-    first = list_shards(folder, "train")[0].read(0)[0].as_py()
-    print(show(tokenizer, messages_of(first)))
+    with errors_in_one_line():
+        model, folder = sys.argv[1:]
+        tokenizer = ChatTemplate(AutoTokenizer.from_pretrained(model))
+        row_group = list_shards(folder, "train")[0].read(0)
+        print(show(tokenizer, messages_of(row_group[0].as_py())))
