@@ -294,5 +294,5 @@ def test_the_command_shows_a_chat(tmp_path, monkeypatch, capsys):
     assert "assistant\n[[Yo<|im_end|>]]\n" in capsys.readouterr().out
     config = tmp_path / "model/tokenizer_config.json"
     config.write_text(config.read_text().replace(f'"bos_token": "{BOS}"', '"bos_token": null'))
-    with pytest.raises(SystemExit, match="^error: no token opens documents"):
+    with pytest.raises(SystemExit, match=r"^error: no token opens"):
         runpy.run_path(module.__file__, run_name="__main__")
