@@ -500,7 +500,7 @@ def test_shards_are_found_below_a_folder_but_not_what_other_tools_hide(tmp_path)
     for link, target in links.items():
         os.symlink(tmp_path / target, folder / link)
     shown = [f"{name}.parquet" for name in [*shown, "m/g", "n", "o"]]
-    with pytest.warns(UserWarning, match=r"begins with _: 2, such as _temporary/0.parquet"):
+    with pytest.warns(UserWarning, match=r"ignored 2 shards .* begins with _, such as _temporary/0.parquet"):
         names = [name for name, *_ in dataset.list_files(str(folder))]
     assert names == sorted([*shown, "f.PQ", "i.parq"])
 
@@ -538,6 +538,8 @@ def write_text(folder, name, text="{}"):
     (ONE_COLUMN % "n: int64 raw: string", "a", {"n": [1], "raw": ["a"]}),
     (ONE_COLUMN % "text: string messages: string", "a", {"text": ["a"], "messages": ["[]"]}),
     (ONE_COLUMN % "messages: list<.*>.*", "a", {"messages": [["a"]]}),
+    ("/x.parquet: of chats, only `messages` is read, but it also has label, system. .*dev.convert",
+     "a", {"messages": ["[]"], "label": [False], "id": [1], "system": ["Be brief."]}),
     ("different kinds: a.parquet .*text.*, b.parquet .*tokens", "a", add_tokens),
     ("different kinds: a.parquet .*tokens.*, b.parquet .*tokens", "", add_tokens_of_two_tokenizers),
     ("b.parquet.gz, footer: .*not a parquet file.*remove it", "a",
@@ -948,7 +950,7 @@ def test_a_launcher_says_numbers(monkeypatch):
 
 def test_hidden_files_are_not_read_from_a_remote_folder(tmp_path):
     write(tmp_path, "a", "_temporary/b", ".c", "y=24/_d", "y=24/e")
-    with pytest.warns(UserWarning, match=r"begins with _: 2, such as _temporary/b.parquet"):
+    with pytest.warns(UserWarning, match=r"ignored 2 shards .* begins with _, such as _temporary/b.parquet"):
         names = [name for name, *_ in dataset.list_files(f"fsspec+file://{tmp_path}")]
     assert names == ["a.parquet", "y=24/e.parquet"]
 
