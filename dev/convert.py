@@ -23,6 +23,7 @@ if __name__ == "__main__" and not __package__:
     sys.exit("usage: python -m dev.convert FILES --out FOLDER, typed where dataset.py is")
 
 import argparse
+import bz2
 import contextlib
 import csv
 import functools
@@ -32,24 +33,36 @@ import hashlib
 import io
 import itertools
 import json
+import lzma
 import multiprocessing
 import os
 import re
 import shutil
 import signal
 import threading
+from codecs import BOM_UTF8
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import feather, ipc, parquet
 from pyarrow.dataset import InMemoryDataset
 from tqdm import tqdm
 
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
-from dev.records import NOT_READ, by_name, dict_of_pairs, load_json, make_document, needed_columns
+from dev.records import (
+    KEPT,
+    NOT_READ,
+    Remark,
+    by_name,
+    dict_of_pairs,
+    load_json,
+    make_document,
+    needed_columns,
+)
 
 RUN_BYTES = 32 << 20
 TASKS = 256                        # at most: small files share a run
@@ -76,7 +89,7 @@ def convert(flags):
     out = os.path.realpath(flags.out or dataset.default_data_dir())    # not the link, its target
     report = Report()
     files = find_files(flags, report)
-    total = sum(os.path.getsize(path) for path, *_ in files)
+    total = sum(os.path.getsize(path) for path, *_ in files if os.path.exists(path))
     # While a process starts, another one converts 100 MB.
     n_processes = min(flags.num_workers or total // 100_000_000 + 1, cores())
     n_tasks = min(TASKS, len(files))
@@ -120,50 +133,63 @@ KEY, TEXT_HASH, DOCUMENT = "nanoloader.key", "nanoloader.hash", "nanoloader.docu
 SPACES = bytes.maketrans(b"\n\t", b"  ")    # copies may end lines elsewhere
 
 def scatter_files(building, flags, total, files):
+    """Write the good documents of some files as sorted runs. Returns a Report."""
+    report, tables, n_bytes = Report(), [], 0
+    for file in files:
+        rows = []
+        for size, row in rows_of_file(file, flags, total, report):
+            rows.append(row)
+            n_bytes += size
+            if n_bytes >= RUN_BYTES:
+                write_run(building, [*tables, as_table(rows)])
+                tables, rows, n_bytes = [], [], 0
+        if rows:
+            tables.append(as_table(rows))
+    if tables:
+        write_run(building, tables)
+    return report
+
+def rows_of_file(file, flags, total, report):
     """
-    Write the good documents of some files as sorted runs. Returns a Report, in which empty and,
-    with skip_bad, bad ones are counted. Without skip_bad, the first bad one is a UserError.
+    (bytes, (key, hash of the text, text, kept values)) of each good document. Empty and, with
+    skip_bad, bad ones are counted in the report. Without skip_bad, the first bad one is a UserError.
     """
-    report = Report()
+    path, read, is_val, number = file
+    n_documents = 0
 
     def say(what, problem=""):
         report.add(what, f"{place}{problem}")
 
-    rows, n_bytes = [], 0
-    for path, read, is_val, number in files:
-        records = records_of(path, read, flags)
-        for index, (what, place, record) in enumerate(records):
-            if read is read_tsv and has_quotes(record):
-                say("lines with a quote at an end of a field (if these quotes are not the text's, "
-                    "name it .csv)")
-            try:
-                text, kept = make_document(record, flags, say)
-                for value in kept.values():
-                    pa.scalar(value)    # raises if no column can hold it
-            except Exception as error:    # bad records may raise any
-                problem = f": {error}{ADVICE.get(type(error), '')}"
-                if not flags.skip_bad:
-                    raise UserError(f"{place}{problem} (to skip {what}: --skip_bad)") from error
-                say(f"skipped {what}", problem)
-                continue
-            if not text:
-                continue
-            key = hash_of(b"0 %d %d" % (number, index)) + is_val
-            words = text.translate(SPACES, b"\r").strip()
-            # Val takes the largest hashes: hardly that of a text that is most of all text.
-            text_hash = hash_of(words) >> min(20, 20 * len(words) // total)
-            rows.append({KEY: key, TEXT_HASH: text_hash, DOCUMENT: text, **kept})
-            n_bytes += len(text) + len(str(kept))
-            if n_bytes >= RUN_BYTES:
-                write_run(building, rows)
-                rows, n_bytes = [], 0
-        is_whole = read is not read_text or (flags.split_at and index == 0)
-        if is_whole and (flags.split_at or flags.cut_bytes):
-            report.add("files that --split_at or --cut_bytes does not divide (they divide plain "
-                       "text; --as_text '*.SUFFIX' reads others as such)", path)
-    if rows:
-        write_run(building, rows)
-    return report
+    for index, (what, place, record) in enumerate(records_of(path, read, flags)):
+        try:
+            text, kept = make_document(record, flags, say)
+            size = len(text) + size_of(kept)
+        except Exception as error:    # bad records may raise any
+            problem = f": {error}{ADVICE.get(type(error), '')}"
+            if not flags.skip_bad:
+                raise UserError(f"{place}{problem} (to skip {what}: --skip_bad)") from error
+            say(f"skipped {what}", problem)
+            continue
+        if not text:
+            continue
+        n_documents += 1
+        key = hash_of(b"0 %d %d" % (number, index)) + is_val
+        words = text.translate(SPACES, b"\r").strip()
+        # Val takes the largest hashes: hardly that of a text that is most of all text.
+        text_hash = hash_of(words) >> min(20, 20 * len(words) // total)
+        yield size, (key, text_hash, text, kept)
+    if n_documents == 0:
+        report.add("files without documents", path)
+    is_whole = read is not read_text or (flags.split_at and index == 0)
+    if is_whole and (flags.split_at or flags.cut_bytes):
+        report.add("files that --split_at or --cut_bytes does not divide (they divide plain text; "
+                   "--as_text '*.SUFFIX' reads others as such)", path)
+
+def size_of(kept):
+    """About its bytes. Raises for half a surrogate pair, which no column can hold."""
+    if isinstance(kept, dict):
+        return len(json.dumps(kept, ensure_ascii=False).encode()) if kept else 0
+    return kept.nbytes
 
 def hash_of(data):
     """63 bits, a signed integer of Arrow. The last one is 0: in a key, 1 means val."""
@@ -175,6 +201,7 @@ NO_UTF8 = (
     "kind (file OLD shows it), and is not compressed: iconv -f WINDOWS-1252 (or -f UTF-16) -t UTF-8 "
     "OLD > NEW; of parquet: write the column again; half a surrogate pair (such as \\ud83d) is no "
     "text: remove it")
+SPARK_SED = """sed 's/\\\\"/""/g' OLD > NEW.csv"""
 ADVICE = {
     UnicodeDecodeError: NO_UTF8,
     UnicodeEncodeError: NO_UTF8,    # in CSV, byte e9 is shown as \udce9
@@ -183,7 +210,7 @@ ADVICE = {
         "zstd -d --long=31",
     csv.Error:
         '; expected quotes around a text, and "" for a quote in it (if quotes mean nothing in a '
-        "file of tabs, name it .tsv)",
+        f"file of tabs, name it .tsv; if backslashes escape quotes: {SPARK_SED})",
     json.JSONDecodeError:
         "; expected one JSON document per line, or one array. If the file was cut off, copy it "
         "again; if documents have several lines, or lines end as on old Macs: jq -c . OLD > "
@@ -192,12 +219,19 @@ ADVICE = {
         "json, sys; [print(json.dumps(ast.literal_eval(line))) for line in sys.stdin]' < OLD > "
         "NEW.jsonl"}
 
-def write_run(building, rows):
-    """rows: [{KEY: key, TEXT_HASH: hash, DOCUMENT: text, name: kept value}, ...]"""
-    texts = [row.pop(DOCUMENT) for row in rows]
-    table = pa.Table.from_pylist(rows)
-    table = table.append_column(DOCUMENT, pa.array(texts, pa.large_string()))
-    feather.write_feather(table.sort_by(KEY), f"{building}/runs/{rows[0][KEY]}", "uncompressed")
+def as_table(rows):
+    """rows: of one file, so that their kept values have one type, its column's"""
+    keys, hashes, texts, kept = zip(*rows, strict=True)
+    table = pa.table({KEY: keys, TEXT_HASH: hashes, DOCUMENT: pa.array(texts, pa.large_string())})
+    is_arrow = isinstance(kept[0], pa.RecordBatch)
+    kept = pa.Table.from_batches(kept) if is_arrow else pa.Table.from_pylist(kept)
+    for name in kept.column_names:
+        table = table.append_column(name, kept[name])
+    return table
+
+def write_run(building, tables):
+    table = pa.concat_tables(tables, promote_options="permissive")
+    feather.write_feather(table.sort_by(KEY), f"{building}/runs/{table[KEY][0]}", "uncompressed")
 
 def open_runs(building):
     """All runs as one memory-mapped table."""
@@ -257,6 +291,8 @@ def records_of(path, read, flags):
     """(what is bad if the record is, place, record) of each. An error of the file is the last."""
     rest = f"{path}, unreadable"
     try:
+        if not os.path.exists(path):
+            raise UserError("a broken link")
         with open(path, "rb") as file:
             if file.read(99).startswith(b"version https://git-lfs"):
                 raise UserError("it is a Git LFS pointer, not the file; to get the file: git lfs pull")
@@ -266,11 +302,27 @@ def records_of(path, read, flags):
     except Exception as error:    # a damaged file may raise any
         yield "the rest of bad files", rest, error
 
+# Modules of Python, else names for Arrow. Arrow refuses an empty member of bz2, and zeros after gzip's.
+CODECS = {
+    ".gz": gzip, ".gzip": gzip, ".bz2": bz2, ".xz": lzma,
+    ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
+
 def open_stream(path):
     """Decompressed, by the file's name."""
-    if path.lower().endswith((".gz", ".gzip")):
-        return gzip.open(path)    # Arrow refuses the zeros that may follow gzip's data
-    return io.BufferedReader(pa.input_stream(path), 1 << 10)    # a cut file loses less than this
+    codec = CODECS.get(Path(path).suffix.lower())
+    if codec and not os.path.getsize(path):
+        raise UserError("it has no bytes; even of an empty text, a compressed file has some")
+    if codec in (gzip, bz2, lzma):
+        stream = codec.open(path)
+        stream._buffer.raw._trailing_error = ()    # or it would end before a damaged member
+    else:    # a cut file loses less than this buffer
+        stream = io.BufferedReader(pa.input_stream(path, compression=codec), 1 << 10)
+    encoding = json.detect_encoding(stream.peek(4)[:4])
+    if not encoding.startswith("utf-8"):
+        name = encoding.replace("-le", "le").replace("-be", "be")    # iconv's
+        raise UserError(f"it is {name}; decompress it, if it is compressed, and run: "
+                        f"iconv -f {name} -t UTF-8 OLD > NEW")
+    return stream
 
 def read_lines(path, flags):
     """A record of JSON in each line."""
@@ -293,26 +345,40 @@ def read_csv(path, flags, delimiters="\t,;|", quoting=csv.QUOTE_MINIMAL):
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
         # Bytes that are no UTF-8 become surrogates, which cannot be encoded.
-        lines = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
+        lines = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
+        lines = (line.removeprefix("\ufeff") for line in lines)    # joined files may have several
         header = next(filter(str.strip, lines), "")    # the first line that is not blank
         header.encode()
         delimiter = max(delimiters, key=header.count)
         rows = rows_of_csv(itertools.chain([header], lines), delimiter, quoting)
-        _, names = next(rows, (0, []))
-        if isinstance(names, csv.Error):
-            raise names
-        pairs = [(name or f"column {i}", i) for i, name in enumerate(names, 1)]
+        _, titles = next(rows, (0, []))
+        if isinstance(titles, csv.Error):
+            raise titles
+        pairs = [(name or f"column {i}", i) for i, name in enumerate(titles, 1)]
         names = [*dict_of_pairs(pairs)]    # raises if a name is there twice
         for number, fields in rows:
             if isinstance(fields, csv.Error):
                 record = fields
+            elif fields == titles:
+                record = Remark("skipped lines that repeat the first one (files were joined)")
             elif len(fields) == len(names):
                 record = dict(zip(names, fields, strict=True))
+                for remark in remarks_on(fields, quoting):
+                    yield f"line {number}", Remark(remark)
             else:
                 record = UserError(
                     f"expected {counted(len(names), 'field')}, as in the first line; quote texts "
                     f"that have {delimiter!r} (a .tsv has no quotes; if yours has, name it .csv)")
             yield f"line {number}", record
+
+def remarks_on(fields, quoting):
+    """What may show that a table has other rules."""
+    if quoting == csv.QUOTE_NONE and any(field.strip('"') != field for field in fields):
+        yield ("lines with a quote at an end of a field (if these quotes are not the text's, name it "
+               ".csv)")
+    if any(field.endswith("\\") for field in fields):
+        yield ("lines with a field that ends with a backslash (it may be cut there; if backslashes "
+               f"escape quotes: {SPARK_SED})")
 
 def rows_of_csv(lines, delimiter, quoting):
     """
@@ -347,10 +413,6 @@ def rows_of_csv(lines, delimiter, quoting):
 def read_tsv(path, flags):
     return read_csv(path, flags, "\t", csv.QUOTE_NONE)
 
-def has_quotes(record):
-    return isinstance(record, dict) and any(
-        field.strip('"') != field for field in record.values())
-
 # Greedy: a piece has at most SIZE bytes, and ends where the first of these lets it
 CUT = rb"""(?sx)
     .{1,%(SIZE)d} (?: (?<=\n\n | \r\r) | (?<=\n\r\n) | \Z )    # after a blank line, or at the end
@@ -365,14 +427,15 @@ def read_text(path, flags):
     """The documents between the marks of split_at, in pieces of about cut_bytes, as CUT says."""
     pattern = CUT % {b"SIZE": flags.cut_bytes or 1 << 30}
     with open_stream(path) as stream:
-        text = stream.read().removeprefix(b"\xef\xbb\xbf")    # a BOM
-    documents = text.split(flags.split_at) if flags.split_at else [text]
+        text = stream.read()
+    documents = re.split(flags.split_at, text) if flags.split_at else [text]
     numbers = itertools.count()
     for i, document in enumerate(documents):
         if i > 0:    # line ends at a mark
             document = document.lstrip(b"\r\n")
         if i < len(documents) - 1:
             document = document.rstrip(b"\r\n")
+        document = document.removeprefix(BOM_UTF8)
         if document.isspace():
             document = b""
         for part in re.finditer(pattern, document):
@@ -385,39 +448,79 @@ def read_text(path, flags):
 def read_parquet(path, flags):
     file = parquet.ParquetFile(
         path, page_checksum_verification=True, arrow_extensions_enabled=True)
+    refuse_joined(pa.memory_map(path).read_buffer(), b"PAR1PAR1\x15")
     return rows_of(file.iter_batches(ROW_GROUP_DOCUMENTS, use_threads=False), flags)
 
 def read_arrow(path, flags):
     """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
     data = pa.memory_map(path).read_buffer()
+    tables = []
     if data[:6] == b"ARROW1":
-        reader = ipc.open_file(data)
+        refuse_joined(data, b"ARROW1ARROW1\0\0")
+        tables.append(ipc.open_file(data).read_all())
     elif data[-8:] == b"\xff\xff\xff\xff\0\0\0\0":    # Arrow itself reads a stream without its end
-        reader = ipc.open_stream(data)
+        streams = pa.BufferReader(data)
+        while streams.tell() < len(data):
+            tables.append(ipc.open_stream(streams).read_all())
     else:
         raise ValueError("its end is missing, or it is of Feather 1; write or copy it again")
-    return rows_of(reader.read_all().to_batches(ROW_GROUP_DOCUMENTS), flags)
+    batches = [batch for table in tables for batch in table.to_batches(ROW_GROUP_DOCUMENTS)]
+    return rows_of(batches, flags)
+
+def refuse_joined(data, seam):
+    """Of joined files with footers, Arrow reads one, or the rows of one as those of another."""
+    if re.search(seam, data):
+        raise UserError("it is several files, joined into one; use the files themselves")
 
 def rows_of(batches, flags):
-    """Columns that are not needed become NOT_READ: Python may have no type for their values."""
     numbers = itertools.count()
     for batch in batches:
-        unread = dict.fromkeys(batch.schema.names, NOT_READ)
-        needed = batch.select([*unread.keys() & needed_columns(flags)])
-        rows = needed.to_pylist(maps_as_pydicts="strict")
-        if "arrow.json" in str(needed.schema):
-            rows = decode_json(rows, pa.list_(pa.struct(needed.schema)))
-        for row in rows:
-            yield f"row {next(numbers)}", unread | row
+        for record in read_rows(batch, flags):
+            yield f"row {next(numbers)}", record
 
-def decode_json(value, kind):
-    """Values of the type JSON (DuckDB's, and Json() of datasets), also inside lists and structs."""
+def read_rows(batch, flags):
+    """
+    Its records. A bad value costs its row. Columns that are not needed become NOT_READ: Python may
+    have no type for their values. Those to keep stay Arrow's.
+    """
+    unread = dict.fromkeys(batch.schema.names, NOT_READ)
+    needed = batch.select([*unread.keys() & needed_columns(flags)])
+    kept = pa.record_batch({name: column_at(batch, name) for name in flags.keep})
+    try:
+        kept.validate(full=True)
+        rows = needed.to_pylist(maps_as_pydicts="strict")
+        if re.search("arrow.json|binary", str(needed.schema)):
+            rows = decode(rows, pa.list_(pa.struct(needed.schema)))
+    except Exception as error:
+        if len(batch) == 1:
+            return [error]
+        slices = [batch.slice(i, 1) for i in range(len(batch))]
+        return [read_rows(row, flags)[0] for row in slices]
+    return [unread | row | {KEPT: kept.slice(i, 1)} for i, row in enumerate(rows)]
+
+def column_at(batch, key):
+    """As lookup() in dev/records.py finds it. Arrow cannot sort views."""
+    name, *inside = [key] if key in batch.schema.names else key.split(".")
+    try:
+        column = pc.struct_field(batch[name], inside) if inside else batch[name]
+    except (KeyError, pa.ArrowInvalid):    # there is none
+        return pa.nulls(len(batch))
+    plain = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+    return column.cast(plain.get(column.type, column.type))
+
+def decode(value, kind):
+    """
+    Values of the type JSON (DuckDB's, and Json() of datasets), and texts that a program wrote as
+    bytes, also inside lists and structs.
+    """
     if isinstance(kind, pa.JsonType):
         return value and load_json(value.encode())
+    if isinstance(value, bytes):
+        return value.decode()
     if isinstance(value, list):
-        return [decode_json(item, kind.value_type) for item in value]
+        return [decode(item, kind.value_type) for item in value]
     if isinstance(value, dict):
-        return {field.name: decode_json(value[field.name], field.type) for field in kind}
+        return {field.name: decode(value[field.name], field.type) for field in kind}
     return value
 
 # Compressed text: .jsonl.gz, .txt.zst and so on
@@ -444,19 +547,26 @@ def find_files(flags, report):
     [(path, reader, is it for val?, number), ...], each file once, in the order of folders and
     names.
     """
-    paths = {os.path.abspath(path) for given in flags.inputs for path in expand(given, report)}
-    folder = os.path.commonpath(map(os.path.dirname, paths))
-    readers = {}
-    for path in sorted(paths, key=os.path.split):
-        read = choose_reader(path, folder, flags.as_text)
+    names = {}    # of files, below what was typed
+    for given in flags.inputs:
+        for path, name in expand(given):
+            names[path] = min(name, names.get(path, name), key=len)
+    folder = os.path.commonpath(map(os.path.dirname, names))
+    readers, real_paths = {}, set()
+    for path in sorted(names, key=links_last):
+        read = choose_reader(path, names[path], flags.as_text)
+        real_path = os.path.realpath(path)
+        if callable(read) and real_path in real_paths:
+            read = "links to others"
         if callable(read):
             readers[path] = read
+            real_paths.add(real_path)
         else:
             report.add(f"ignored files, {read}", path)
     if not readers:
         raise UserError(
             f"no files to read; {'; '.join(report.lines())}. Expected names that end in {SUFFIXES} "
-            "(text can also end with .gz, .zst, .bz2 or .lz4). To read other plain text: --as_text "
+            f"(text can also end with {' '.join(CODECS)}). To read other plain text: --as_text "
             "'*.SUFFIX'. Rename files of JSON lines to .jsonl, and unpack archives first")
     names = {path: path.removeprefix(folder) for path in readers}
     if not flags.as_text:
@@ -476,41 +586,74 @@ def find_files(flags, report):
             files.append((path, readers[path], is_val, len(files)))
     return files
 
-def expand(given, report):
-    """The paths of a file, of a folder, or of all files and folders that a glob matches."""
-    found = [given] if os.path.exists(given) else glob.glob(given, recursive=True)
-    found, hidden = {*map(os.path.abspath, found)}, set()
-    for folder in filter(os.path.isdir, [*found]):
-        dataset.list_files(folder)    # refuses older versions, circular links, unreadable folders
-        below = f"{glob.escape(folder)}/**"
-        found.update(glob.glob(below, recursive=True))
-        hidden.update(glob.glob(f"{below}/.*", recursive=True))
-    for path in sorted(hidden):
-        report.add("ignored, with a dot in front of the name", path)
-    files = [*itertools.filterfalse(os.path.isdir, found)]
+def links_last(path):
+    return os.path.realpath(path) != path, os.path.split(path)
+
+def expand(given):
+    """
+    (path, its name below what was typed) of a file, of all in a folder, or of all files and folders
+    that a glob matches. Of a glob, the part before its first wildcard was typed.
+    """
+    found, typed = [given], given
+    if not os.path.exists(given):
+        typed = re.split(r"[*?[]", given)[0]
+        if "**" in given:
+            refuse_circles(os.path.dirname(typed) or ".")
+        found = glob.glob(given, recursive=True)
+    files = []
+    for path in map(os.path.abspath, found):
+        files += list_folder(path) if os.path.isdir(path) else [path]
     if not files:
         raise UserError(
             f"{given} does not exist or has no files; expected a file, a folder, or a glob in "
             "quotes: 'my/**/*.jsonl'")
-    return files
+    typed = os.path.abspath(typed)
+    return [(path, path.removeprefix(typed)) for path in files]
 
-def choose_reader(path, root, as_text):
-    """The function that reads a file, or as a text, why it is ignored. root: of all inputs"""
+def refuse_circles(folder):
+    """glob follows each of them 40 times, and two of them for ever."""
+    for path in list_folder(folder):
+        parent = os.path.realpath(os.path.dirname(path))
+        if os.path.isdir(path) and Path(parent).is_relative_to(os.path.realpath(path)):
+            raise UserError(f"{path} is a link to a folder above it; name the folder, not a glob")
+
+def list_folder(folder):
+    advice = "check its links and your permissions"
+    return dataset.retry(lambda: [*list_below(folder)], f"{folder}, listing", advice)
+
+def list_below(folder, below="/"):
+    """The paths of all files, and of folders that are hidden or links to what is listed anyway."""
+    for entry in os.scandir(folder + below):
+        name = below + entry.name + "/" * entry.is_dir()
+        ends_here = dataset.is_dotted(folder, name) or dataset.is_link_inside(folder, entry)
+        if entry.is_dir() and not ends_here:
+            yield from list_below(folder, name)
+        else:
+            yield folder + name.rstrip("/")
+
+def choose_reader(path, name, as_text):
+    """The function that reads a file, or as a text, why it is ignored. name: see expand"""
     folder, base = os.path.split(path)
     if re.search("[\udc80-\udcff]", path):    # Python's, for bytes
         return "with names that are no UTF-8 (rename them)"
+    if "/." in name:
+        return "with a dot in front of the name"
+    if os.path.isdir(path):
+        return "links to folders of the input"
     if as_text:
         return read_text if any(map(Path(path).match, as_text)) else "of other kinds"
     if base in ABOUT_DATA.split():
         return "about the data (to read them: --as_text README.md)"
-    suffix = Path(re.sub(r"(?i)\.(gz|gzip|zst|bz2|lz4)$", "", base)).suffix
-    read = READERS.get(suffix.lower(), "of other kinds")
+    stem, suffix = os.path.splitext(base.lower())
+    if suffix in CODECS:
+        _, suffix = os.path.splitext(stem)
+    read = READERS.get(suffix, "of other kinds")
     if dataset.SHARD_SUFFIX.search(base):
         read = read_parquet
     if read is read_text:    # __init__.py is a file like any other
         return read
-    if dataset.HIDDEN.search(folder.removeprefix(root)):
-        return "hidden, such as Spark's _temporary"
+    if dataset.HIDDEN.search(name):
+        return "hidden, such as Spark's _temporary (to read them: name their folder)"
     state = Path(folder, "state.json")    # save_to_disk's; other files are of earlier saves
     saved = state.read_text(errors="replace") if state.exists() else ""
     if re.search(r'"_indices_\w*files":\s*\[\s*{', saved):
@@ -549,8 +692,9 @@ def workshop(out, n):
         yield building, pool.map if pool else map
     except BrokenExecutor as error:
         raise UserError("a worker process was killed; if memory ran out, use -w 1") from error
-    except (pa.ArrowException, OverflowError) as error:    # others are of a single record
-        raise UserError(f"--keep: {error}; expected values of one type") from error
+    except (pa.ArrowException, OverflowError) as error:    # other values are a record's fault
+        raise UserError(f"--keep: {error}; expected values of one type, and whole numbers of JSON "
+                        "below 2 ** 63") from error
     finally:
         if pool:
             shutil.rmtree(building, ignore_errors=True)    # so that processes end soon
@@ -594,7 +738,7 @@ def main(argv=None):
         "(default: messages, conversations, prompt, question, instruction)")
     add("--keep", **names, help="copy these columns, too")
     add("--as_text", **names, help="read only these files, as plain text: '*.py'")
-    add("--split_at", metavar="MARK", type=lambda mark: mark.replace("\\n", "\n").encode(),
+    add("--split_at", metavar="MARK", type=pattern_of_mark,
         help="split plain text into documents at each MARK, such as '<|endoftext|>'")
     add("--cut_bytes", type=at_least_1,
         help="cut plain text into documents of up to this size, at blank lines (default: 1 GiB)")
@@ -616,6 +760,13 @@ def at_least_1(text):
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
     return int(text)
+
+def pattern_of_mark(mark):
+    """\\n also stands for the line ends of Windows."""
+    mark = mark.replace("\\r", "\r").replace("\\n", "\n").replace("\r\n", "\n")
+    if not mark:
+        raise argparse.ArgumentTypeError("expected a text")
+    return re.escape(mark.encode()).replace(b"\\\n", rb"\r?\n")
 
 def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
     return f"{n:,} {noun}{'s' * (n != 1)}"

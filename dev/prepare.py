@@ -172,24 +172,38 @@ def read_columns(shard, row_group, names):
 def verify(folder):
     """Read every column of every shard and compare all checksums. True if all match."""
     shards = all_shards(folder)
-    n_bad = 0
-    for shard, problem in zip(shards, in_order(find_problem, shards), strict=True):
-        if problem:
-            n_bad += 1
-            print(f"PROBLEM  {problem.partition('; check it with')[0]}", flush=True)
+    n_damaged = n_unread = 0
+    for shard, error in zip(shards, in_order(find_problem, shards), strict=True):
+        if error:
+            is_damaged = shows_damage(error, shard)
+            n_damaged += is_damaged
+            n_unread += not is_damaged
+            problem, _, _ = str(error).partition("; check it with")
+            print(f"{'PROBLEM' if is_damaged else 'UNREAD'}  {problem}", flush=True)
         elif not dataset.checked_footer(shard).checksums:
             print(f"{shard.path}: another program wrote it; checked only the checksums of its "
                   "pages, if it has any")
     n_documents = sum(sum(shard.group_sizes) for shard in shards)
     print(f"{folder}: {counted(len(shards), 'shard')}, {counted(n_documents, 'document')}, "
-          f"{counted(n_bad, 'problem')}")
-    if n_bad:
+          f"{counted(n_damaged + n_unread, 'problem')}")
+    if n_unread:
+        print(f"next: {counted(n_unread, 'shard')} could not be read, which need not be damaged; see to "
+              "the disk, the network, the server or your permissions, then run this command again")
+    if n_damaged:
         print("next: remove the damaged shards, then rerun the command that made them. dataset.py "
               "-n and tokenize write only what is missing; convert needs a new folder")
-    return n_bad == 0
+    return n_damaged + n_unread == 0
+
+def shows_damage(error, shard):
+    """Whether the bytes of a shard are wrong, not a disk, a network or a server."""
+    cause = error.__cause__
+    if isinstance(cause, (dataset.Damaged, pa.ArrowException)):
+        return True
+    has_errno = getattr(cause, "errno", None)    # Arrow's own errors have none
+    return not (dataset.is_remote(shard.folder) or has_errno)
 
 def find_problem(shard):
-    """None, or what is wrong with a shard."""
+    """None, or the error of a shard that cannot be read, or is damaged."""
     try:
         others = [name for name in columns_of(shard) if name != shard.kind]
         for row_group in range(len(shard.group_sizes)):
@@ -197,7 +211,7 @@ def find_problem(shard):
             if others:
                 read_columns(shard, row_group, others)
     except UserError as error:
-        return str(error)
+        return error
 
 def stats(folder, tokenizer_dir=None):
     """Print the numbers of documents, bytes and tokens, and percentiles of document lengths."""

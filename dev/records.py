@@ -10,8 +10,6 @@ import collections
 import json
 import re
 
-import pyarrow as pa
-
 from dataset import UserError
 from tokenizer import ALL_ROLES, EMPTY, NANOCHAT, read_messages
 
@@ -19,7 +17,7 @@ from tokenizer import ALL_ROLES, EMPTY, NANOCHAT, read_messages
 # Documents
 
 OTHER_TYPES = (
-    "choose another column with --text_key, cast bytes to strings, write pandas' columns as "
+    "choose another column with --text_key, write pandas' columns as "
     "records (df.to_json(NEW, orient='records', lines=True)), or for conversations, add "
     "--messages_key NAME; for ids of tokens, see dev/recipes/token_files.py")
 # Names of special tokens: of tiktoken, Hugging Face, Gemma and DeepSeek
@@ -31,8 +29,11 @@ def make_document(record, flags, say):
     (text as UTF-8, kept values). The text is empty if the document is skipped.
     say(what): for the report, such as the document's kind, and what is dropped of it
     """
+    if isinstance(record, Remark):
+        say(record)
+        return b"", {}
     record = as_dict(record, flags)
-    kept = {name: lookup(record, name) for name in flags.keep}
+    kept = record.pop(KEPT, None) or {name: lookup(record, name) for name in flags.keep}
     for name in flags.ignore_keys:
         record.pop(name, None)
     kind, columns = find_document(record, flags)
@@ -88,7 +89,9 @@ def report_signs(kind, text, say):
     if kind == "text" and text.startswith((b'{"', b'[{"')):
         say("texts that are JSON (if lines of a file are documents, name it .jsonl)")
     if b"\0" in text:
-        say("texts with NUL bytes: damaged, or UTF-16 (iconv -f UTF-16LE -t UTF-8 OLD > NEW)")
+        say("texts with NUL bytes (damaged?)")
+    if b"\xef\xbb\xbf" in text:
+        say("texts with a byte order mark (of files that were joined?)")
     special = SPECIAL.search(text)
     if special:
         name = special[0].decode()
@@ -151,7 +154,7 @@ def columns_to_read(flags):
 def needed_columns(flags):
     """Others may have values that Python lacks."""
     beside_chats = [] if flags.text_key else [*SYSTEM, "history", *WEIGHTS, *LOST]
-    return columns_of([*columns_to_read(flags), *beside_chats, *flags.keep])
+    return columns_of([*columns_to_read(flags), *beside_chats])
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
@@ -287,7 +290,8 @@ def clean(role, content, flags):
         case [str(first), *_] if first.lstrip().startswith("{"):    # List(Json()) of datasets
             content = [load_json(text.encode()) for text in content]
         case {"role": list()} | {"from": list()}:    # its Sequence: an object of lists
-            content = pa.table(content).to_pylist()
+            turns = zip(*content.values(), strict=True)
+            content = [dict(zip(content, turn, strict=True)) for turn in turns]
     messages = content if isinstance(content, list) else [content]
     if {*map(type, messages)} != {dict}:
         raise UserError(
@@ -341,5 +345,9 @@ def dict_of_pairs(pairs):
         raise UserError(f"a key occurs twice: {pairs!r:.300}; remove one")
     return record
 
+class Remark(str):
+    """In place of a record: what a reader has to say, for the report."""
+
 NOT_READ = ...    # neither null nor text
+KEPT = "nanoloader.kept"    # a record's key: a row of a table's columns to keep
 

@@ -1,10 +1,15 @@
 """tokenize, verify, stats and head of dev/prepare.py."""
 
 import collections
+import errno
+import functools
 import glob
+import http.server
 import itertools
 import json
 import re
+import threading
+from unittest import mock
 
 import numpy as np
 import pyarrow as pa
@@ -226,6 +231,30 @@ def test_verify_names_each_shard_that_is_wrong(tmp_path, capsys):
         assert re.search(f"PROBLEM  .*{path.name}.*{words}", printed)
         assert "5 shards, 27 documents, 1 problem\nnext: remove the damaged shards" in printed
         path.write_bytes(sound)
+
+class WithoutRanges(http.server.SimpleHTTPRequestHandler):
+    """As `python -m http.server`"""
+    def log_message(self, *_):
+        pass
+
+def test_verify_does_not_call_what_it_cannot_read_damaged(tmp_path, capsys, monkeypatch):
+    """A server without ranges, and a disk's error."""
+    make_shards(tmp_path)
+    dataset.write_index(str(tmp_path))
+    handler = functools.partial(WithoutRanges, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        web = f"http://127.0.0.1:{server.server_port}"
+        assert command("verify", web) == 1
+        server.shutdown()
+    printed = capsys.readouterr().out
+    assert printed.count("UNREAD  ") == 3 and "must answer range requests" in printed
+    assert "next: 3 shards could not be read, which need not be damaged; see to" in printed
+    failing = mock.Mock(side_effect=PermissionError(errno.EACCES, "not yours"))
+    monkeypatch.setattr(dataset.Shard, "_read", failing)
+    assert command("verify", tmp_path) == 1
+    printed += capsys.readouterr().out
+    assert "not yours" in printed and "remove the damaged" not in printed and "PROBLEM" not in printed
 
 def test_chat_that_cannot_be_encoded_is_named(tmp_path, trained):
     good, bad = json.dumps([USER, ANSWER]), json.dumps([{**USER, "role": "x"}, ANSWER])
