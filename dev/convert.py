@@ -89,7 +89,8 @@ def convert(flags):
     out = os.path.realpath(flags.out or dataset.default_data_dir())    # not the link, its target
     report = Report()
     files = find_files(flags, report)
-    total = sum(os.path.getsize(path) for path, *_ in files if os.path.exists(path))
+    paths = [path for path, *_ in files]
+    total = sum(map(os.path.getsize, filter(os.path.exists, paths)))    # a link may be broken
     # While a process starts, another one converts 100 MB.
     n_processes = min(flags.num_workers or total // 100_000_000 + 1, cores())
     n_tasks = min(TASKS, len(files))
@@ -152,7 +153,7 @@ def scatter_files(building, flags, total, files):
 def rows_of_file(file, flags, total, report):
     """
     (bytes, (key, hash of the text, text, kept values)) of each good document. Empty and, with
-    skip_bad, bad ones are counted in the report. Without skip_bad, the first bad one is a UserError.
+    skip_bad, bad ones are counted in the report. Without it, the first bad one is a UserError.
     """
     path, read, is_val, number = file
     n_documents = 0
@@ -222,12 +223,10 @@ ADVICE = {
 def as_table(rows):
     """rows: of one file, so that their kept values have one type, its column's"""
     keys, hashes, texts, kept = zip(*rows, strict=True)
-    table = pa.table({KEY: keys, TEXT_HASH: hashes, DOCUMENT: pa.array(texts, pa.large_string())})
+    ours = {KEY: keys, TEXT_HASH: hashes, DOCUMENT: pa.array(texts, pa.large_string())}
     is_arrow = isinstance(kept[0], pa.RecordBatch)
-    kept = pa.Table.from_batches(kept) if is_arrow else pa.Table.from_pylist(kept)
-    for name in kept.column_names:
-        table = table.append_column(name, kept[name])
-    return table
+    theirs = pa.Table.from_batches(kept) if is_arrow else pa.Table.from_pylist(kept)
+    return pa.table(ours | dict(zip(theirs.column_names, theirs.columns, strict=True)))
 
 def write_run(building, tables):
     table = pa.concat_tables(tables, promote_options="permissive")
@@ -302,7 +301,7 @@ def records_of(path, read, flags):
     except Exception as error:    # a damaged file may raise any
         yield "the rest of bad files", rest, error
 
-# Modules of Python, else names for Arrow. Arrow refuses an empty member of bz2, and zeros after gzip's.
+# Python's modules, or Arrow's names: Arrow refuses bz2's empty members, and zeros after gzip's.
 CODECS = {
     ".gz": gzip, ".gzip": gzip, ".bz2": bz2, ".xz": lzma,
     ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
@@ -373,9 +372,9 @@ def read_csv(path, flags, delimiters="\t,;|", quoting=csv.QUOTE_MINIMAL):
 
 def remarks_on(fields, quoting):
     """What may show that a table has other rules."""
-    if quoting == csv.QUOTE_NONE and any(field.strip('"') != field for field in fields):
-        yield ("lines with a quote at an end of a field (if these quotes are not the text's, name it "
-               ".csv)")
+    if quoting == csv.QUOTE_NONE and fields != [field.strip('"') for field in fields]:
+        yield ("lines with a quote at an end of a field (if these quotes are not the text's, name "
+               "it .csv)")
     if any(field.endswith("\\") for field in fields):
         yield ("lines with a field that ends with a backslash (it may be cut there; if backslashes "
                f"escape quotes: {SPARK_SED})")
@@ -485,7 +484,8 @@ def read_rows(batch, flags):
     """
     unread = dict.fromkeys(batch.schema.names, NOT_READ)
     needed = batch.select([*unread.keys() & needed_columns(flags)])
-    kept = pa.record_batch({name: column_at(batch, name) for name in flags.keep})
+    columns = {name: column_at(batch, name) for name in flags.keep}
+    kept = pa.record_batch(columns)
     try:
         kept.validate(full=True)
         rows = needed.to_pylist(maps_as_pydicts="strict")
@@ -496,17 +496,20 @@ def read_rows(batch, flags):
             return [error]
         slices = [batch.slice(i, 1) for i in range(len(batch))]
         return [read_rows(row, flags)[0] for row in slices]
-    return [unread | row | {KEPT: kept.slice(i, 1)} for i, row in enumerate(rows)]
+    for i, row in enumerate(rows):
+        row[KEPT] = kept.slice(i, 1)
+    return [unread | row for row in rows]
 
 def column_at(batch, key):
-    """As lookup() in dev/records.py finds it. Arrow cannot sort views."""
-    name, *inside = [key] if key in batch.schema.names else key.split(".")
+    """As lookup() in dev/records.py finds it."""
+    is_column = key in batch.schema.names
+    name, *inside = [key] if is_column else key.split(".")
     try:
         column = pc.struct_field(batch[name], inside) if inside else batch[name]
     except (KeyError, pa.ArrowInvalid):    # there is none
         return pa.nulls(len(batch))
-    plain = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
-    return column.cast(plain.get(column.type, column.type))
+    is_view = column.type == pa.string_view()    # polars writes them; Arrow cannot sort them
+    return column.cast(pa.large_string()) if is_view else column
 
 def decode(value, kind):
     """
@@ -612,9 +615,10 @@ def expand(given):
 
 def refuse_circles(folder):
     """glob follows each of them 40 times, and two of them for ever."""
-    for path in list_folder(folder):
+    for path in filter(os.path.isdir, list_folder(folder)):
+        target = os.path.realpath(path)
         parent = os.path.realpath(os.path.dirname(path))
-        if os.path.isdir(path) and Path(parent).is_relative_to(os.path.realpath(path)):
+        if os.path.commonpath([parent, target]) == target:
             raise UserError(f"{path} is a link to a folder above it; name the folder, not a glob")
 
 def list_folder(folder):
@@ -763,9 +767,10 @@ def at_least_1(text):
 
 def pattern_of_mark(mark):
     """\\n also stands for the line ends of Windows."""
-    mark = mark.replace("\\r", "\r").replace("\\n", "\n").replace("\r\n", "\n")
     if not mark:
         raise argparse.ArgumentTypeError("expected a text")
+    mark = mark.replace("\\r", "\r").replace("\\n", "\n")
+    mark = mark.replace("\r\n", "\n")
     return re.escape(mark.encode()).replace(b"\\\n", rb"\r?\n")
 
 def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"

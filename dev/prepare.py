@@ -187,8 +187,8 @@ def verify(folder):
     print(f"{folder}: {counted(len(shards), 'shard')}, {counted(n_documents, 'document')}, "
           f"{counted(n_damaged + n_unread, 'problem')}")
     if n_unread:
-        print(f"next: {counted(n_unread, 'shard')} could not be read, which need not be damaged; see to "
-              "the disk, the network, the server or your permissions, then run this command again")
+        print(f"next: {counted(n_unread, 'shard')} could not be read, but may be intact; check the "
+              "disk, the network, the server and your permissions, then run this command again")
     if n_damaged:
         print("next: remove the damaged shards, then rerun the command that made them. dataset.py "
               "-n and tokenize write only what is missing; convert needs a new folder")

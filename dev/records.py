@@ -33,7 +33,9 @@ def make_document(record, flags, say):
         say(record)
         return b"", {}
     record = as_dict(record, flags)
-    kept = record.pop(KEPT, None) or {name: lookup(record, name) for name in flags.keep}
+    kept = record.pop(KEPT, None)    # a row of Arrow
+    if not kept:
+        kept = {name: lookup(record, name) for name in flags.keep}
     for name in flags.ignore_keys:
         record.pop(name, None)
     kind, columns = find_document(record, flags)

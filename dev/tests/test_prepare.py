@@ -249,7 +249,7 @@ def test_verify_does_not_call_what_it_cannot_read_damaged(tmp_path, capsys, monk
         server.shutdown()
     printed = capsys.readouterr().out
     assert printed.count("UNREAD  ") == 3 and "must answer range requests" in printed
-    assert "next: 3 shards could not be read, which need not be damaged; see to" in printed
+    assert "next: 3 shards could not be read, but may be intact; check" in printed
     failing = mock.Mock(side_effect=PermissionError(errno.EACCES, "not yours"))
     monkeypatch.setattr(dataset.Shard, "_read", failing)
     assert command("verify", tmp_path) == 1
