@@ -496,10 +496,11 @@ def test_shards_are_found_below_a_folder_but_not_what_other_tools_hide(tmp_path)
         (folder / name).write_bytes(b"")
     write(tmp_path / "far", "x/g", "h")
     links = {"m": "far/x", "n.parquet": "far/h.parquet", ".hidden": "data", "circle": "data",
-             "latest": "data/y=24", "o.parquet": "data/.cache/d.parquet"}
+             "latest": "data/y=24", "o.parquet": "data/.cache/d.parquet", "p.parquet": "data/blob"}
     for link, target in links.items():
         os.symlink(tmp_path / target, folder / link)
-    shown = [f"{name}.parquet" for name in [*shown, "m/g", "n", "o"]]
+    shutil.copy(folder / "a.parquet", folder / "blob")
+    shown = [f"{name}.parquet" for name in [*shown, "m/g", "n", "o", "p"]]
     with pytest.warns(UserWarning, match=r"ignored 2 shards .* begins with _, such as _temporary/0.parquet"):
         names = [name for name, *_ in dataset.list_files(str(folder))]
     assert names == sorted([*shown, "f.PQ", "i.parq"])
