@@ -16,6 +16,7 @@ import itertools
 import json
 import random
 import unicodedata
+from pathlib import Path
 
 from tiktoken_ext.openai_public import r50k_pat_str
 
@@ -42,12 +43,15 @@ def import_tokenizer(path, out, bos=None):
     except KeyboardInterrupt:
         raise
     except BaseException as error:    # Rust's panic, at some damaged files, is no Exception
-        raise UserError(f"{path} is not Hugging Face's tokenizer.json: {error!r}") from error
+        raise UserError(
+            f"{path} is not Hugging Face's tokenizer.json: {error!r} (for other formats, such as "
+            "Mistral's tekken.json, see dev/recipes/own_tokenizer.py)") from error
+    check_files_next_to_it(path, theirs)
     described = json.loads(theirs.to_str())    # with the defaults of what an old file lacks
     make_template_special(described["added_tokens"])
     theirs = Tokenizer.from_str(json.dumps(described))
     ours = convert(described, bos, path)
-    is_nfc = bool(described["normalizer"])
+    is_nfc = described["normalizer"] == {"type": "NFC"}
     n_texts = compare(ours, theirs, is_nfc, path)
     ours.save(out)
     special = ", ".join(sorted(ours.get_special_tokens() - {*ours.added_tokens}))
@@ -68,6 +72,23 @@ def import_tokenizer(path, out, bos=None):
     if is_nfc:
         lines.append("its NFC normalizer is not applied: normalize your text first")
     return "\n".join(lines)
+
+def check_files_next_to_it(path, theirs):
+    """transformers also takes tokens from two other files in the folder."""
+    ids = read_json(Path(path).with_name("added_tokens.json"))
+    config = read_json(Path(path).with_name("tokenizer_config.json"))
+    for id, token in config.get("added_tokens_decoder", {}).items():
+        ids[token["content"]] = int(id)
+    for name, id in ids.items():
+        if theirs.token_to_id(name) != id:
+            raise UserError(
+                f"{path} lacks the token {name!r} with id {id}, which is in added_tokens.json or "
+                "tokenizer_config.json in its folder; to write all tokens into NEW/tokenizer.json: "
+                "python -c \"from transformers import AutoTokenizer as T; "
+                f"T.from_pretrained('{Path(path).parent}').save_pretrained('NEW')\"")
+
+def read_json(path):
+    return json.loads(path.read_bytes()) if path.exists() else {}
 
 def make_template_special(added_tokens):
     """Names of the chat template are never found in a text; some files say otherwise."""
@@ -129,7 +150,9 @@ def convert(described, bos, path):
     normalizer = described["normalizer"] or {}
     check(model["type"] == "BPE", f"is a {model['type']} model")
     check(not model["byte_fallback"], "has byte_fallback, as SentencePiece models do")
-    check(normalizer.get("type") in (None, "NFC"), f"has the normalizer {normalizer.get('type')}")
+    if normalizer.get("normalizers") != []:    # no steps
+        kind = normalizer.get("type")
+        check(kind in (None, "NFC"), f"has the normalizer {kind}")
     for option in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         check(not model[option], f"uses {option}")
     pattern = pattern_of(described["pre_tokenizer"] or {}, check)
@@ -216,15 +239,18 @@ def main(argv=None):
         description="Convert a Hugging Face tokenizer.json that is a byte-level BPE (GPT-2, Llama 3, "
                     "Qwen), so that train.py and the loader can use it.",
         epilog="example: python -m dev.import_tokenizer tokenizer.json --out my_llama")
-    parser.add_argument("file", type=expand_home, help="a tokenizer.json")
+    parser.add_argument("file", type=expand_home, help="a tokenizer.json, or its folder")
     parser.add_argument(
         "--out", required=True, type=local_folder, help="new folder to save it in")
     parser.add_argument(
         "--bos", metavar="TOKEN",
         help=f"token before each document (default: the first that exists of {', '.join(BOS_NAMES)})")
     flags = parser.parse_args(argv)
+    path = flags.file
+    if Path(path).is_dir():
+        path += "/tokenizer.json"
     with errors_in_one_line():
-        print(import_tokenizer(flags.file, flags.out, flags.bos))
+        print(import_tokenizer(path, flags.out, flags.bos))
 
 if __name__ == "__main__":
     main()

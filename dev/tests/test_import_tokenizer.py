@@ -119,6 +119,47 @@ def test_a_tokenizer_may_lack_bytes_that_no_text_has(tmp_path):
     described = lack(train(), 0xC0, 0xC1, *range(0xF5, 0x100))
     assert is_applied(described, tmp_path / "neox")
 
+@pytest.mark.parametrize("name", ["added_tokens.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("ids, is_lost", [
+    ({"<|pad|>": 1}, False), ({"<call>": 600}, True), ({"<|pad|>": 1, "<call>": 600}, True),
+    ({"<|pad|>": 7}, True)])
+def test_tokens_of_the_files_next_to_it_are_not_lost(
+        tmp_path, monkeypatch, capsys, convert, name, ids, is_lost):
+    usual = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized", "special"], False)
+    decoder = {str(id): {"content": token, **usual} for token, id in ids.items()}
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    found = ids if name == "added_tokens.json" else config | {"added_tokens_decoder": decoder}
+    (tmp_path / name).write_text(json.dumps(found))
+    if not is_lost:
+        assert "600 tokens" in convert(train())
+        return
+    [lost] = [token for token in ids if ids[token] != 1]
+    with pytest.raises(SystemExit, match=f"lacks the token '{re.escape(lost)}' with id") as error:
+        convert(train())
+    assert not (tmp_path / "out").exists()
+    if lost != "<call>":
+        return
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r'python -c "(.*)"', str(error.value))[1])
+    capsys.readouterr()
+    module.main(["NEW", "--out", "out"])
+    printed = capsys.readouterr().out
+    assert re.search("one token each: .*<call>", printed)
+    assert RustBPETokenizer.from_directory("out").encode("<call>") == [600]
+
+@pytest.mark.parametrize("text, words", [
+    ("", "EOF while parsing"), ("{", "EOF while parsing"), ("{}", "Model missing"),
+    ('{"config": {"pattern": "a"}, "vocab": []}', "tekken.json, see dev/recipes/own_tokenizer.py")])
+def test_what_is_no_tokenizer_json_is_one_line(tmp_path, capfd, text, words):
+    path = tmp_path / "tokenizer.json"
+    path.write_text(text)
+    words = f"^error: .*json is not Hugging Face's tokenizer.json: .*{words}"
+    with pytest.raises(SystemExit, match=words):
+        module.main([str(path), "--out", str(tmp_path / "out")])
+    assert capfd.readouterr() == ("", "")
+
 TEXT_WITH_NAMES = (
     "<think>\n1</think>\n\n a<think>b <think><think>s <thinks> \u65e5</think>12<|endoftext|>x "
     "   y     z think <think> \t    </thin")
@@ -270,7 +311,7 @@ def test_each_part_that_the_library_knows_is_applied_or_refused(tmp_path, part):
     for i, value in enumerate(values):
         if is_applied(usual | {part: value}, tmp_path / f"{i}"):
             applied.add(value["type"])
-    want = {"normalizer": {"NFC"}, "pre_tokenizer": {"ByteLevel", "Sequence"}}
+    want = {"normalizer": {"NFC", "Sequence"}, "pre_tokenizer": {"ByteLevel", "Sequence"}}
     assert applied == want.get(part, classes - NOT_PARTS)
 
 def test_each_option_of_the_model_is_applied_or_refused(tmp_path):
