@@ -12,8 +12,8 @@ MODEL is a name on Hugging Face, or a folder. In your own loop:
 
 Text and ids are those of apply_chat_template, after BOS if the template does not write it. So the
 name of a special token in a message becomes that token, unless you pass
-sanitize_control_tokens=True. A template that writes today's date gives other ids tomorrow, so the
-date is part of the fingerprint then. Pass date_string="26 Jul 2024" to those that read it.
+sanitize_control_tokens=True. A template that reads today's date is refused, because its ids would
+change at midnight. Many templates read date_string="26 Jul 2024" instead.
 
 What is learned is what the template marks with {% generation %}. Without marks, it is each answer,
 from the end of its prompt to its last special token. For that, the prompt, and the chat up to the
@@ -32,19 +32,31 @@ import json
 import re
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 sys.path.insert(0, ".")    # run this in the folder of dataloader.py
 from dataset import UserError, errors_in_one_line, json_sha256, list_shards, messages_of
 from dev.import_tokenizer import BYTE_OF
-from tokenizer import format_ranks, print_once
+from tokenizer import EMPTY, format_ranks, print_once
 
 OTHER_WAY = (
     "make each answer the last one of a chat (the jq command in dev/recipes/chat_template.py), or "
     "mark answers in the template with {% generation %}")
 
-THOUGHTS = {"reasoning_content", "reasoning", "thinking"}    # keys of a message
+CALLS_FLOAT = "'float' object is not callable"
+READS_CLOCK = (
+    "the chat template reads today's date, so its ids would change at midnight: pass date_string="
+    "'26 Jul 2024' if the template reads it; otherwise, chat_template=re.sub(r'strftime_now\\(.*?\\)'"
+    ", repr('26 Jul 2024'), tokenizer.chat_template)")
+
+KEEP_OR_DROP = (
+    "change the chat (for thoughts: the jq command in dev/recipes/chat_template.py), or pass the "
+    "argument or chat_template= that keeps it. python -m dev.convert makes weights of loss, train, "
+    "loss_weight and label; to drop a key: its --ignore_keys KEY")
+
+# Keys of a message
+KNOWN = {"role", "content", "weight", "tool_calls", "tool_call_id"}
+THOUGHTS = {"reasoning_content", "reasoning", "thinking"}    # of masked answers, they may be dropped
 
 class ChatTemplate:
     """
@@ -82,14 +94,12 @@ class ChatTemplate:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def fingerprint(self):
-        """A hash of the vocabulary, the template, its arguments, and a date that it writes."""
+        """A hash of the vocabulary, the template and its arguments."""
         described = json.loads(self.tokenizer.backend_tokenizer.to_str())
         del described["truncation"], described["padding"]    # each call sets them
-        template = self.tokenizer.chat_template
-        writes_date = "strftime_now" in str(template) and "date_string" not in self.arguments
         return json_sha256([
-            described, self.tokenizer.special_tokens_map, template, self.arguments, self.bos_id,
-            writes_date and time.strftime("%Y-%m-%d")])
+            described, self.tokenizer.special_tokens_map, self.tokenizer.chat_template,
+            self.arguments, self.bos_id])
 
     # Chats
 
@@ -135,16 +145,22 @@ class ChatTemplate:
     def _apply(self, messages, tools, **more):
         """transformers' apply_chat_template. Contents that are lists of texts are joined first."""
         arguments = self.arguments | more
+        arguments["strftime_now"] = 0.5    # a template that calls a float raises CALLS_FLOAT
         if tools:
             arguments["tools"] = tools
         messages = [*map(for_template, messages)]
         try:
             return self.tokenizer.apply_chat_template(messages, **arguments)
         except Exception as error:    # of jinja, or what the template itself raises
+            if CALLS_FLOAT in str(error):
+                raise UserError(READS_CLOCK) from error
             raise UserError(f"the chat template refuses this chat: {error!r:.300}") from error
 
     def _check_nothing_is_dropped(self, messages, tools):
-        """Mark the end of each content, call and learned thought: the text must have all marks."""
+        """
+        Mark the end of each content, call, learned thought and other text: the rendered text must
+        have all marks. Other values, such as loss: false, cannot be marked, so they are refused.
+        """
         marks, marked = {}, []
 
         def mark(text, i, what):
@@ -154,9 +170,12 @@ class ChatTemplate:
 
         for i, message in enumerate(map(for_template, messages)):
             content, is_learned = message.get("content"), messages[i].get("weight") != 0
-            for key in THOUGHTS & message.keys():
-                if is_learned and isinstance(message[key], str):
-                    message[key] = mark(message[key], i, "thoughts")
+            known = KNOWN if is_learned else KNOWN | THOUGHTS
+            for key in message.keys() - known:
+                value = message[key]
+                if value not in EMPTY:
+                    marked_value = mark(str(value), i, key)
+                    message[key] = marked_value if isinstance(value, str) else value
             if content and isinstance(content, str):
                 thoughts, end, answer = content.rpartition("</think>")
                 if is_learned and thoughts.removeprefix("<think>").strip():
@@ -174,10 +193,7 @@ class ChatTemplate:
         text = self.render(marked, tools)
         for name, problem in marks.items():
             if name not in text:
-                raise UserError(
-                    f"{problem}: change the chat (for thoughts: the jq command in "
-                    "dev/recipes/chat_template.py), or pass the argument or chat_template= that "
-                    "keeps it")
+                raise UserError(f"{problem}: {KEEP_OR_DROP}")
 
     def _warn_if_no_token_ends_answers(self, ids, mask):
         """GLM's template has none: these models stop at the next <|user|>, which is not learned."""
@@ -256,6 +272,8 @@ class ChatTemplate:
 
 def for_template(message):
     """A message without our weight. A content that is a list of texts becomes one text."""
+    if message.get("weight") not in (None, 0, 1):
+        raise UserError(f"expected a weight of 0 or 1; saw {message!r:.200}")
     message = {key: value for key, value in message.items() if key != "weight"}
     parts = message.get("content")
     if isinstance(parts, list):
@@ -325,6 +343,7 @@ if __name__ == "__main__":
 
     with errors_in_one_line():
         model, folder = sys.argv[1:]
-        tokenizer = ChatTemplate(AutoTokenizer.from_pretrained(model))
+        theirs = AutoTokenizer.from_pretrained(model)
+        tokenizer = ChatTemplate(theirs, date_string="26 Jul 2024")
         row_group = list_shards(folder, "train")[0].read(0)
         print(show(tokenizer, messages_of(row_group[0].as_py())))

@@ -7,7 +7,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -153,7 +152,7 @@ CALLS = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}
     *((template.replace("m.content }}", "m.content.split('</think>')[-1] }}"),
        chat(HI, ("assistant", "<think>Hi</think>Hi")), "message 1: the template drops its thoughts, ")
       for template in (CHATML, MARKED)),
-    (CHATML, chat(HI, ("assistant", "Yo"), reasoning_content="Hm"), "drops its thoughts, 'Hm'"),
+    (CHATML, chat(HI, ("assistant", "Yo"), reasoning_content="Hm"), "drops its reasoning_content, 'Hm'"),
     (CHATML.replace("in messages", "in messages if m.role != 'system'"),
      chat(("user", "Be brief"), ("system", "brief"), ("assistant", "Be brief")),
      "message 1: the template drops its content, 'brief'"),
@@ -256,21 +255,76 @@ def test_what_cannot_be_used_is_refused():
         with pytest.raises(UserError, match=f"would read '{word}' in a text as {name}"):
             as_transformers(RustBPETokenizer(enc, BOS), CHATML)
 
-def test_the_fingerprint_covers_template_arguments_and_date(monkeypatch):
+def test_the_fingerprint_covers_template_and_arguments():
     def fingerprint(*words, **arguments):
         return templated(*words, **arguments).fingerprint()
 
-    dated = CHATML + "{{ date_string or strftime_now('%Y') }}"
     own = templated(CHATML)
     before = own.fingerprint()
     own.tokenizer(["a"], truncation=True, max_length=3)
     assert before == own.fingerprint() == fingerprint(CHATML)
     known = {before, fingerprint(QWEN), fingerprint(CHATML, enable_thinking=False),
-             fingerprint(dated), fingerprint(CHATML, bos="<|im_start|>")}
-    pinned = fingerprint(dated, date_string="x")
-    monkeypatch.setattr(time, "strftime", lambda _: "2030-01-01")
-    assert fingerprint(dated) not in known and len(known) == 5
-    assert fingerprint(CHATML) in known and fingerprint(dated, date_string="x") == pinned
+             fingerprint(CHATML, bos="<|im_start|>")}
+    assert len(known) == 4
+
+DATED = "{{ strftime_now('%d %b %Y') }}" + CHATML
+# Llama 3.2's
+OPTIONAL = """{% if date_string is not defined %}{% if strftime_now is defined %}
+{% set date_string = strftime_now("%d %b %Y") %}{% endif %}{% endif %}{{ date_string }}""" + CHATML
+
+@pytest.mark.parametrize("arguments, is_refused", [
+    ((DATED, {}), True), ((OPTIONAL, {}), True), ((DATED, {"date_string": "1 May"}), True),
+    ((CHATML, {"chat_template": DATED}), True),
+    ((OPTIONAL, {"date_string": "1 May"}), False), ((DATED, {"chat_template": CHATML}), False)])
+def test_a_template_that_reads_the_clock_is_refused(arguments, is_refused):
+    template, arguments = arguments
+    own = templated(template, **arguments)
+    if not is_refused:
+        assert learned_by(own, TURNS) == "Yo<|im_end|>Oh<|im_end|>"
+        return
+    with pytest.raises(UserError, match="reads today's date") as error:
+        own.render_conversation({"messages": TURNS})
+    [way] = re.findall(r"chat_template=(re.sub.*\))$", str(error.value))
+    tokenizer = SimpleNamespace(chat_template=arguments.get("chat_template", template))
+    pinned = templated(CHATML, chat_template=eval(way, {"re": re, "tokenizer": tokenizer}))
+    assert "26 Jul 2024" in pinned.render(TURNS)
+    assert learned_by(pinned, TURNS) == "Yo<|im_end|>Oh<|im_end|>"
+
+NAMED = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.name }}")
+
+@pytest.mark.parametrize("key, value", [
+    ("name", "Bob"), ("label", "bad"), ("loss", False), ("loss", True), ("train", 0), ("seen", [0]),
+    ("thinking", ["Hm"])])
+@pytest.mark.parametrize("template", [CHATML, MARKED.replace("END", "<|im_end|>")])
+def test_a_key_that_the_template_does_not_read_is_refused(template, key, value):
+    messages = chat(HI, ("assistant", "Yo"), **{key: value})
+    words = f"message 1: the template drops its {key}, .*dev.convert makes .*--ignore_keys KEY"
+    with pytest.raises(UserError, match=words):
+        templated(template).render_conversation({"messages": messages})
+
+def test_a_key_is_read_in_each_message():
+    messages = [message | {"name": "Bob"} for message in chat(HI, ("assistant", "Yo"))]
+    assert learned_by(templated(NAMED), messages) == "YoBob<|im_end|>"
+    own = templated(NAMED.replace("m.name", "m.name if m.role == 'user'"))
+    with pytest.raises(UserError, match="message 1: the template drops its name, 'Bob'"):
+        own.render_conversation({"messages": messages})
+
+def test_keys_without_a_value_and_ids_of_calls_may_be_lost():
+    """So may the thoughts of an answer that is not learned."""
+    more = {"name": None, "thinking": "", "tool_calls": [], "tool_call_id": "1"}
+    assert learned_by(templated(CHATML), chat(HI, ("assistant", "Yo"), **more)) == "Yo<|im_end|>"
+    masked = chat(HI, ("assistant", "Yo"), weight=0, reasoning_content="Hm")
+    assert learned_by(templated(CHATML), masked) == ""
+
+@pytest.mark.parametrize("weight", [None, 1, True, 1.0, 0, False, 0.5, "0", "1", [], -1])
+def test_a_weight_is_0_or_1(weight):
+    messages = chat(HI, ("assistant", "Yo"), weight=weight)
+    if weight in (None, 0, 1):
+        learned = "" if weight == 0 else "Yo<|im_end|>"
+        assert learned_by(templated(CHATML), messages) == learned
+        return
+    with pytest.raises(UserError, match="expected a weight of 0 or 1; saw "):
+        templated(CHATML).render_conversation({"messages": messages})
 
 def test_ours_as_transformers_has_the_same_ids():
     """Also with special tokens first and between, and with tokens that are found in a text."""
@@ -284,7 +338,7 @@ def test_ours_as_transformers_has_the_same_ids():
     assert own.encode(texts) == ours.encode(texts)
 
 def test_the_command_shows_a_chat(tmp_path, monkeypatch, capsys):
-    as_transformers(tokenizer_for("chatml"), CHATML).save_pretrained(tmp_path / "model")
+    as_transformers(tokenizer_for("chatml"), OPTIONAL).save_pretrained(tmp_path / "model")
     (tmp_path / "chats").mkdir()
     for split, answer in (("train", "Yo"), ("val", "Oh")):
         line = json.dumps(chat(HI, ("assistant", answer)))
