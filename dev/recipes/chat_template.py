@@ -158,8 +158,8 @@ class ChatTemplate:
 
     def _check_nothing_is_dropped(self, messages, tools):
         """
-        Mark the end of each content, call, learned thought and other text: the rendered text must
-        have all marks. Other values, such as loss: false, cannot be marked, so they are refused.
+        Mark the end of each content, call, learned thought and value of another key, such as loss:
+        the rendered text must have all marks.
         """
         marks, marked = {}, []
 
@@ -172,10 +172,8 @@ class ChatTemplate:
             content, is_learned = message.get("content"), messages[i].get("weight") != 0
             known = KNOWN if is_learned else KNOWN | THOUGHTS
             for key in message.keys() - known:
-                value = message[key]
-                if value not in EMPTY:
-                    marked_value = mark(str(value), i, key)
-                    message[key] = marked_value if isinstance(value, str) else value
+                if message[key] not in EMPTY:
+                    message[key] = mark(str(message[key]), i, key)
             if content and isinstance(content, str):
                 thoughts, end, answer = content.rpartition("</think>")
                 if is_learned and thoughts.removeprefix("<think>").strip():

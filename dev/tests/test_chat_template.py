@@ -305,6 +305,8 @@ def test_a_key_that_the_template_does_not_read_is_refused(template, key, value):
 def test_a_key_is_read_in_each_message():
     messages = [message | {"name": "Bob"} for message in chat(HI, ("assistant", "Yo"))]
     assert learned_by(templated(NAMED), messages) == "YoBob<|im_end|>"
+    numbered = chat(HI, ("assistant", "Yo"), name=7)
+    assert learned_by(templated(NAMED), numbered) == "Yo7<|im_end|>"
     own = templated(NAMED.replace("m.name", "m.name if m.role == 'user'"))
     with pytest.raises(UserError, match="message 1: the template drops its name, 'Bob'"):
         own.render_conversation({"messages": messages})
