@@ -88,7 +88,10 @@ def check_files_next_to_it(path, theirs):
                 f"T.from_pretrained('{Path(path).parent}').save_pretrained('NEW')\"")
 
 def read_json(path):
-    return json.loads(path.read_bytes()) if path.exists() else {}
+    try:
+        return json.loads(path.read_bytes()) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
 
 def make_template_special(added_tokens):
     """Names of the chat template are never found in a text; some files say otherwise."""

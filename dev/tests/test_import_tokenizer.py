@@ -160,6 +160,11 @@ def test_what_is_no_tokenizer_json_is_one_line(tmp_path, capfd, text, words):
         module.main([str(path), "--out", str(tmp_path / "out")])
     assert capfd.readouterr() == ("", "")
 
+def test_a_damaged_file_next_to_it_is_one_line(tmp_path, convert):
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(SystemExit, match=r"^error: .*tokenizer_config.json is not JSON: Expecting"):
+        convert(train())
+
 TEXT_WITH_NAMES = (
     "<think>\n1</think>\n\n a<think>b <think><think>s <thinks> \u65e5</think>12<|endoftext|>x "
     "   y     z think <think> \t    </thin")
