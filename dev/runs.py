@@ -9,7 +9,7 @@ Which documents a run of train.py saw, when, and how hard they were for the mode
 RUN is the folder of a run; FILE is a checkpoint in it. `losses` needs a run with --ledger. The
 trade-off: a run stores no list of its documents. Its rows are packed again from its beginning, as
 fast as the loader can. RUN/log.jsonl has the flags of each part of the run, and a hash of the rows
-of each step. Rows with a different hash are an error.
+of each step. Rows with a different hash are an error. If the data has moved since, name it: --data.
 """
 
 if __name__ == "__main__" and not __package__:
@@ -59,13 +59,20 @@ class Run(NamedTuple):
     log: list      # records
     tokenizer: RustBPETokenizer
 
-def open_run(path):
-    """path: a checkpoint, or the folder of a run, of which it takes the newest checkpoint."""
+def open_run(path, data=None):
+    """
+    path: a checkpoint, or the folder of a run, of which it takes the newest checkpoint. data: what
+    --data would be now, if the data has moved.
+    """
     file = newest_checkpoint(path) or path
     folder = os.path.dirname(file) or "."
     saved = load_checkpoint(file)
     tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
-    return Run(folder, saved, [*read_log(f"{folder}/log.jsonl")], tokenizer)
+    log = [*read_log(f"{folder}/log.jsonl")]
+    for record in log:
+        if data and "flags" in record:
+            record["flags"]["data"] = data
+    return Run(folder, saved, log, tokenizer)
 
 def parts(run, begin, stop):
     """Yield (first step, one after the last, flags) of steps that one command made."""
@@ -176,13 +183,12 @@ def without_bos_again(pieces):
 # --------------------------------------------------------------------------------------------------
 # audit: the documents in the rows of a run's steps
 
-def audit(path, steps=None):
+def audit(run, steps=None):
     """
     Yield lines for each row of steps A to B-1 (default: the next step) of a checkpoint's run, for
     all ranks: rank g % W of W delivers row g. For steps before the checkpoint, the run is packed
     again from its beginning.
     """
-    run = open_run(path)
     first, stop = steps or (run.saved["step"], run.saved["step"] + 1)
     shards = shards_of(run, first, stop)
     for row in pack_again(run, first, stop):
@@ -269,12 +275,11 @@ def losses_of(run, nats):
                 found.append(Difficulty(above / n_bytes, bits / n_bytes, int(n_bytes), location))
         yield SourceLosses(name, int(n_tokens), usual, sorted(found))
 
-def losses(folder, n=10):
+def losses(run, n=10):
     """
     Yield lines: the tokens of each source and how its loss fell, then its n easiest and n hardest
     documents of 200 bytes or more.
     """
-    run = open_run(folder)
     nats = read_nats(run)
     shards = shards_of(run, 0, 1 + max(nats)[0])
     for name, n_tokens, usual, documents in losses_of(run, nats):
@@ -290,7 +295,7 @@ def losses(folder, n=10):
 # --------------------------------------------------------------------------------------------------
 # when: the steps that have a document
 
-def when(folder, name=None, text=None):
+def when(run, name=None, text=None):
     """
     Yield lines: the rows of a run that have a document, past and to come. All rows of the run are
     packed again.
@@ -298,7 +303,6 @@ def when(folder, name=None, text=None):
     if not (name or text):
         raise UserError("which document? Pass FILE:ROW or FILE:GROUP:ROW, or --text WORDS. For "
                         "example: python -m dev.runs when RUN shard_00000.parquet:0")
-    run = open_run(folder)
     headers = [record for record in run.log if "flags" in record]
     n_steps = [run.saved, *headers][-1]["flags"]["steps"]
     now = run.saved["step"]
@@ -409,6 +413,8 @@ def smooth(values):
 def main(argv=None):
     flags = make_parser().parse_args(argv)
     with errors_in_one_line():
+        if flags.command != "plot":
+            flags.run = open_run(flags.run, flags.data)
         for line in flags.lines(flags):
             print(line, flush=True)
 
@@ -417,17 +423,21 @@ def make_parser():
                     formatter_class=argparse.RawDescriptionHelpFormatter,
                     epilog="example: python -m dev.runs losses runs/mine")
     commands = parser.add_subparsers(dest="command", required=True)
+    moved = argparse.ArgumentParser(add_help=False)
+    moved.add_argument("--data", nargs="+", metavar="PATH[:WEIGHT]",
+                       help="the data of the run, if it has moved since")
 
     command = commands.add_parser(
-        "audit", description=audit.__doc__,
+        "audit", parents=[moved], description=audit.__doc__,
         epilog="example: python -m dev.runs audit --resume runs/mine/step_0000800.pt")
-    command.set_defaults(lines=lambda flags: audit(flags.resume, flags.steps))
-    command.add_argument("--resume", required=True, type=expand_home, metavar="FILE",
+    command.set_defaults(lines=lambda flags: audit(flags.run, flags.steps))
+    command.add_argument("--resume", required=True, type=expand_home, metavar="FILE", dest="run",
                          help="a checkpoint of the run")
     command.add_argument("--steps", type=parse_steps, metavar="A:B", help="default: the next one")
 
     command = commands.add_parser(
-        "losses", description=losses.__doc__, epilog="example: python -m dev.runs losses runs/mine")
+        "losses", parents=[moved], description=losses.__doc__,
+        epilog="example: python -m dev.runs losses runs/mine")
     command.set_defaults(lines=lambda flags: losses(flags.run, flags.head))
     command.add_argument("run", type=expand_home, metavar="RUN",
                          help="the folder of a run with --ledger")
@@ -441,7 +451,7 @@ def make_parser():
                          help="the picture (default: plot.png)")
 
     command = commands.add_parser(
-        "when", description=when.__doc__,
+        "when", parents=[moved], description=when.__doc__,
         epilog="example: python -m dev.runs when runs/mine shard_00000.parquet:0")
     command.set_defaults(lines=lambda flags: when(flags.run, flags.document, flags.text))
     command.add_argument("run", type=expand_home, metavar="RUN", help="the folder of a run")

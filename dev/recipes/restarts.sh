@@ -12,7 +12,12 @@
 # its own keys.
 
 # --signals-to-handle: otherwise, SIGUSR1 ends only torchrun. (train.py then saves and stops, but other
-# loops run on.) --shutdown-timeout: otherwise, a rank that still saves after 30 s is killed.
+# loops run on.) torchrun would also handle a SIGHUP that nohup made the shell ignore: leave it out then.
+# --shutdown-timeout: otherwise, a rank that still saves after 30 s is killed.
+signals=SIGTERM,SIGINT,SIGQUIT,SIGUSR1
+if [ -z "$(trap -p SIGHUP)" ]; then    # not ignored
+    signals=$signals,SIGHUP
+fi
 exec torchrun --standalone --nproc_per_node="${RANKS:-2}" --max-restarts="${RESTARTS:-9}" \
-    --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 --shutdown-timeout=600 \
+    --signals-to-handle="$signals" --shutdown-timeout=600 \
     "${TRAIN:-train.py}" --resume auto "$@"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -57,15 +58,16 @@ def ranks_of(torchrun):
     return ranks
 
 def test_killed_ranks_start_again_and_the_run_is_that_of_an_undisturbed_one():
-    """Each rank is killed once, by kill -9, between two checkpoints."""
+    """Each rank is killed once, by kill -9, between two checkpoints. nohup protects all of it."""
     recipe = ["bash", str(HERE / "dev/recipes/restarts.sh"), *TOY.split(), "--data", "a"]
     recipe += ["--steps", "60", "--save_every", "7"]
     subprocess.run([*recipe, "--out", "whole"], check=True, env=ENV, stdout=subprocess.DEVNULL)
     with open("told", "w") as told:
-        torchrun = subprocess.Popen([*recipe, "--out", "run"], env=ENV, stdout=told, stderr=told)
+        torchrun = subprocess.Popen(["nohup", *recipe, "--out", "run"], env=ENV, stdout=told, stderr=told)
     try:
         for rank, step in ((1, 17), (0, 38)):
             wait_for(lambda step=step: step in steps_of("run"), torchrun)
+            torchrun.send_signal(signal.SIGHUP)    # its terminal is closed
             os.kill(ranks_of(torchrun)[rank], signal.SIGKILL)
         assert torchrun.wait(300) == 0, Path("told").read_text()
     finally:
@@ -76,6 +78,20 @@ def test_killed_ranks_start_again_and_the_run_is_that_of_an_undisturbed_one():
     for step, record in run.items():
         assert record["rows_hash"] == whole[step]["rows_hash"]
         assert record["loss"] == pytest.approx(whole[step]["loss"], rel=1e-5)
+
+@pytest.mark.parametrize("action", [signal.SIG_DFL, signal.SIG_IGN])    # without, with nohup
+def test_torchrun_handles_a_hangup_unless_it_is_ignored(action):
+    Path("torchrun").write_text('#!/bin/sh\necho "$@"\n')
+    os.chmod("torchrun", 0o755)
+    printed = subprocess.check_output(
+        ["bash", str(HERE / "dev/recipes/restarts.sh")], text=True,
+        env={**ENV, "PATH": f"{os.getcwd()}:{os.environ['PATH']}"},
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, action))
+    [names] = re.findall("--signals-to-handle=([A-Z0-9,]+) ", printed)
+    handled = {"SIGTERM", "SIGINT", "SIGQUIT", "SIGUSR1"}
+    if action == signal.SIG_DFL:
+        handled.add("SIGHUP")
+    assert {*names.split(",")} == handled
 
 def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch):
     """The store of all attempts is one. With old keys in it, gloo hangs, but not each time."""

@@ -153,7 +153,7 @@ def test_when_names_documents_in_no_row(alone, documents, monkeypatch):
     monkeypatch.setattr(runs, "pack_again", lambda *_: rows)
     found = {piece.location for row in rows for piece in row.pieces}
     missing = sorted({*documents} - found)
-    lines = [*runs.when(alone, text=" ")]
+    lines = [*runs.when(runs.open_run(alone), text=" ")]
     found = [line for line in lines if line.startswith("in none of the run's 24 steps: ")]
     assert found == [f"in none of the run's 24 steps: {location}: {documents[location][:60]!r}"
                      for location in missing[:10]]
@@ -186,7 +186,8 @@ def changed(alone, base):
 @pytest.mark.parametrize("file, first, stop", [
     (12, 12, 15), (12, 17, 20), (18, 18, 19), (18, 10, 13), (24, 0, 24)])
 def test_audit_of_a_run_with_changed_flags_names_the_rows_of_each_part(changed, file, first, stop):
-    lines = [*runs.audit(f"{changed}/step_{file:07d}.pt", (first, stop))]
+    run = runs.open_run(f"{changed}/step_{file:07d}.pt")
+    lines = [*runs.audit(run, (first, stop))]
     told = [tuple(map(int, re.findall(r"\d+", line))) for line in lines if line.startswith("step")]
     assert told == sorted(row for row in runs.read_nats(runs.open_run(changed)) if first <= row[0] < stop)
 
@@ -209,13 +210,50 @@ def test_audit_and_when_read_the_sources_that_came_and_left(alone, base, documen
     texts = {str(location): repr(text[:60]) for location, text in documents.items()}
     seen = set()
     for file in (12, 14):
-        for line in runs.audit(f"{tmp_path}/step_{file:07d}.pt", (11, 14)):
+        run = runs.open_run(f"{tmp_path}/step_{file:07d}.pt")
+        for line in runs.audit(run, (11, 14)):
             if not line.startswith("step"):
                 place, _, text = re.fullmatch(r"  (.*), epoch (.*?): (.*)", line).groups()
                 assert text == texts[place]
                 seen.add(place.removeprefix(f"{base}/")[0])
     assert seen == {*"abc"}
-    assert "documents: 1;" in [*runs.when(str(tmp_path), "a/train-1.parquet:28")][-1]
+    lines = [*runs.when(runs.open_run(str(tmp_path)), "a/train-1.parquet:28")]
+    assert "documents: 1;" in lines[-1]
+
+def test_data_may_move(base, alone, tmp_path, capsys):
+    """--data names its new place in each part of the run. The weights must be the same."""
+    shutil.copy(f"{alone}/step_0000018.pt", tmp_path)
+    log = Path(alone, "log.jsonl").read_text()
+    (tmp_path / "log.jsonl").write_text(log.replace(str(base), "/nowhere"))
+    for name in ("a", "b"):
+        os.symlink(base / name, tmp_path / name)
+    for words in ("audit --resume RUN/step_0000018.pt --steps 2:4",
+                  "audit --resume RUN/step_0000018.pt", "losses RUN",
+                  "when RUN a/train-1.parquet:28"):
+        words, want = words.replace("RUN", str(tmp_path)).split(), words.replace("RUN", alone).split()
+        with pytest.raises(SystemExit, match=r"/nowhere/a does not exist.*if the data has moved: --data"):
+            runs.main(words)
+        capsys.readouterr()
+        runs.main([*words, "--data", f"{tmp_path}/a:0.6", f"{tmp_path}/b:0.4"])
+        told = capsys.readouterr().out.replace(f"{tmp_path}/", f"{base}/")
+        runs.main(want)
+        want = capsys.readouterr().out
+        if words[0] == "when":    # of the copy, some steps are to come
+            told = told.replace("to come: ", "").replace("which 18 are", "which 24 are")
+        assert told == want and str(base) in told
+    with pytest.raises(SystemExit, match="the rows that were packed again are not those of"):
+        runs.main(["losses", str(tmp_path), "--data", f"{base}/a", f"{base}/b"])
+
+def test_fork_knows_the_steps_of_its_parent(alone, base, capsys):
+    fork = f"{base}/fork"
+    train.main(["--resume", f"{alone}/step_0000006.pt", "--out", fork, "--steps", "9"])
+    assert {step for step, _ in runs.read_nats(runs.open_run(fork))} == {*range(9)}
+    told = []
+    for file in (f"{fork}/step_0000009.pt", f"{alone}/step_0000024.pt"):
+        capsys.readouterr()
+        runs.main(["audit", "--resume", file, "--steps", "4:8"])
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1] and "step 7, " in told[0]
 
 @pytest.mark.parametrize("lost, message", [
     (["header of 0"], "does not have the flags of step 0"),
@@ -232,7 +270,8 @@ def test_audit_refuses_to_name_what_the_log_does_not_know(changed, tmp_path, los
             kept.append(line)
     (tmp_path / "log.jsonl").write_text("\n".join(kept))
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        [*runs.audit(f"{tmp_path}/step_0000018.pt", (13, 14))]
+        run = runs.open_run(f"{tmp_path}/step_0000018.pt")
+        [*runs.audit(run, (13, 14))]
 
 # --------------------------------------------------------------------------------------------------
 # losses

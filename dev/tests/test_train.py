@@ -378,8 +378,8 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     ("--sample 'caf\u00e9\n    x \x1b[2J' --out run", "caf\u00e9\n    x ?[2J"),
     (f"--chat '{40 * 'one two '}' --out run", " tokens, the model sees only the last 32\n"),
     ("--sample '--depth is what' --out run", "--depth is what"),
-    ("--resume ''", "error: no checkpoint (a run keeps"),    # of a shell's empty variable
-    ("--eval ''", "error: no checkpoint (a run keeps"),
+    ("--resume ''", "error: no checkpoint (No such file or directory; a run keeps"),    # of a shell's empty variable
+    ("--eval ''", "error: no checkpoint (No such file or directory; a run keeps"),
     ("--tokenizer ''", "error: has no tokenizer, or a damaged one"),
     ("--step 5", "error: unrecognized arguments: --step 5"),
     ("--batch_size 0", "error: argument --batch_size: 0: expected 1 or more, below 2**63; see"),
@@ -395,8 +395,9 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     ("--resume auto --out mistyped", "error: no checkpoint mistyped/step_*.pt"),
     ("--resume auto --out run --depth 2 --seed 4 --lr 1",
      "error: run/step_0000008.pt was made with --depth 1 --seed 1; to use it, leave"),
-    ("--resume run", "error: no checkpoint run (a run keeps its newest ones: see --keep); pass a "
-     "file, or a run's folder (--resume auto --out FOLDER), or"),
+    ("--resume run", "error: no checkpoint run (Is a directory; a run keeps its newest ones: see "
+     "--keep); pass a file, or a run's folder (--resume auto --out FOLDER), or"),
+    ("--resume run/step_0000008.pt --out new --steps 1", "checkpoint: new/step_0000008.pt\n"),
     ("--seed -1", "error: argument --seed: -1: expected 0 or more, below 2**63; see"),
     (f"--steps {2**63}", f"error: argument --steps: {2**63}: expected 1 or more, below 2**63; see"),
     ("--init run/step_0000008.pt --data a --depth 2",
@@ -619,6 +620,22 @@ def test_newest_run_without_a_checkpoint_is_named_and_no_older_one_resumed(comma
         assert "no checkpoint runs/crashed/step_*.pt" in command(words, toy="", status=1)
     told = command("--steps 1 --resume auto")
     assert "no checkpoint in runs/crashed; starting a new run" in told and "loaded" not in told
+
+def test_fork_begins_with_log_and_checkpoint_of_its_parent(finished, command):
+    """It needs a new folder. A resume knows its flags, however soon it was stopped."""
+    def kill():
+        raise Killed
+
+    fork = "--resume run/step_0000006.pt --out fork --lr 0.001 --save_every 5"
+    with at_call(1, "print_step", kill), pytest.raises(Killed):
+        command(fork, toy="")
+    assert train.list_checkpoints("fork") == ["fork/step_0000006.pt"]
+    told = command(fork, toy="", status=1)
+    assert "error: fork/log.jsonl exists; resume its run (--resume auto), or choose" in told
+    command("--resume ./fork/step_0000006.pt --out fork", toy="")    # no fork: the same folder
+    assert log_of("fork")[:6] == log_of("run")[:6]
+    assert [*losses_of("fork")] == [*range(8)]
+    assert newest("fork")["flags"]["lr"] == 0.001
 
 def test_init_brings_weights_depth_and_tokenizer(command, finished):
     command("--init run/step_0000008.pt --data a --seq_len 32 --steps 2 --out second", toy="")
