@@ -231,7 +231,7 @@ def test_data_may_move(base, alone, tmp_path, capsys):
                   "audit --resume RUN/step_0000018.pt", "losses RUN",
                   "when RUN a/train-1.parquet:28"):
         words, want = words.replace("RUN", str(tmp_path)).split(), words.replace("RUN", alone).split()
-        with pytest.raises(SystemExit, match=r"/nowhere/a does not exist.*if the data has moved: --data"):
+        with pytest.raises(SystemExit, match=r"/nowhere/a .* has moved, name its folder \(--data\)"):
             runs.main(words)
         capsys.readouterr()
         runs.main([*words, "--data", f"{tmp_path}/a:0.6", f"{tmp_path}/b:0.4"])

@@ -378,7 +378,7 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     ("--sample 'caf\u00e9\n    x \x1b[2J' --out run", "caf\u00e9\n    x ?[2J"),
     (f"--chat '{40 * 'one two '}' --out run", " tokens, the model sees only the last 32\n"),
     ("--sample '--depth is what' --out run", "--depth is what"),
-    ("--resume ''", "error: no checkpoint (No such file or directory; a run keeps"),    # of a shell's empty variable
+    ("--resume ''", "error: no checkpoint (No such file or directory; a run keeps"),    # an empty variable
     ("--eval ''", "error: no checkpoint (No such file or directory; a run keeps"),
     ("--tokenizer ''", "error: has no tokenizer, or a damaged one"),
     ("--step 5", "error: unrecognized arguments: --step 5"),
