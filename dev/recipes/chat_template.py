@@ -12,8 +12,8 @@ MODEL is a name on Hugging Face, or a folder. In your own loop:
 
 Text and ids are those of apply_chat_template, after BOS if the template does not write it. So the
 name of a special token in a message becomes that token, unless you pass
-sanitize_control_tokens=True. A template that reads today's date is refused, because its ids would
-change at midnight. Many templates read date_string="26 Jul 2024" instead.
+sanitize_control_tokens=True. A template that writes today's date writes that of `today`, also after
+midnight. To resume on another day, pass the day on which the run began: today="2026-11-28".
 
 What is learned is what the template marks with {% generation %}. Without marks, it is each answer,
 from the end of its prompt to its last special token. For that, the prompt, and the chat up to the
@@ -26,6 +26,7 @@ drops their thoughts). To learn these, make each answer the last one of a chat:
 """
 
 import copy
+import datetime
 import functools
 import itertools
 import json
@@ -43,11 +44,8 @@ OTHER_WAY = (
     "make each answer the last one of a chat (the jq command in dev/recipes/chat_template.py), or "
     "mark answers in the template with {% generation %}")
 
+CLOCK = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 CALLS_FLOAT = "'float' object is not callable"
-READS_CLOCK = (
-    "the chat template reads today's date, so its ids would change at midnight: pass date_string="
-    "'26 Jul 2024' if the template reads it; otherwise, chat_template=re.sub(r'strftime_now\\(.*?\\)'"
-    ", repr('26 Jul 2024'), tokenizer.chat_template)")
 
 KEEP_OR_DROP = (
     "change the chat (for thoughts: the jq command in dev/recipes/chat_template.py), or pass the "
@@ -61,12 +59,14 @@ THOUGHTS = {"reasoning_content", "reasoning", "thinking"}    # of masked answers
 class ChatTemplate:
     """
     tokenizer: a fast one of transformers. bos: the token that opens documents (default: its
-    bos_token or eos_token). arguments: of apply_chat_template, or variables of the template.
+    bos_token or eos_token). today: the date for templates that write it, such as "2026-11-28"
+    (default: the real one). arguments: of apply_chat_template, or variables of the template.
     """
-    def __init__(self, tokenizer, bos=None, **arguments):
+    def __init__(self, tokenizer, bos=None, today=None, **arguments):
         if not tokenizer.is_fast or not tokenizer.chat_template:
             raise UserError("expected a fast tokenizer of transformers that has a chat_template")
         self.tokenizer, self.arguments = tokenizer, arguments
+        self.today = datetime.date.fromisoformat(today or datetime.date.today().isoformat())
         bos = bos or tokenizer.bos_token or tokenizer.eos_token
         self.bos_id = bos and tokenizer.get_vocab().get(bos)
         if self.bos_id is None:
@@ -94,12 +94,16 @@ class ChatTemplate:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def fingerprint(self):
-        """A hash of the vocabulary, the template and its arguments."""
+        """A hash of the vocabulary, the template, its arguments, and the date if it reads that."""
         described = json.loads(self.tokenizer.backend_tokenizer.to_str())
         del described["truncation"], described["padding"]    # each call sets them
+        templates = str([self.tokenizer.chat_template, self.arguments.get("chat_template")])
+        today = "strftime_now" in templates and self.today.isoformat()
+        if today:
+            print_once(f"the chat template can write today's date; to resume: today={today!r}")
         return json_sha256([
             described, self.tokenizer.special_tokens_map, self.tokenizer.chat_template,
-            self.arguments, self.bos_id])
+            self.arguments, self.bos_id, today])
 
     # Chats
 
@@ -135,16 +139,20 @@ class ChatTemplate:
             ids, mask = [self.bos_id, *ids], [0, *mask]
         return ids[:max_tokens], mask[:max_tokens]
 
-    def _has_marks(self, tools):
-        """The library cannot both use marks and sanitize."""
+    def _template(self, tools):
+        """The template in use, with `today` in place of the clock."""
         template = self.tokenizer.get_chat_template(
             self.arguments.get("chat_template"), tools or self.arguments.get("tools"))
-        is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", template))
+        return CLOCK.sub(lambda call: repr(self.today.strftime(call[2])), template)
+
+    def _has_marks(self, tools):
+        """The library cannot both use marks and sanitize."""
+        is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools)))
         return is_marked and not self.arguments.get("sanitize_control_tokens")
 
     def _apply(self, messages, tools, **more):
         """transformers' apply_chat_template. Contents that are lists of texts are joined first."""
-        arguments = self.arguments | more
+        arguments = self.arguments | more | {"chat_template": self._template(tools)}
         arguments["strftime_now"] = 0.5    # a template that calls a float raises CALLS_FLOAT
         if tools:
             arguments["tools"] = tools
@@ -153,7 +161,9 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(messages, **arguments)
         except Exception as error:    # of jinja, or what the template itself raises
             if CALLS_FLOAT in str(error):
-                raise UserError(READS_CLOCK) from error
+                raise UserError(
+                    "the chat template reads the clock with a format that is no text in quotes: "
+                    "pass chat_template=, a copy in which the date stands") from error
             raise UserError(f"the chat template refuses this chat: {error!r:.300}") from error
 
     def _check_nothing_is_dropped(self, messages, tools):
@@ -342,6 +352,6 @@ if __name__ == "__main__":
     with errors_in_one_line():
         model, folder = sys.argv[1:]
         theirs = AutoTokenizer.from_pretrained(model)
-        tokenizer = ChatTemplate(theirs, date_string="26 Jul 2024")
+        tokenizer = ChatTemplate(theirs)
         row_group = list_shards(folder, "train")[0].read(0)
         print(show(tokenizer, messages_of(row_group[0].as_py())))

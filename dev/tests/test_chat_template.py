@@ -272,23 +272,27 @@ DATED = "{{ strftime_now('%d %b %Y') }}" + CHATML
 OPTIONAL = """{% if date_string is not defined %}{% if strftime_now is defined %}
 {% set date_string = strftime_now("%d %b %Y") %}{% endif %}{% endif %}{{ date_string }}""" + CHATML
 
-@pytest.mark.parametrize("arguments, is_refused", [
-    ((DATED, {}), True), ((OPTIONAL, {}), True), ((DATED, {"date_string": "1 May"}), True),
-    ((CHATML, {"chat_template": DATED}), True),
-    ((OPTIONAL, {"date_string": "1 May"}), False), ((DATED, {"chat_template": CHATML}), False)])
-def test_a_template_that_reads_the_clock_is_refused(arguments, is_refused):
-    template, arguments = arguments
-    own = templated(template, **arguments)
-    if not is_refused:
-        assert learned_by(own, TURNS) == "Yo<|im_end|>Oh<|im_end|>"
-        return
-    with pytest.raises(UserError, match="reads today's date") as error:
+@pytest.mark.parametrize("template, more", [
+    (DATED, {}), (OPTIONAL, {}), (CHATML, {"chat_template": DATED}),
+    (DATED, {"date_string": "1 May"})])
+def test_a_template_that_writes_the_date_writes_that_of_today(template, more, capsys):
+    """Whatever the clock says, so no row changes at midnight. Another day is another fingerprint."""
+    real, own, other = [templated(template, **more, **day) for day in (
+        {}, {"today": "2024-07-26"}, {"today": "2024-07-27"})]
+    assert "26 Jul 2024" in own.render(TURNS) and "27 Jul 2024" in other.render(TURNS)
+    ids, mask = own.render_conversation({"messages": TURNS})
+    assert own.decode([*itertools.compress(ids, mask)]) == "Yo<|im_end|>Oh<|im_end|>"
+    assert len({tokenizer.fingerprint() for tokenizer in (real, own, other)}) == 3
+    assert "to resume: today='2024-07-26'" in "".join(capsys.readouterr())
+    assert f"{real.today:%d %b %Y}" in real.render(TURNS)
+
+def test_a_template_that_reads_the_clock_in_another_way_is_refused():
+    own = templated("{% set f = '%Y' %}{{ strftime_now(f) }}" + CHATML)
+    with pytest.raises(UserError, match="a copy in which the date stands"):
         own.render_conversation({"messages": TURNS})
-    [way] = re.findall(r"chat_template=(re.sub.*\))$", str(error.value))
-    tokenizer = SimpleNamespace(chat_template=arguments.get("chat_template", template))
-    pinned = templated(CHATML, chat_template=eval(way, {"re": re, "tokenizer": tokenizer}))
-    assert "26 Jul 2024" in pinned.render(TURNS)
-    assert learned_by(pinned, TURNS) == "Yo<|im_end|>Oh<|im_end|>"
+
+def test_a_template_without_a_clock_is_the_same_on_each_day():
+    assert templated(CHATML, today="2024-07-26").fingerprint() == templated(CHATML).fingerprint()
 
 NAMED = CHATML.replace("{{ m.content }}", "{{ m.content }}{{ m.name }}")
 
