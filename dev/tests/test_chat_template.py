@@ -275,7 +275,7 @@ OPTIONAL = """{% if date_string is not defined %}{% if strftime_now is defined %
 @pytest.mark.parametrize("template, more", [
     (DATED, {}), (OPTIONAL, {}), (CHATML, {"chat_template": DATED}),
     (DATED, {"date_string": "1 May"})])
-def test_a_template_that_writes_the_date_writes_that_of_today(template, more, capsys):
+def test_a_template_that_writes_the_date_writes_that_of_today(template, more):
     """Whatever the clock says, so no row changes at midnight. Another day is another fingerprint."""
     real, own, other = [templated(template, **more, **day) for day in (
         {}, {"today": "2024-07-26"}, {"today": "2024-07-27"})]
@@ -283,8 +283,11 @@ def test_a_template_that_writes_the_date_writes_that_of_today(template, more, ca
     ids, mask = own.render_conversation({"messages": TURNS})
     assert own.decode([*itertools.compress(ids, mask)]) == "Yo<|im_end|>Oh<|im_end|>"
     assert len({tokenizer.fingerprint() for tokenizer in (real, own, other)}) == 3
-    assert "to resume: today='2024-07-26'" in "".join(capsys.readouterr())
     assert f"{real.today:%d %b %Y}" in real.render(TURNS)
+
+def test_the_date_to_resume_with_is_said(capsys):
+    templated(DATED, today="2024-02-29")
+    assert "to resume: today='2024-02-29'" in capsys.readouterr().err
 
 def test_a_template_that_reads_the_clock_in_another_way_is_refused():
     own = templated("{% set f = '%Y' %}{{ strftime_now(f) }}" + CHATML)

@@ -695,7 +695,7 @@ def test_val_asks_only_for_tokens_with_a_loss(monkeypatch):
 
 def test_mixture_has_bits_per_byte_of_each_source(command):
     told = command("--data a:0.75 b:0.25 --steps 2 --out run")
-    assert "a: 2 shards, 1 train, 1 val (" in told and "\na: 60 documents to train on, ab" in told
+    assert "a: 2 shards, 1 train, 1 val (" in told and "\na: 60 train documents, ab" in told
     [record] = [record for record in log_of("run") if "val_bpb" in record]    # one, for wandb
     line = r"step 2: val ([\d.]+) bits per byte of (.*) \(([\d,]+) bytes\)"
     bpbs, sources, sizes = zip(*re.findall(line, told), strict=True)
