@@ -942,7 +942,8 @@ KEPT = {    # values of a column, each of which has this type afterwards, too
 
 @pytest.mark.parametrize("key, kind", [
     *itertools.product(["x"], KEPT),
-    *itertools.product(["deep.x"], KEPT.keys() - {"dictionary"})])    # Arrow cannot read it there
+    # Arrow cannot read a dictionary there
+    *itertools.product(["deep.x"], [kind for kind in KEPT if kind != "dictionary"])])
 def test_a_kept_column_has_the_type_of_its_source(kind, key):
     values = KEPT[kind]
     column = pa.StructArray.from_arrays([values], ["x"]) if key == "deep.x" else values
