@@ -28,7 +28,7 @@ import dataset
 from dataloader import PACKINGS, PackedLoader, merge_states
 from dataset import UserError, list_shards, write_shard
 from dev import reference
-from dev.reference import Run, piles_of, rows_of_chunk, rows_of_lane, rows_of_run
+from dev.reference import Run, chunks_of, piles_of, rows_of_chunk, rows_of_lane, rows_of_run
 from test_dataloader import BOS, TIMES, ByteTokenizer, rows_by_number
 
 # --------------------------------------------------------------------------------------------------
@@ -198,6 +198,7 @@ def compare_leg(draw, sources, transform, options, stop, counts):
     run = run_of(sources, transform, options, loaders[0])
     g = stop.g if stop else 0
     rows = [*itertools.islice(rows_of_run(run, piles_from(run, stop), g), n_steps * W * B)]
+    is_over = len(rows) < n_steps * W * B
     if drop_last:
         rows = rows[:len(rows) // (W * B) * W * B]
     if g == 0 and n_steps and not rows:
@@ -220,7 +221,7 @@ def compare_leg(draw, sources, transform, options, stop, counts):
         loader.close()
     counts["rows"] += len(rows)
     state = merge_states(json.loads(json.dumps(states)))
-    return Stop(g + len(want), places_at_stop(run, stop, rows), state, run)
+    return Stop(g + len(want), places_at_stop(run, stop, rows, is_over), state, run)
 
 def open_ranks(sources, transform, options, stop, W, **others):
     weights = {source.folder: source.weight for source in sources.values()}
@@ -271,10 +272,16 @@ def piles_from(run, stop):
                 del pile[letter]
     return piles
 
-def places_at_stop(run, stop, rows):
-    """The place after the last row. Sources that left stay."""
-    after_rows = {(row.lane, row.source): (row.n, row.i + 1) for row in rows}
-    return places_after(run, stop) | after_rows
+def places_at_stop(run, stop, rows, is_over):
+    """The place after the last row; the end, if the run is over. Sources that left stay."""
+    places = places_after(run, stop)
+    places |= {(row.lane, row.source): (row.n, row.i + 1) for row in rows}
+    for lane, letter in itertools.product(range(run.num_lanes), run.sources):
+        if is_over:    # also if rows were dropped
+            n_chunks = run.epochs[letter] * len(chunks_of(run, letter, 1)[lane])
+            n, _ = places.get((lane, letter), (0, 0))
+            places[lane, letter] = max(n, n_chunks), 0
+    return places
 
 def expected(run, pieces):
     """(inputs, targets, pieces) of a row. Its end is filled with masked BOS; ~t is a masked t."""
