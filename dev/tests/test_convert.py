@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 
 import dataset
 from dev import convert
-from dev.records import make_document
+from dev.records import LOST, SYSTEM, WEIGHTS, make_document
 from test_dataloader import HERE
 
 DATA = HERE / "dev/tests/data"
@@ -952,6 +952,10 @@ def test_a_kept_column_has_the_type_of_its_source(kind, key):
     found = pa.concat_tables(pq.read_table(shard.path) for shard in all_of()).sort_by("text")[key]
     assert found.type == values.type
     assert found.combine_chunks() == values
+
+def test_the_loader_refuses_chats_with_columns_that_convert_would_read_or_refuse():
+    for name in [*SYSTEM, *WEIGHTS, *LOST, "history"]:
+        assert dataset.MARK.fullmatch(name), name
 
 def test_a_view_is_kept_as_a_string():
     table = pa.table({"text": ["a", "b"], "n": pa.array("cd", pa.string_view())})
