@@ -3,7 +3,6 @@
 import bz2
 import contextlib
 import csv
-import doctest
 import functools
 import glob
 import gzip
@@ -34,9 +33,9 @@ from hypothesis import strategies as st
 import dataset
 from dev import convert
 from dev.records import LOST, SYSTEM, WEIGHTS, make_document
+from dev.tests.cases import DATA, is_like, read_cases
 from test_dataloader import HERE
 
-DATA = HERE / "dev/tests/data"
 FORMS_MD = (HERE / "dev/recipes/forms.md").read_text()
 
 # --------------------------------------------------------------------------------------------------
@@ -128,26 +127,6 @@ USER, ANSWER = user("Hi"), answer("Hello")
 TALK = [USER, ANSWER]
 # --------------------------------------------------------------------------------------------------
 # Every document once, in an order that nothing changes
-
-def read_cases(name):
-    """[(the words after the last $, a line that is JSON, the indented lines after it), ...]"""
-    cases, words = [], ""
-    for line in (DATA / name).read_text(encoding="utf-8").splitlines():
-        match line[:1]:
-            case "#":
-                words = ""
-            case "$":
-                words = line[1:].strip()
-            case "{" | "[":
-                line = line.replace("USER", json.dumps(USER)).replace("ANSWER", json.dumps(ANSWER))
-                cases.append((words, line, []))
-            case " ":
-                cases[-1][-1].append(line.strip())
-    return cases
-
-def is_like(text, lines):
-    """"..." in the lines stands for anything."""
-    return doctest.OutputChecker().check_output("\n".join(lines), text, doctest.ELLIPSIS)
 
 @pytest.mark.parametrize("words, files, lines", read_cases("files.txt"), ids=itertools.count())
 def test_files_become_what_files_txt_says(output, words, files, lines):

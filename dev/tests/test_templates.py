@@ -12,7 +12,7 @@ import pytest
 import tokenizer as module
 from dataloader import encode_conversations
 from dataset import UserError
-from dev.tests.test_convert import is_like, read_cases
+from dev.tests.cases import is_like, read_cases
 from tokenizer import RustBPETokenizer, build_encoding
 
 BOS = "<|bos|>"
