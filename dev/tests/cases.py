@@ -1,4 +1,4 @@
-"""Reads the cases in dev/tests/data/*.txt: a line of JSON each, then in indented lines what it becomes."""
+"""Cases in dev/tests/data/*.txt: a line of JSON each, and what it becomes in the indented lines below."""
 
 import doctest
 import re

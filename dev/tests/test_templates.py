@@ -3,31 +3,26 @@
 import itertools
 import json
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-import tokenizer as module
 from dataloader import encode_conversations
 from dataset import UserError
 from dev.tests.cases import is_like, read_cases
-from tokenizer import RustBPETokenizer, build_encoding
+from dev.tests.test_tokenizer import fresh
+from tokenizer import SPECIAL_TOKENS
 
 BOS = "<|bos|>"
 NAMES = {
-    "nanochat": module.SPECIAL_TOKENS, "chatml": [BOS, "<|im_start|>", "<|im_end|>"],
+    "nanochat": SPECIAL_TOKENS, "chatml": [BOS, "<|im_start|>", "<|im_end|>"],
     "llama3": [BOS, "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "none": [BOS, "<|im_start|>", "<|user_start|>"]}
 
 @cache
 def tokenizer_for(template):
-    """With merges, such as "\\n\\n" and "\\n\\n\\n"."""
-    text = Path(__file__).read_text(encoding="utf-8") + 99 * "a\n\nb\n\n\nc "
-    ranks = RustBPETokenizer.train_from_iterator([text], 700).enc._mergeable_ranks
-    special = {name: len(ranks) + i for i, name in enumerate(NAMES[template])}
-    return RustBPETokenizer(build_encoding(module.GPT4_PATTERN, ranks, special), BOS)
+    return fresh(special=NAMES[template])
 
 def chat(*pairs, **more):
     """("user", "Hi") -> {"role": "user", "content": "Hi"}; more: keys of the last message."""

@@ -53,10 +53,16 @@ needs_gigatoken = pytest.mark.skipif(
 def small():
     return RustBPETokenizer.train_from_iterator(iter(SOURCES[:40]), 1024)
 
-def fresh(pattern=GPT4, ranks=None):
-    """With BOS 70,000, and an engine that is not yet chosen."""
-    ranks = ranks or small().enc._mergeable_ranks
-    return RustBPETokenizer(build_encoding(pattern, ranks, {"<|bos|>": 70_000}), "<|bos|>")
+def fresh(pattern=GPT4, ranks=None, special=("<|bos|>",), added=()):
+    """With an engine that is not yet chosen, and special tokens from 70,000 on or with ids."""
+    if not isinstance(special, dict):
+        special = {name: 70_000 + i for i, name in enumerate(special)}
+    enc = build_encoding(pattern, ranks or small().enc._mergeable_ranks, special)
+    return RustBPETokenizer(enc, "<|bos|>", added)
+
+def with_special_tokens_first_and_between():
+    ranks = {token: 3 + rank + (rank > 300) for token, rank in small().enc._mergeable_ranks.items()}
+    return fresh(ranks=ranks, special={"<|bos|>": 0, "<|pad|>": 304, "<think>": 2000}, added=["<think>"])
 
 @cache
 def pairs(pattern):
@@ -169,9 +175,7 @@ def test_gigatoken_gives_tiktokens_ids(name):
 
 @needs_gigatoken
 def test_gigatoken_encodes_vocabularies_with_special_tokens_first_and_between():
-    ranks = {token: 3 + rank + (rank > 300) for token, rank in small().enc._mergeable_ranks.items()}
-    special = {"<|bos|>": 0, "<|pad|>": 304, "<|x|>": 2000}
-    tok = RustBPETokenizer(build_encoding(GPT4, ranks, special), "<|bos|>")
+    tok = with_special_tokens_first_and_between()
     ids, _ = tok.encode_documents([SOURCES[3]])
     assert ids.tolist() == [0, *tok.enc.encode_ordinary(SOURCES[3])]
     assert tok.engine == "gigatoken"
@@ -537,9 +541,7 @@ def test_threads_of_two_loaders_share_encodings(monkeypatch):
 def test_names_of_the_template_are_plain_text_whatever_a_file_says():
     """As axolotl adds them: not special. They are no text, and end an answer; <think> is text."""
     names = ["<|bos|>", "<|im_start|>", "<|im_end|>", "<|im_end|>s", "<think>"]
-    special = {name: 70_000 + i for i, name in enumerate(names)}
-    enc = build_encoding(GPT4, small().enc._mergeable_ranks, special)
-    tok = RustBPETokenizer(enc, "<|bos|>", names[1:])
+    tok = fresh(special=names, added=names[1:])
     again = pickle.loads(pickle.dumps(tok))
     for one in (tok, again):
         assert [*one.added_tokens] == ["<|im_end|>s", "<think>"]
@@ -556,11 +558,9 @@ def test_names_of_the_template_are_plain_text_whatever_a_file_says():
 
 def test_the_longest_name_of_a_template_is_found(monkeypatch):
     names = ["<|bos|>", "<|a|>", "<|a|><|b|>", "<|a|><|b|><|c|>"]
-    special = {name: 70_000 + i for i, name in enumerate(names)}
     mine = module.CHATML._replace(special_tokens=names[1:], opening="<|a|><|b|><|c|>",
                                   closing="<|a|><|b|>", after="<|a|>")
     monkeypatch.setattr(module, "TEMPLATES", [mine])
-    enc = build_encoding(GPT4, small().enc._mergeable_ranks, special)
-    tok = RustBPETokenizer(enc, "<|bos|>")
+    tok = fresh(special=names)
     ids, _ = tok.render_conversation({"messages": [{"role": "user", "content": ""}]})
     assert ids == [70_000, 70_003, 70_002, 70_001]
