@@ -26,8 +26,10 @@ from tiktoken_ext import openai_public
 import dataset
 import tokenizer as module
 from dataloader import Encoder, ids_of_bytes
-from dataset import UserError
+from dataset import UserError, write_atomic
 from dev.import_tokenizer import HARD, hard_texts
+from dev.prepare import tokenize
+from test_dataloader import grouped, write
 from tokenizer import RustBPETokenizer, build_encoding, get_tokenizer
 
 
@@ -45,7 +47,8 @@ QWEN = LLAMA.replace("{1,3}", "")
 PATTERNS = {    # by gigatoken's names
     "gpt4": GPT4, "gpt2": pattern_of("r50k_base"), "o200k": pattern_of("o200k_base"),
     "olmo3": LLAMA, "qwen2": QWEN}
-SOURCES = [path.read_bytes().decode() for path in sorted(Path(os.__file__).parent.glob("*.py"))]
+LIBRARY = sorted(Path(os.__file__).parent.glob("*.py"))
+SOURCES = [path.read_bytes().decode() for path in LIBRARY]
 needs_gigatoken = pytest.mark.skipif(
     not importlib.util.find_spec("gigatoken"), reason="no gigatoken")
 
@@ -61,38 +64,40 @@ def fresh(pattern=GPT4, ranks=None, special=("<|bos|>",), added=()):
     return RustBPETokenizer(enc, "<|bos|>", added)
 
 def with_special_tokens_first_and_between():
-    ranks = {token: 3 + rank + (rank > 300) for token, rank in small().enc._mergeable_ranks.items()}
-    return fresh(ranks=ranks, special={"<|bos|>": 0, "<|pad|>": 304, "<think>": 2000}, added=["<think>"])
+    special = {"<|bos|>": 0, "<|pad|>": 304, "<think>": 2000}
+    others = (id for id in range(2000) if id not in special.values())
+    ranks = dict(zip(small().enc._mergeable_ranks, others, strict=False))
+    return fresh(ranks=ranks, special=special, added=["<think>"])
 
 @cache
 def pairs(pattern):
     """Any two bytes merge, in random order, so that every wrong split shows."""
-    tokens = [bytes([a, b]) for a in range(256) for b in range(256)]
-    random.Random(0).shuffle(tokens)
-    tokens = [bytes([i]) for i in range(256)] + tokens
-    return fresh(pattern, {token: i for i, token in enumerate(tokens)})
+    single = [bytes([i]) for i in range(256)]
+    double = [a + b for a in single for b in single]
+    random.Random(0).shuffle(double)
+    return fresh(pattern, {token: i for i, token in enumerate(single + double)})
 
 def encoded_by(tok, texts):
-    ids, bounds = tok.encode_documents(texts)
-    return [ids[begin:end].tolist() for begin, end in itertools.pairwise(bounds)]
+    return [ids.tolist() for ids in dataset.divide(*tok.encode_documents(texts))]
 
 # --------------------------------------------------------------------------------------------------
 # Text to ids and back
 
 def test_a_tokenizer_of_bytes():
     tok = RustBPETokenizer.train_from_iterator(["hi"], 265)
-    assert tok.encode("hi") == [104, 105]
-    assert tok.encode(["hi", ""], prepend="<|bos|>") == [[256, 104, 105], [256]]
-    assert tok.encode("hi", prepend=7) == [7, 104, 105]
-    encoded = encoded_by(tok, ["hi", "", "<|bos|>"])
-    assert encoded == [[256, 104, 105], [256], [256, *b"<|bos|>"]]
-    assert tok.decode([256, 104, 105]) == "<|bos|>hi"
+    assert tok.encode("hi") == tok("hi") == [*b"hi"]
+    assert tok.encode(["hi", ""], prepend="<|bos|>", num_threads=3) == [[256, *b"hi"], [256]]
+    assert tok.encode("hi", prepend=7) == [7, *b"hi"]
+    assert encoded_by(tok, ["hi", "<|bos|>"]) == [[256, *b"hi"], [256, *b"<|bos|>"]]
+    assert tok.decode([256, *b"hi"]) == "<|bos|>hi"
     assert tok.get_special_tokens() == set(module.SPECIAL_TOKENS)
-    assert [tok.encode_special(name) for name in module.SPECIAL_TOKENS] == [*range(256, 265)]
+    ids = [tok.encode_special(name) for name in module.SPECIAL_TOKENS]
+    assert ids == [*range(256, 265)]
     assert tok.token_bytes.tolist() == 256 * [1] + 9 * [0]
 
 def test_one_of_tiktokens_own(monkeypatch):
-    enc = build_encoding(PATTERNS["gpt2"], small().enc._mergeable_ranks, {"<|endoftext|>": 3000})
+    ranks = small().enc._mergeable_ranks
+    enc = build_encoding(PATTERNS["gpt2"], ranks, {"<|endoftext|>": 3000})
     monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": enc}.get)
     tok = RustBPETokenizer.from_pretrained("gpt2")
     ids, _ = tok.encode_documents(["hello 漢字"])
@@ -113,42 +118,39 @@ def test_a_vocabulary_fits_int32(vocab_size):
     with pytest.raises(UserError, match=rf"vocab_size is {vocab_size:,}; expected 265 to"):
         RustBPETokenizer.train_from_iterator(["a"], vocab_size)
 
-def test_ids_are_tiktokens_for_lists_and_arrays():
+@pytest.mark.parametrize("kind", [
+    None, pa.string(), pa.string_view(), pa.dictionary(pa.int16(), pa.string())])
+def test_ids_are_tiktokens_for_lists_and_arrays(kind):
     tok, draw = small(), random.Random(2)
     texts = ["".join(draw.choices([*HARD, "<|bos|>"], k=k % 30)) for k in range(300)]
-    want = [tok.enc.encode_ordinary(text) for text in texts]
-    assert tok.encode(texts, num_threads=3) == want == [tok(text) for text in texts]
-    want = [[1015, *ids] for ids in want]
-    arrays = [pa.array(["x", *texts, "y"]).cast(kind).slice(1, len(texts))
-              for kind in (pa.string(), pa.string_view(), pa.dictionary(pa.int16(), pa.string()))]
-    for documents in (texts, *arrays):
-        assert encoded_by(tok, documents) == want
-    ids, bounds = tok.encode_documents(["\ud800"])    # a lone surrogate
-    assert ids.tolist() == [1015, *tok.enc.encode_ordinary("\ufffd")]
-    assert (ids.dtype, bounds.dtype) == (np.int32, np.int64)
-    ids, bounds = tok.encode_documents([])
-    assert (ids.tolist(), ids.dtype, bounds.tolist()) == ([], np.int32, [0])
+    want = tok.enc.encode_ordinary_batch(texts)
+    assert tok.encode(texts) == want
+    if kind:
+        texts = pa.array(["x", *texts, "y"]).cast(kind).slice(1, len(texts))
+    assert encoded_by(tok, texts) == [[1015, *ids] for ids in want]
 
-@pytest.mark.parametrize("engine", ["tiktoken", "gigatoken"])
-@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
-def test_a_million_spaces(pattern, engine):
-    """tiktoken's regex overflows its stack, which is an error with advice. gigatoken's has none."""
-    tok = fresh(pattern)
-    if engine == "tiktoken":
-        tok.engine = "tiktoken"
-    elif tok.engine != "gigatoken":
-        pytest.skip("no gigatoken")
-    for text in (990_000 * " " + "a", 1_100_000 * "a"):
-        ids, _ = tok.encode_documents([text])
-        assert tok.decode(ids[1:]) == text
-    text = 1_000_001 * " " + "a"
-    if engine == "gigatoken":
-        assert tok.decode(tok.encode_documents([text])[0][1:]) == text
-    else:
+@pytest.mark.parametrize("texts, lists", [([], []), (["\ud800"], [[1015, 239, 191, 189]])])
+def test_no_text_and_a_lone_surrogate(texts, lists):
+    ids, bounds = small().encode_documents(texts)
+    assert (ids.dtype, bounds.dtype) == (np.int32, np.int64)
+    assert encoded_by(small(), texts) == lists
+
+def test_a_million_spaces_overflow_the_stack_of_tiktokens_regex():
+    tok = fresh()
+    tok.engine = "tiktoken"
+    assert tok.decode(tok.encode(990_000 * " " + "a")) == 990_000 * " " + "a"
+    for encode in (tok.encode, lambda text: tok.encode_documents([text])):
         with pytest.raises(UserError, match=r"a million spaces .gigatoken, where"):
-            tok.encode_documents([text])
-        with pytest.raises(UserError, match="a million spaces"):
-            tok.encode(text)
+            encode(1_000_001 * " " + "a")
+
+@needs_gigatoken
+@pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS)
+def test_a_million_spaces_do_not_overflow_gigatoken(pattern):
+    tok = fresh(pattern)
+    for text in (1_000_001 * " " + "a", 1_100_000 * "a"):
+        [[_, *ids]] = encoded_by(tok, [text])
+        assert tok.decode(ids) == text
+    assert tok.engine == "gigatoken"
 
 # --------------------------------------------------------------------------------------------------
 # Engines
@@ -213,24 +215,37 @@ def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
     ids, _ = tok.encode_documents(["x qxzj"])
     assert ids.tolist() == [70_000, *tok.enc.encode_ordinary("x qxzj")]
 
+def encode_in_threads(tok, n):
+    """All encode the same text at the same time."""
+    together, texts = threading.Barrier(n), SOURCES[:30]
+    want = encoded_by(tok, texts)
+
+    def encode_all(_):
+        for text, ids in zip(texts, want, strict=True):
+            together.wait(60)
+            assert encoded_by(tok, [text]) == [ids]
+
+    with ThreadPoolExecutor(n) as pool:
+        [*pool.map(encode_all, range(n))]
+    return sum(len(text.encode()) for text in texts)
+
 @needs_gigatoken
 def test_threads_share_a_gigatoken_of_bounded_memory(monkeypatch):
     monkeypatch.setattr(module, "FORGET_AFTER", 1 << 17)
-    tok, together = fresh(), threading.Barrier(3)
-    want = encoded_by(tok, SOURCES[:30])
+    with mock.patch("tokenizer.make_gigatoken", wraps=module.make_gigatoken) as make:
+        n_bytes = encode_in_threads(fresh(), 3)
+    assert 2 < make.call_count <= 3 + 4 * n_bytes / (1 << 17)
 
-    def encode_all(_):
-        engines = []
-        for text, ids in zip(SOURCES[:30], want, strict=True):
-            together.wait(60)
-            assert encoded_by(tok, [text]) == [ids]
-            engines.append(tok.gigatoken)
-        return {*engines}
-
-    with ThreadPoolExecutor(3) as pool:
-        engines = set().union(*pool.map(encode_all, range(3)))
-    n_bytes = 3 * sum(len(text.encode()) for text in SOURCES[:30])
-    assert 1 < len(engines) <= 2 + n_bytes / (1 << 17)
+def test_threads_share_encodings():
+    """One of 200 k tokens takes 47 MB."""
+    tok = fresh()
+    tok.engine = "tiktoken"
+    with mock.patch("tokenizer.build_encoding", wraps=build_encoding) as build:
+        for _ in range(3):
+            encode_in_threads(tok, 2)
+        with pytest.raises(UserError, match="million spaces"):
+            tok.encode(1_000_001 * " " + "a")
+    assert build.call_count <= 1 and len(tok.idle) == 1 + build.call_count
 
 @needs_gigatoken
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
@@ -259,35 +274,31 @@ def test_a_saved_or_pickled_tokenizer_gives_the_same_ids(tmp_path):
     tok.save(folder)
     assert sorted(os.listdir(folder)) == [JSON, RANKS]
     assert tiktoken.load.load_tiktoken_bpe(f"{folder}/{RANKS}") == tok.enc._mergeable_ranks
-    others = [fresh(), fresh(PATTERNS["gpt2"]), RustBPETokenizer(tok.enc, "<|user_end|>"), tok]
-    assert len({other.fingerprint() for other in others}) == 4
     of_json = RustBPETokenizer.from_dict(json.loads(json.dumps(tok.as_dict())))
     for other in (of_json, get_tokenizer(folder), pickle.loads(pickle.dumps(tok))):
         assert other.fingerprint() == tok.fingerprint()
         assert other.encode(SOURCES[9], "<|bos|>") == tok.encode(SOURCES[9], "<|bos|>")
+    others = [fresh(), fresh(PATTERNS["gpt2"]), RustBPETokenizer(tok.enc, "<|user_end|>")]
+    assert len({other.fingerprint() for other in [tok, *others]}) == 4
 
-def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path, monkeypatch):
+def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path):
     """The disk may be full after the first of two files."""
-    tok, paths, write = small(), [], module.write_atomic
-
-    def fail_at_second(path, data):
-        paths.append(path)
-        if len(paths) == 2:
+    def fail_at_json(path, data):
+        if path.name == JSON:
             raise OSError("full")
-        write(path, data)
+        write_atomic(path, data)
 
-    monkeypatch.setattr(module, "write_atomic", fail_at_second)
-    with pytest.raises(OSError, match="full"):
+    with mock.patch("tokenizer.write_atomic", fail_at_json), pytest.raises(OSError, match="full"):
         fresh().save(tmp_path / "new")
     words = r"no tokenizer, .*nanoloader\.json.*To train .*To import .* Tokenizers in .*README"
     with pytest.raises(UserError, match=words):
         get_tokenizer(tmp_path / "new")
-    tok.save(tmp_path / "new")
+    small().save(tmp_path / "new")
     (tmp_path / "file").touch()
     for name, seen in (("new", "has a tokenizer, which checkpoints"), ("file", "File exists")):
         with pytest.raises((UserError, OSError), match=seen):
             fresh().save(tmp_path / name)
-    assert get_tokenizer(tmp_path / "new").fingerprint() == tok.fingerprint()
+    assert get_tokenizer(tmp_path / "new").fingerprint() == small().fingerprint()
 
 @pytest.mark.parametrize("name, old, new, reason", [
     (RANKS, b".*", None, "No such file"), (RANKS, b"AA== 0\n", b"\xff", "UnicodeDecodeError"),
@@ -307,31 +318,24 @@ def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
 # --------------------------------------------------------------------------------------------------
 # The tokenizer of some data
 
-def write_data(folder, texts, column="text", extra=None):
-    for name, some in (("train-0", texts), ("val-0", texts[:2])):
-        dataset.write_shard(f"{folder}/{name}.parquet", [pa.array(some)], column, extra)
-    return str(folder)
-
 @pytest.fixture
 def base(tmp_path, monkeypatch):
     monkeypatch.setenv("NANOLOADER_BASE_DIR", str(tmp_path / "base"))
     monkeypatch.setattr(module, "TRAIN_CHARACTERS", 5000)
 
 def test_all_tools_find_the_tokenizer_by_one_rule(tmp_path, base, capsys):
-    texts = {"one": SOURCES[:9], "same": SOURCES[:9], "other": SOURCES[9:18]}
-    one, same, other = [write_data(tmp_path / name / "my data", texts[name]) for name in texts]
+    one, same = [write(tmp_path / name / "my data", [SOURCES[:9]]) for name in ("one", "same")]
+    other = write(tmp_path / "other", [SOURCES[9:18]])
     tok, folder = module.find_tokenizer(None, [one], 300)
     assert re.fullmatch(r".*/base/tokenizer-[0-9a-f]{16}-300", folder)
     assert "training a tokenizer of 300 tokens" in capsys.readouterr().out
-    os.unlink(f"{folder}.lock")
-    os.mkdir(f"{folder}.lock")    # nothing can be locked, as on a read-only disk
     assert module.find_tokenizer(None, [same], 300)[1] == folder
     assert capsys.readouterr().out == ""
     found, _ = module.find_tokenizer(folder, [other], 999)
     assert found.fingerprint() == tok.fingerprint()
 
 def test_the_rule_names_what_a_tokenizer_depends_on(tmp_path):
-    one, other = [write_data(tmp_path / name, 9 * [name]) for name in ("one", "other")]
+    one, other = [write(tmp_path / name, [[name]]) for name in ("one", "other")]
     usual = module.trained_dir([one, other], 300)
     assert module.trained_dir([other, one], 300) == usual
     others = [module.trained_dir([one, other], 301), module.trained_dir([one], 300)]
@@ -341,79 +345,73 @@ def test_the_rule_names_what_a_tokenizer_depends_on(tmp_path):
     assert len({usual, *others}) == 7
 
 def write_letters(folder, shards, group_size):
-    """shards: {name: {letter: documents of 100 characters}}"""
-    for name, letters in {**shards, "val": {"v": 1}}.items():
-        texts = [letter * 100 for letter, n in letters.items() for _ in range(n)]
-        groups = [pa.array(texts[i:i + group_size]) for i in range(0, len(texts), group_size)]
+    """{name: letters}, each a document of 100 times that letter."""
+    for name, letters in {**shards, "val": "v"}.items():
+        texts = [100 * letter for letter in letters]
+        groups = [*map(pa.array, grouped(texts, group_size))]
         dataset.write_shard(f"{folder}/{name}.parquet", groups)
     return str(folder)
 
 @pytest.mark.parametrize("shards, group_size, share", [
-    ({"en/train-0": {"a": 900}, "fr/train-0": {"b": 900}, "zh/train-0": {"c": 900}}, 9, 10),
-    ({"train-0": {"a": 900}, "train-1": {"b": 600, "c": 300}, "train-2": {"c": 900}}, 900, 4),
-    ({"train-0": {"a": 3000, "b": 3000, "c": 3000}}, 10, 20),
-    ({"train-0": {"a": 900, "b": 900, "c": 900}}, 2700, 30),
-    ({f"train-{i:03}": {"abc"[i % 3]: 9} for i in range(300)}, 9, 3)],
+    ({"en/train": 900 * "a", "fr/train": 900 * "b", "zh/train": 900 * "c"}, 9, 10),
+    ({"train-0": 900 * "a", "train-1": 600 * "b" + 300 * "c", "train-2": 900 * "c"}, 900, 4),
+    ({"train": 3000 * "a" + 3000 * "b" + 3000 * "c"}, 10, 20),
+    ({"train": 900 * "a" + 900 * "b" + 900 * "c"}, 2700, 30),
+    ({f"train-{i:03}": 9 * "abc"[i % 3] for i in range(300)}, 9, 3)],
     ids=["folders", "shards", "row groups", "one row group", "many shards"])
 def test_a_tokenizer_is_trained_on_all_of_its_data(tmp_path, shards, group_size, share):
     """Each letter is taken as often as the data has it."""
-    data = write_letters(tmp_path / "data", shards, group_size)
-    there = dict.fromkeys("abc", 0)
-    for letters in shards.values():
-        for letter, n in letters.items():
-            there[letter] += 100 * n
-    limit = sum(there.values()) // share
+    data, letters = write_letters(tmp_path / "data", shards, group_size), "".join(shards.values())
+    limit = 100 * len(letters) // share
     text = "".join(module.some_text([data], limit))
     assert text == "".join(module.some_text([data], limit))
     assert 0.9 * limit < len(text) < 1.1 * limit + 3000
-    for letter, n in there.items():
-        assert 0.7 < text.count(letter) * share / n < 1.5, letter
+    for letter in "abc":
+        taken = text.count(letter) / letters.count(letter)
+        assert 0.7 < taken * share / 100 < 1.5, letter
 
 def test_a_large_corpus_is_not_read_whole(tmp_path, monkeypatch):
-    data = write_letters(tmp_path / "data", {"train-0": {"a": 5000, "b": 5000}}, 10)
+    data = write_letters(tmp_path / "data", {"train": 5000 * "ab"}, 10)
     monkeypatch.setattr(module, "TRAIN_ROW_GROUPS", 20)
-    with mock.patch.object(dataset.Shard, "read", autospec=True, side_effect=dataset.Shard.read) \
-            as read:
-        text = "".join(module.some_text([data], 1000))
+    read = mock.Mock(wraps=dataset.Shard.read)
+    monkeypatch.setattr("dataset.Shard.read", lambda *words: read(*words))
+    text = "".join(module.some_text([data], 1000))
     assert 10 < read.call_count < 30
     assert 500 < len(text) < 2000
 
 def test_text_that_fits_is_taken_whole_and_long_documents_in_pieces(tmp_path):
     texts = [f"{i} {99 * 'x'}" for i in range(100)]
-    small = write_data(tmp_path / "small", texts)
-    large = write_data(tmp_path / "large", [40_000_000 * "a"])
+    small = write(tmp_path / "small", [texts])
+    large = write(tmp_path / "large", [[40_000_000 * "a"]])
     assert [*module.some_text([small], 10_500)] == texts
     found = [*module.some_text([small, large], 8_000_000)]
     assert found[:100] == texts
     assert 2_500_000 < sum(map(len, found[100:])) < 5_500_000
 
 def test_the_command_trains_by_the_rule_and_overwrites_nothing(tmp_path, base, capsys):
-    words = ["--data", write_data(tmp_path / "data", SOURCES[:9]), "--vocab_size", "900"]
+    words = ["--data", write(tmp_path / "data", [SOURCES[:9]]), "--vocab_size", "900"]
     module.main(words)
     _, line = capsys.readouterr().out.splitlines()
     tok, folder = module.find_tokenizer(None, [words[1]], 900)
     assert line == f"{folder}: {tok.get_vocab_size()} tokens; engine: {tok.engine}"
-    own = [*words, "--out", f"{tmp_path}/own"]
-    module.main(own)
-    assert get_tokenizer(f"{tmp_path}/own").fingerprint() == tok.fingerprint()
+    own = f"{tmp_path}/own"
+    module.main([*words, "--out", own])
+    assert get_tokenizer(own).fingerprint() == tok.fingerprint()
+    tokenize(words[1], f"{tmp_path}/tokens", own)
+    with pytest.raises(SystemExit, match=f"holds tokens, but .* made them: --tokenizer {own}"):
+        module.main(["--data", f"{tmp_path}/tokens", "--out", f"{tmp_path}/new"])
     (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match=r"^error: .* Not a directory: .*file/new"):
-        module.main([*words, "--out", f"{tmp_path}/file/new"])
-    assert capsys.readouterr().out.count("training") == 1, "learned only after training"
-    (tmp_path / "own/tokenizer.tiktoken").unlink()
-    with pytest.raises(SystemExit, match=r"^error: .* has a tokenizer, which checkpoints"):
-        module.main(own)
-    extra = {"nanoloader.dtype": "uint16", "nanoloader.tokenizer": "x",
-             "nanoloader.group_bytes": "[2]", "nanoloader.tokenizer_dir": "/my/own"}
-    tokens = write_data(tmp_path / "tokens", [b"ab", b"ab"], "tokens", extra)
-    with pytest.raises(SystemExit, match=r"holds tokens, but .* made them: --tokenizer /my/own"):
-        module.main(["--data", tokens, "--out", f"{tmp_path}/new"])
+    capsys.readouterr()
+    for out, error in (("file/new", ".* Not a directory: .*file/new"), ("own", ".* has a tokenizer, which")):
+        with pytest.raises(SystemExit, match=f"^error: {error}"):
+            module.main([*words, "--out", f"{tmp_path}/{out}"])
+    assert "training" not in capsys.readouterr().out, "learned only after training"
 
 def test_chats_train_a_tokenizer_too(tmp_path, base):
     """A lone surrogate is U+FFFD."""
     content = [{"type": "x", "text": 99 * "ab"}, {"type": "x", "text": "\ud800"}]
     line = json.dumps([{"role": "tool", "content": content}])
-    chats = write_data(tmp_path / "chats", 3 * [line], "messages")
+    chats = write(tmp_path / "chats", [3 * [line]], column="messages")
     tok, _ = module.find_tokenizer(None, [chats], 300)
     assert len(tok.encode(99 * "ab")) < 50
 
@@ -438,20 +436,24 @@ def encode(encoder, texts):
     encoded = encoder.encode(SHARD, 0, np.arange(len(array)), array)
     return [None if ids is None else ids.tolist() for ids in encoded]
 
-def test_every_interface_gives_the_same_documents():
-    documents = Encoder(stub(encode_documents=by_documents))
-    lists = Encoder(stub(lambda text: [256, *text]))
-    for encoder in (documents, lists):
-        encoded = encode(encoder, ["ab", None, "", "\xe9", None])
-        assert encoded == [[256, 97, 98], None, [256], [256, 195, 169], None]
-        assert encode(encoder, [None, None]) == [None, None]
-        assert encode(encoder, []) == []
-    assert (documents.has_own_threads, lists.has_own_threads) == (False, True)
+@pytest.mark.parametrize("tok, has_own_threads", [
+    (stub(encode_documents=by_documents), False), (stub(lambda text: [256, *text]), True)])
+def test_each_interface_gives_the_same_documents(tok, has_own_threads):
+    encoder = Encoder(tok)
+    encoded = encode(encoder, ["ab", None, "", "\xe9", None])
+    assert encoded == [[256, *b"ab"], None, [256], [256, 195, 169], None]
+    assert encode(encoder, [None, None]) == [None, None]
+    assert encode(encoder, []) == []
+    assert encoder.has_own_threads == has_own_threads
+
+def test_a_fingerprint_depends_on_ids_and_size():
+    toks = [
+        stub(encode_documents=by_documents), stub(lambda text: [256, *text]),
+        stub(lambda text: [256, *text[::-1]]),
+        stub(lambda text: [256, *text], get_vocab_size=lambda: 257)]
+    one, same, *others = [Encoder(tok).fingerprint for tok in toks]
+    assert one == same and len({one, *others}) == 3
     assert Encoder(small()).fingerprint == small().fingerprint()
-    reverse = Encoder(stub(lambda text: [256, *text[::-1]]))
-    smaller = Encoder(stub(lambda text: [256, *text], get_vocab_size=lambda: 257))
-    four = [encoder.fingerprint for encoder in (documents, lists, reverse, smaller)]
-    assert four[0] == four[1] and len({*four}) == 3
 
 def test_an_error_names_its_document():
     """Others of the batch are encoded again without it, if they can be."""
@@ -475,14 +477,17 @@ def test_an_error_names_its_document():
     (stub(lambda text: [256, 259], get_vocab_size=lambda: 259), r"t < 259, .* saw .*259"),
     (stub(lambda text: [256, *text[:8191]]), "1121, 8192 and 8192: expected .* no truncation"),
     (stub(lambda text: [256, *text.ljust(512)]), "'a' has the ids .* no padding"),
-    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 2, 6])), r"bounds \[0 2 2 6\]"),
-    (stub(encode_documents=lambda texts: ([256, 1] * 3, [2, 4, 6])), "bounds"),
-    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 2, 4])), "bounds"),
-    (stub(lambda text: [256, *random.sample(text, len(text))]), "expected .* same ids each time"),
-    (stub(encode_documents=lambda texts: ([256, 1] * 3, [0, 4, 6])), "expected 4, got 2")])
+    (stub(lambda text: [256, *random.sample(text, len(text))]), "expected .* same ids each time")])
 def test_a_tokenizer_that_cannot_be_used_is_refused(tok, reason):
     with pytest.raises(UserError, match=reason):
         Encoder(tok)
+
+@pytest.mark.parametrize("bounds, reason", [
+    ([0, 2, 2, 6], r"bounds \[0 2 2 6\]"), ([2, 4, 6], "bounds"), ([0, 2, 4], "bounds"),
+    ([0, 4, 6], "expected 4, got 2")])
+def test_wrong_bounds_are_refused(bounds, reason):
+    with pytest.raises(UserError, match=reason):
+        Encoder(stub(encode_documents=lambda texts: ([256, 1] * 3, bounds)))
 
 def test_half_tokens_of_any_document_are_an_error():
     """... also if the two halves are whole together."""
@@ -515,28 +520,6 @@ def test_a_tiktoken_that_finds_special_tokens_in_text_is_refused(monkeypatch, tm
         get_tokenizer(tmp_path / "saved")
     monkeypatch.undo()
     get_tokenizer(tmp_path / "saved")
-
-def test_threads_of_two_loaders_share_encodings(monkeypatch):
-    """One of 200 k tokens takes 47 MB."""
-    tok, made = fresh(), []
-    tok.engine = "tiktoken"
-    real = module.build_encoding
-    monkeypatch.setattr(module, "build_encoding", lambda *words: made.append(1) or real(*words))
-    want = encoded_by(tok, SOURCES[:9])
-    for _ in range(3):
-        together = threading.Barrier(2)
-
-        def encode(_, together=together):
-            together.wait(60)
-            return [encoded_by(tok, [text]) for text in SOURCES[:9]]
-
-        with ThreadPoolExecutor(2) as pool:
-            for found in pool.map(encode, range(2)):
-                assert [ids for [ids] in found] == want
-    assert len(made) <= 1 and len(tok.idle) == 1 + len(made)
-    with pytest.raises(UserError, match="million spaces"):
-        tok.encode(1_000_001 * " " + "a")
-    assert len(tok.idle) == 1 + len(made)
 
 def test_names_of_the_template_are_plain_text_whatever_a_file_says():
     """As axolotl adds them: not special. They are no text, and end an answer; <think> is text."""
