@@ -1,14 +1,14 @@
 """
-Runs the files of dev/recipes/ as a reader does, in a folder with the three files of the loader. Each
-loop prints its loss. It is run undisturbed, in one process. Then ranks are killed in their saves, and
-the same command resumes, also on another number of ranks. The losses must be those of the first run:
-they show if model, optimizer or rows are not.
+Runs the files of dev/recipes/ as a reader does, in a folder with the three files of the loader.
+
+Each loop prints its loss. It is run undisturbed, in one process. Then ranks are killed in their
+saves, and the same command resumes, also on another number of ranks. The losses must be those of
+the first run: they show if model, optimizer or rows are not.
 """
 
 import contextlib
 import io
 import itertools
-import json
 import math
 import multiprocessing
 import multiprocessing.connection
@@ -41,12 +41,20 @@ def project(tmp_path_factory):
     write_corpus(folder / "my_shards")
     return folder
 
+WORDS = (HERE / "dataloader.py").read_text().split()
+
 def write_corpus(folder):
-    words = (HERE / "dataloader.py").read_text().split()
-    texts = [" ".join(words[i:i + 1 + i * i % 61]) for i in range(0, len(words), 4)]
-    folder.mkdir()
-    for name, part in {"train-0": texts[::2], "train-1": texts[1::2], "val": texts[:40]}.items():
-        pq.write_table(pa.table({"text": part}), folder / f"{name}.parquet", row_group_size=100)
+    texts = [" ".join(WORDS[i:i + 1 + i * i % 61]) for i in range(0, len(WORDS), 4)]
+    write(folder / "train-0.parquet", text=texts[::2])
+    write(folder / "train-1.parquet", text=texts[1::2])
+    write(folder / "val.parquet", text=texts[:40])
+
+def write(path, **columns):
+    path.parent.mkdir(exist_ok=True)
+    pq.write_table(pa.table(columns), path, row_group_size=100)
+
+def texts_of(path="my_shards/train-0.parquet"):
+    return pq.read_table(path)["text"].to_pylist()
 
 @pytest.fixture
 def folder(project, tmp_path, monkeypatch):
@@ -90,6 +98,8 @@ def mask(step):
 
     PackedLoader.__next__ = next_masked
 
+WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
 def kill_in_a_write(name, count, log):
     torch_save = torch.save
 
@@ -99,7 +109,7 @@ def kill_in_a_write(name, count, log):
 
     def hear(event, arguments):
         nonlocal count
-        is_open = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        is_open = event == "open" and (arguments[2] or 0) & WRITES
         if (is_open or event in ("os.mkdir", "os.rename", "torch.save")) and name in f"{arguments}":
             count -= 1
             if count == 0:
@@ -135,7 +145,8 @@ def run(recipe, world_size, log, kill=None, masked_step=None):
     text = Path(log).read_text()
     assert kill or not any(process.exitcode for process in processes), text[-5000:]
     assert not kill or Path(f"{log}-killed").exists(), text[-5000:]
-    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): .*loss (\S+)", text)}
+    printed = re.findall(r"step (\d+): .*loss (\S+)", text)
+    return {int(step): float(loss) for step, loss in printed}
 
 @pytest.fixture(scope="session")
 def losses_of(project):
@@ -150,7 +161,8 @@ def losses_of(project):
     ("with_lightning.py", "lightning", "ddp.py", (0, "step=20.ckpt", 1), 1),
     ("with_transformers.py", "transformers", "with_transformers.py", (1, "checkpoint-20", 1), 1),
     ("with_jax.py", "jax", "with_jax.py", (0, "20/params.pkl", 1), 1)])
-def test_loop_killed_in_a_save_resumes(folder, losses_of, recipe, module, undisturbed, kill, world_size):
+def test_loop_killed_in_a_save_resumes(
+        folder, losses_of, recipe, module, undisturbed, kill, world_size):
     """Two ranks, of which one is killed in its second save. world_size: of the run that resumes"""
     pytest.importorskip(module)
     if undisturbed not in losses_of:
@@ -159,21 +171,26 @@ def test_loop_killed_in_a_save_resumes(folder, losses_of, recipe, module, undist
             path.rename(f"of-{path.name}")
     want = losses_of[undisturbed]
     assert [*want] == [*range(1, 41)]
-    first = run(recipe, 2, "log-1", kill)
-    assert first == pytest.approx({step: want[step] for step in range(1, 21)}, rel=1e-3)
-    rest = run(recipe, world_size, "log-2")
-    assert rest == pytest.approx({step: want[step] for step in range(11, 41)}, rel=1e-3)
+    assert run(recipe, 2, "log-1", kill) == close_to(want, range(1, 21))
+    assert run(recipe, world_size, "log-2") == close_to(want, range(11, 41))
+
+def close_to(losses, steps):
+    return pytest.approx({step: losses[step] for step in steps}, rel=1e-3)
 
 @pytest.mark.parametrize("recipe, module", [
-    ("ddp.py", "torch"), ("fsdp2.py", "torch"), ("tensor_parallel.py", "torch"),
-    ("validation.py", "torch"), ("with_accelerate.py", "accelerate"),
+    ("ddp.py", "torch"),
+    ("fsdp2.py", "torch"),
+    ("tensor_parallel.py", "torch"),
+    ("validation.py", "torch"),
+    ("with_accelerate.py", "accelerate"),
     ("with_lightning.py", "lightning")])
 def test_a_step_without_targets_does_not_spoil_the_weights(folder, recipe, module):
     """Such as one of chats whose questions fill the rows."""
     pytest.importorskip(module)
     world_size = 2 if recipe == "tensor_parallel.py" else 1    # it takes no fewer
     losses = run(recipe, world_size, "log", masked_step=3)
-    assert len(losses) > 1 and all(map(math.isfinite, losses.values())), losses
+    assert len(losses) > 1
+    assert all(map(math.isfinite, losses.values())), losses
 
 def test_lightning_resumes_the_newest_checkpoint_of_a_copied_folder(folder):
     """A copy can have any times."""
@@ -187,10 +204,10 @@ def test_lightning_resumes_the_newest_checkpoint_of_a_copied_folder(folder):
 def test_validation_is_the_same_on_any_number_of_ranks(folder):
     one, two = (run("validation.py", n, f"log-{n}") for n in (1, 2))
     assert [*one] == [20, 40] and one[20] > one[40]
-    assert one == pytest.approx(two, rel=1e-3)
+    assert two == close_to(one, one)
 
 def test_torchtitan_resumes_on_a_different_number_of_ranks(folder, type_in):
-    """torchtitan resumes from the merged states of two ranks. Positions begin again at each document."""
+    """From the merged states of two. Positions begin again at each document."""
     pytest.importorskip("torchtitan")
     from dataloader import merge_states
     tokenizer = train_tokenizer("my_tokenizer")
@@ -231,8 +248,7 @@ def type_in(folder, monkeypatch):
 
 def train_tokenizer(folder):
     from tokenizer import RustBPETokenizer
-    texts = pq.read_table("my_shards/train-0.parquet")["text"].to_pylist()
-    tokenizer = RustBPETokenizer.train_from_iterator(texts, 400)
+    tokenizer = RustBPETokenizer.train_from_iterator(texts_of(), 400)
     tokenizer.save(folder)
     return tokenizer
 
@@ -251,53 +267,56 @@ def test_attention_stays_within_documents(type_in, packing, monkeypatch):
     tokenizer, T = names["tokenizer"], 16
     bos = tokenizer.get_bos_token_id()
     from dataloader import PackedLoader
-    batches = [*PackedLoader(tokenizer, 6, T, "val", data_dir="my_shards", packing=packing, epochs=1)]
-    for inputs, _ in [batches[0], batches[-1]]:
+    loader = PackedLoader(
+        tokenizer, 6, T, "val", data_dir="my_shards", packing=packing, epochs=1)
+    first, *_, last = loader
+    for inputs, _ in first, last:
         q, k, v = torch.randn(3, 6, 2, T, 8)
         document = names["number_documents"](inputs, bos)
         dense = names["dense_attention"](q, k, v, document)
         torch.testing.assert_close(names["masked_flex_attention"](q, k, v, document), dense)
-        spans = [(b, *span) for b in range(6) for span in spans_of_documents(inputs[b].tolist(), bos)]
-        for b, begin, end in spans:
-            alone = [x[b, :, begin:end] for x in (q, k, v)]
-            want = F.scaled_dot_product_attention(*alone, is_causal=True)
-            torch.testing.assert_close(dense[b, :, begin:end], want)
-        lengths = [end - begin for _, begin, end in spans]
+        lengths = []
+        for b, row in enumerate(inputs.tolist()):
+            for begin, end in spans_of_documents(row, bos):
+                alone = [x[b, :, begin:end] for x in (q, k, v)]
+                want = F.scaled_dot_product_attention(*alone, is_causal=True)
+                torch.testing.assert_close(dense[b, :, begin:end], want)
+                lengths.append(end - begin)
         cu_seqlens, positions = names["bounds_and_positions"](document, 96)
-        assert cu_seqlens.diff().tolist() == lengths + (96 - len(lengths)) * [0]
+        n_unused = 96 - len(lengths)
+        assert cu_seqlens.diff().tolist() == lengths + n_unused * [0]
         assert positions.tolist() == [*itertools.chain(*map(range, lengths))]
     with pytest.raises(AssertionError, match="raise most_documents"):
         names["bounds_and_positions"](document, 5)
 
-@pytest.mark.parametrize("rank, part", [(0, [0, 1, 6, 7]), (1, [2, 3, 4, 5])])
-def test_context_parallel_parts_have_early_and_late_tokens(rank, part):
-    code = re.search(r"def part_of.*?\n\n?(?=```)", (RECIPES / "README.md").read_text(), re.DOTALL)[0]
+def test_context_parallel_parts_have_early_and_late_tokens():
+    page = (RECIPES / "README.md").read_text()
     names = {}
-    exec(code, names)
-    assert names["part_of"](torch.arange(8).expand(3, 8), rank, 2).tolist() == 3 * [part]
+    exec(re.search(r"def part_of.*?(?=```)", page, re.DOTALL)[0], names)
+    rows = torch.arange(8).expand(3, 8)
+    assert names["part_of"](rows, 0, 2).tolist() == 3 * [[0, 1, 6, 7]]
+    assert names["part_of"](rows, 1, 2).tolist() == 3 * [[2, 3, 4, 5]]
 
 def test_wrapped_tokenizer_gives_all_its_tokens(type_in):
     """Its file may cut texts and fill them up."""
     library = pytest.importorskip("tokenizers")
-    texts = pq.read_table("my_shards/train-0.parquet")["text"].to_pylist()
     theirs = library.ByteLevelBPETokenizer()
-    theirs.train_from_iterator(texts, 500, special_tokens=["<s>"], show_progress=False)
+    theirs.train_from_iterator(texts_of(), 500, special_tokens=["<s>"], show_progress=False)
     theirs.enable_truncation(64)
     theirs.enable_padding(length=64)
     theirs.save("tokenizer.json")
     names, printed = type_in("own_tokenizer.py", "tokenizer.json", "<s>", "my_shards")
     assert names["inputs"][0, 0] == 0 and printed.startswith("<s>")
-    [ids] = names["tokenizer"].encode([" ".join(texts)], prepend=0)
+    text = " ".join(texts_of())
+    [ids] = names["tokenizer"].encode([text], prepend=0)
     theirs.no_truncation()
-    assert ids == [0, *theirs.encode(" ".join(texts)).ids] and len(ids) > 800
+    assert ids == [0, *theirs.encode(text).ids] and len(ids) > 800
 
 def test_loss_weights_are_those_of_the_documents(type_in):
-    words = (HERE / "dataloader.py").read_text().split()
-    texts = [" ".join(words[i:i + 9]) for i in range(2000)]
+    texts = [" ".join(WORDS[i:i + 9]) for i in range(2000)]
     scores = [i % 4 / 4 + 0.25 for i in range(2000)]
-    Path("scored").mkdir()
-    pq.write_table(pa.table({"text": texts, "score": scores}), "scored/train.parquet")
-    pq.write_table(pa.table({"text": texts[:9], "score": scores[:9]}), "scored/val.parquet")
+    write(Path("scored/train.parquet"), text=texts, score=scores)
+    write(Path("scored/val.parquet"), text=texts[:9], score=scores[:9])
     names, printed = type_in("loss_weights.py", "scored")
     assert printed.count("weighted loss") == 10
     want = torch.zeros(4, 129)
@@ -305,7 +324,8 @@ def test_loss_weights_are_those_of_the_documents(type_in):
         for piece in pieces:
             end = piece.offset + piece.stop - piece.start
             want[row, piece.offset:end] = scores[piece.location.row]
-    assert torch.equal(names["weights"], want[:, 1:] * (names["targets"] >= 0))
+    want[:, 1:][names["targets"] < 0] = 0
+    assert torch.equal(names["weights"], want[:, 1:])
 
 def test_fill_in_the_middle_depends_on_the_document_and_the_epoch(type_in):
     """It is the same for a folder that has moved, and loses no token."""
@@ -318,36 +338,41 @@ def test_fill_in_the_middle_depends_on_the_document_and_the_epoch(type_in):
     for i in range(100):
         location = Location("my_shards/a.parquet", 0, i, "a.parquet")
         changed = transform(ids, location, 1)
-        assert np.array_equal(changed, transform(ids, location._replace(path="/moved/a.parquet"), 1))
+        moved = location._replace(path="/moved/a.parquet")
+        assert np.array_equal(changed, transform(ids, moved, 1))
         n_new += not np.array_equal(changed, transform(ids, location, 2))
         if len(changed) > len(ids):
             n_changed += 1
-            bos, start, end, middle = np.split(changed, np.flatnonzero(np.isin(changed, marks)))
-            assert np.array_equal(ids, [*bos, *start[1:], *middle[1:], *end[1:]])
+            cuts = np.flatnonzero(np.isin(changed, marks))
+            bos, (_, *start), (_, *end), (_, *middle) = np.split(changed, cuts)
+            assert np.array_equal(ids, [*bos, *start, *middle, *end])
     assert 30 < n_changed < 70 < n_new
 
+CHAT = """[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"},
+    {"role": "user", "content": "Bye"}, {"role": "assistant", "content": "So long"}]"""
+
 def test_only_the_last_answer_is_trained_on(type_in):
-    turns = ["Hi", "Yo", "Bye", "So long"]
-    chat = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
-    Path("my_chats").mkdir()
     for name in ("train", "val"):
-        pq.write_table(pa.table({"messages": 200 * [json.dumps(chat)]}), f"my_chats/{name}.parquet")
+        write(Path(f"my_chats/{name}.parquet"), messages=200 * [CHAT])
     names, printed = type_in("last_answer.py", "my_chats")
     assert printed.count("Yo<|assistant_end|>") > 1
-    assert set(printed.partition("trained: ")[2].strip().split("<|assistant_end|>")) == {"So long", ""}
-    line_end, yo, end = 5, 6, 7    # ChatML: a masked line end follows each answer
-    ids = np.array([1, ~2, yo, end, ~line_end, ~2, yo, yo, end, ~line_end])
-    found = names["last_answer"](ids, None, 1)
-    assert found.tolist() == [~1, ~2, ~yo, ~end, ~line_end, ~2, yo, yo, end, ~line_end]
+    _, _, trained = printed.partition("trained: ")
+    assert {*trained.strip().split("<|assistant_end|>")} == {"So long", ""}
+    # ChatML: a masked line end, here ~5, follows each answer.
+    first, last = [1, ~2, 6, 7, ~5, ~2], [6, 6, 7, ~5]
+    found = names["last_answer"](np.array(first + last), None, 1)
+    assert found.tolist() == [~1, ~2, ~6, ~7, ~5, ~2, *last]
 
 def test_a_second_source_comes_in_late(type_in):
     Path("my_json").mkdir()
     for name in ("train-0", "val"):
         shutil.copy(f"my_shards/{name}.parquet", "my_json")
     names, printed = type_in("changing_weights.py", "my_shards", "my_json")
-    assert [names["late"](row) for row in (0, 1000, 5500, 10_000)] == [0, 0, 0.5, 1]
-    shares = [int(share) for share in re.findall(r": (\d+)% ", printed)]
-    assert shares[0] < 15 < shares[2] < shares[-1] and 45 <= shares[-1] <= 55
+    weights = [names["late"](row) for row in (0, 1000, 5500, 10_000)]
+    assert weights == [0, 0, 0.5, 1]
+    first, _, third, *_, last = map(int, re.findall(r": (\d+)% ", printed))
+    assert first < 15 < third < last
+    assert 45 <= last <= 55
 
 @pytest.mark.parametrize("kind", ["nanogpt", "llm.c"])
 def test_token_files_become_shards(type_in, kind):
@@ -358,22 +383,22 @@ def test_token_files_become_shards(type_in, kind):
     documents = [tokenizer.encode(f"document {i}") for i in range(2500)]
     parts = {"train": documents[:2400], "val": documents[2400:]}
     for split, part in parts.items():
-        ids = [[bos, *document] if kind == "llm.c" else [*document, bos] for document in part]
-        header = 1024 * b"\1" if kind == "llm.c" else b""
+        header, ids = b"", [[*document, bos] for document in part]
+        if kind == "llm.c":
+            header, ids = 1024 * b"\1", [[bos, *document] for document in part]
         Path(f"{split}.bin").write_bytes(header + np.concatenate(ids).astype(np.uint16).tobytes())
     type_in("token_files.py", kind, "my_tokenizer", "my_tokens", "train.bin", "val.bin")
     for split, part in parts.items():
         [shard] = list_shards("my_tokens", split)
-        groups = [shard.read(i).to_pylist() for i in range(len(shard.group_sizes))]
-        found = [np.frombuffer(raw, shard.dtype).tolist() for raw in itertools.chain(*groups)]
-        assert found == [[bos, *ids] for ids in part]
+        raw = pq.read_table(shard.path)["tokens"].to_pylist()
+        found = [np.frombuffer(document, shard.dtype).tolist() for document in raw]
+        assert found == [[bos, *document] for document in part]
         assert sum(shard.group_bytes) == 4 * sum(map(len, found))
 
 def test_tiny_shakespeare_is_cut_at_blank_lines(type_in):
     text = "".join(f"Speaker {i}:\n{40 * 'word '}\n\n" for i in range(100))
     Path("input.txt").write_text(text)
     type_in("shakespeare.py", "input.txt", "shakespeare")
-    train, val = (pq.read_table(f"shakespeare/{split}.parquet")["text"].to_pylist()
-                  for split in ("train", "val"))
+    train, val = (texts_of(f"shakespeare/{split}.parquet") for split in ("train", "val"))
     assert all(2000 < len(document) < 2500 for document in train[:-1])
     assert "".join(train + val) == text and train[0].endswith("\n\n")
