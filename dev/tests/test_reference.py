@@ -1,7 +1,7 @@
 """
 The loader has the rows of dev/reference.py in drawn runs.
 
-    NANOLOADER_EXAMPLES=50 python -m pytest -s dev/tests/test_reference.py     # other runs, and many
+    NANOLOADER_EXAMPLES=50 python -m pytest -s dev/tests/test_reference.py    # many other runs
 
 A run has one to four legs. Each ends with a state, and the next leg loads it: on another number of
 ranks, with another B, T, packing or weight, from folders that have moved or hold the same text as
@@ -19,17 +19,24 @@ import zlib
 from typing import NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import dataset
 from dataloader import PACKINGS, PackedLoader, merge_states
-from dataset import UserError, list_shards, write_shard
+from dataset import UserError, list_shards
 from dev import reference
 from dev.reference import Run, chunks_of, piles_of, rows_of_chunk, rows_of_lane, rows_of_run
-from test_dataloader import BOS, TIMES, ByteTokenizer, rows_by_number
+from test_dataloader import (
+    BOS,
+    TIMES,
+    ByteTokenizer,
+    rows_by_number,
+    texts_of,
+    write,
+    write_tokens,
+)
 
 # --------------------------------------------------------------------------------------------------
 # What is drawn
@@ -93,41 +100,29 @@ class Stop(NamedTuple):
 
 def write_corpus(root, letter, shards, times, has_masks):
     """letter: no other corpus has its texts. Masked ids have no folder of text."""
-    ids = {}
-    for k, groups in enumerate([*shards, [[]]]):
-        name = f"train-{k}.parquet" if k < len(shards) else "val.parquet"
-        texts = [[text_of(letter, n) for n in group] for group in [*times * groups, [k + 1]]]
-        write_shard(f"{root}/text/{name}", [pa.array(group, pa.string()) for group in texts])
-        for row_group, group in enumerate(texts):
-            for row, text in enumerate(group):
-                ids[f"{name}:{row_group}:{row}"] = ids_of(text, has_masks)
-    dataset.write_index(f"{root}/text")
-    write_tokens(root, ids, np.dtype("<i4" if has_masks else "<u2"))
-    folders = [f"{root}/tokens"] if has_masks else [f"{root}/text", f"{root}/tokens"]
+    texts = []
+    for k, groups in enumerate(shards):
+        lengths = [*times * groups, [k + 1]]    # no two shards are the same
+        texts.append([[text_of(letter, n) for n in group] for group in lengths])
+    folders = [write(f"{root}/text", *texts)]
+    dataset.write_index(folders[0])
+    encode = masked_ids_of if has_masks else ids_of
+    ids = {location.key: encode(text) for location, text in texts_of(folders[0]).items()}
+    dtype = "int32" if has_masks else "uint16"
+    folders.append(write_tokens(f"{root}/tokens", folders[0], encode, dtype))
+    if has_masks:
+        del folders[0]
     shutil.copytree(folders[0], f"{root}/moved")
     return Corpus([*folders, f"{root}/moved"], ids)
 
 def text_of(letter, n):
     return n if n is None else (f"{letter}{n}-" * n)[:n]
 
-def ids_of(text, has_masks):
-    if text is None:
-        return []
-    ids = [BOS, *text.encode()]
-    return [~token if has_masks and k % 3 == 1 else token for k, token in enumerate(ids)]
+def ids_of(text):
+    return [] if text is None else [BOS, *text.encode()]
 
-def write_tokens(root, ids, dtype):
-    """Like dev.prepare tokenize."""
-    for shard in dataset.all_shards(f"{root}/text"):
-        arrays = []
-        for row_group, n in enumerate(shard.group_sizes):
-            documents = [ids[f"{shard.name}:{row_group}:{row}"] for row in range(n)]
-            raw = [np.array(one, dtype).tobytes() or None for one in documents]
-            arrays.append(pa.array(raw, pa.binary()))
-        write_shard(f"{root}/tokens/{shard.name}", arrays, "tokens", {
-            dataset.TOKEN_DTYPE: dtype.name, dataset.FINGERPRINT: "bytes",
-            dataset.GROUP_BYTES: json.dumps(shard.group_bytes), dataset.TEXT_DIGEST: shard.digest})
-    dataset.write_index(f"{root}/tokens")
+def masked_ids_of(text):
+    return [~token if k % 3 == 1 else token for k, token in enumerate(ids_of(text))]
 
 def draw_sources(draw, corpora):
     """{letter: Source}. All are finite, or all endless, or only the first is."""
