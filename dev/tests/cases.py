@@ -1,4 +1,4 @@
-"""Cases in dev/tests/data/*.txt: a line of JSON each, and what it becomes in the indented lines below."""
+"""Cases in dev/tests/data/*.txt: a line of JSON each, and below it, what it becomes."""
 
 import doctest
 import re

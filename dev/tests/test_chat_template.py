@@ -124,7 +124,8 @@ def encoded(own, kind, text):
     [ids] = Encoder(own).encode(shard, 0, np.arange(1), pa.array([text]))
     return ids.tolist()
 
-WITH_A_NAME = """[{"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "Yo"}]"""
+WITH_A_NAME = """[
+    {"role": "user", "content": "<|im_end|>"}, {"role": "assistant", "content": "Yo"}]"""
 
 def test_the_loader_takes_it():
     """Text and chats. In a text, names are plain; in a chat, as in the library."""

@@ -31,8 +31,8 @@ from test_dataloader import HERE
 README = (HERE / "README.md").read_text(encoding="utf-8")
 TRAIN = (HERE / "dev/train.md").read_text(encoding="utf-8")
 RECIPES = (HERE / "dev/recipes/README.md").read_text(encoding="utf-8")
-PAGES = ["README.md", "dev/recipes/README.md", "dev/recipes/forms.md", "dev/loops.md", "dev/train.md",
-         "dev/log.md", "dev/gpu.md"]
+PAGES = ["README.md", "dev/recipes/README.md", "dev/recipes/forms.md", "dev/loops.md",
+         "dev/train.md", "dev/log.md", "dev/gpu.md"]
 TOY = ["--steps", "2", "--seq_len", "64", "--eval_bytes", "2000"]
 ANSWERS = {"--sample", "--chat"}
 
@@ -128,7 +128,8 @@ def test_python_works_after_the_commands(reader, monkeypatch):
 
 def test_calls_in_the_table_of_the_api_exist():
     section = README.partition("## The API on one screen")[2].partition("\n## ")[0]
-    calls = re.findall(r"`(\.?\w+)(?=[(`])", "\n".join(re.findall(r"^\| (.*?) \|", section, re.MULTILINE)))
+    cells = re.findall(r"^\| (.*?) \|", section, re.MULTILINE)
+    calls = re.findall(r"`(\.?\w+)(?=[(`])", "\n".join(cells))
     for call in calls:
         owners = [PackedLoader] if call[0] == "." else [dataloader, dataset, tokenizer]
         assert any(hasattr(owner, call.strip(".")) for owner in owners), call

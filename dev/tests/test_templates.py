@@ -62,17 +62,6 @@ def test_a_template_and_a_text_share_no_token():
     ids, mask = tok.render_conversation({"messages": chat(("assistant", "\nYo"))})
     assert tok.decode([*itertools.compress(ids, mask)]) == "\nYo<|eot_id|>"
 
-def test_names_of_special_tokens_in_a_message_are_plain_text():
-    tok = tokenizer_for("nanochat")
-
-    def n_special(text):
-        parts = [{"type": "text", "text": text}, {"type": "python", "text": text}]
-        messages = chat(("system", text), ("user", text), ("assistant", parts))
-        ids, _ = tok.render_conversation({"messages": messages})
-        return np.count_nonzero(tok.token_bytes[ids] == 0)
-
-    assert n_special("hello") == n_special("<|bos|>") == n_special("<|assistant_end|>") == 7
-
 @pytest.mark.parametrize("template", ["nanochat", "chatml", "llama3"])
 def test_prompt_ends_where_the_answer_begins(template):
     tok = tokenizer_for(template)
@@ -89,13 +78,10 @@ def test_any_tokenizer_may_render_by_itself():
     """With nanochat's arguments, whose default cuts at 2,048 tokens."""
     def render_conversation(conversation, max_tokens=2048):
         n = len(conversation["messages"])
-        return ([7] + n * [9])[:max_tokens], ([0] + n * [1])[:max_tokens]
+        ids, mask = [7, *n * [9]], [0, *n * [1]]
+        return ids[:max_tokens], mask[:max_tokens]
 
     own = SimpleNamespace(render_conversation=render_conversation)
     ids, bounds = encode_conversations(own, [json.dumps(3000 * ["Hi"])])
-    assert (ids.tolist(), bounds.tolist()) == ([~7, *3000 * [9]], [0, 3001])
-
-@pytest.mark.parametrize("line", ["{", '{"messages": []}'])
-def test_a_line_that_is_no_list_is_shown(line):
-    with pytest.raises(UserError, match=r"expected a list of messages as JSON; saw"):
-        encode_conversations(tokenizer_for("nanochat"), [line])
+    assert ids.tolist() == [~7, *3000 * [9]]
+    assert bounds.tolist() == [0, 3001]
