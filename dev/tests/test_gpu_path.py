@@ -61,9 +61,11 @@ def test_step_at_depth_12_stays_on_its_device_and_in_bfloat16(monkeypatch):
     train.rope_tables.cache_clear()
     assert seen == {(device, torch.bfloat16, torch.bfloat16)}, "also after a norm or a square"
 
-@pytest.mark.parametrize("world, sent", [(1, []), (2, [(torch.float32, 6)])])
+ALL = torch.float32, 6    # the numbers of the three weights that have gradients
+
+@pytest.mark.parametrize("world, sent", [(1, []), (2, [ALL])])
 def test_gradients_are_summed_in_fp32_and_in_one_call(monkeypatch, world, sent):
-    """By ranks that have the same gradient, whatever the activations are; alone, nothing is sent."""
+    """By ranks that have the same gradient, in any dtype; alone, nothing is sent."""
     calls = []
     monkeypatch.setattr(train, "ranks_of_this_process", lambda: (0, world))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
@@ -73,21 +75,24 @@ def test_gradients_are_summed_in_fp32_and_in_one_call(monkeypatch, world, sent):
         tensor.mul_(world)
 
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
-    weights = [torch.nn.Parameter(torch.ones(size)) for size in ((1,), (2, 2), (1,), (3,))]
     model = torch.nn.Module()
-    for i, p in enumerate(weights):
-        model.register_parameter(f"p{i}", p)
-    model.forward = lambda inputs, targets: sum(p.sum() for p in weights[:3]) * targets.flatten()
-    optimizer = torch.optim.SGD(weights, lr=1.0)
+    model.weights = torch.nn.ParameterList(map(torch.ones, [(1,), (2, 2), (1,), (3,)]))
+    *used, unused = model.weights
+    model.forward = lambda inputs, targets: sum(p.sum() for p in used) * targets.flatten()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     flags = SimpleNamespace(micro_batch_size=1, dtype="bfloat16")
     targets = torch.tensor([[1.001, 2.0]])    # 1.001 is not in bfloat16
     train.train_step(model, [optimizer], targets, targets, 16, flags)
-    for p in weights[:3]:
-        torch.testing.assert_close(p, torch.full_like(p, 1 - world * 3.001 / 16), rtol=0, atol=1e-7)
-    assert weights[3].eq(1).all() and calls == sent
+    for p in used:
+        want = torch.full_like(p, 1 - world * 3.001 / 16)
+        torch.testing.assert_close(p, want, rtol=0, atol=1e-7)
+    assert unused.eq(1).all() and calls == sent
 
 @pytest.mark.parametrize("local_rank, slurm_id, n_visible, index", [
-    ("1", "2", 4, 1), ("", "2", 4, 2), ("2", "", 1, 0), ("", "", 2, 0)])
+    ("1", "2", 4, 1),
+    ("", "2", 4, 2),
+    ("2", "", 1, 0),
+    ("", "", 2, 0)])
 def test_each_rank_takes_a_gpu_of_its_node(monkeypatch, local_rank, slurm_id, n_visible, index):
     taken = []
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: n_visible)
@@ -110,7 +115,10 @@ def test_speed_is_of_each_rank(monkeypatch):
 # Compilation
 
 @pytest.mark.parametrize("best, words, want", [
-    ("cuda", "", 2), ("cuda", "--compile off", 0), ("cuda", "--device cpu", 0), ("cpu", "", 0),
+    ("cuda", "", 2),
+    ("cuda", "--compile off", 0),
+    ("cuda", "--device cpu", 0),
+    ("cpu", "", 0),
     ("cpu", "--compile on", 2)])
 def test_compiles_on_cuda_or_when_asked(monkeypatch, best, words, want):
     compiled = []
@@ -146,13 +154,17 @@ def test_all_blocks_share_few_compiled_variants(monkeypatch):
 
 def test_gpu_sh_runs_whole_on_a_cpu_at_toy_size(base, tmp_path):    # noqa: F811
     toy = "--device cpu --dtype float32 --depth 1 --seq_len 32 --batch_size 2 --vocab_size 300"
-    env = {**os.environ, "DATA": str(base / "a"), "OUT": str(tmp_path / "out"), "FLAGS": toy,
-           "RUNS": str(tmp_path / "runs"), "DEVICE": "cpu", "COMPILE": "off", "ROWS": "2",
-           "SIZE": "1,300,32", "STEPS": "4", "DEMO_STEPS": "2", "OMP_NUM_THREADS": "1"}
-    told = subprocess.check_output(["bash", str(HERE / "dev/bench/gpu.sh")], env=env, text=True,
-                                   stderr=subprocess.STDOUT, timeout=180)
+    env = os.environ | {
+        "DATA": f"{base}/a", "OUT": f"{tmp_path}/out", "RUNS": f"{tmp_path}/runs", "FLAGS": toy,
+        "DEVICE": "cpu", "COMPILE": "off", "ROWS": "2", "SIZE": "1,300,32", "STEPS": "4",
+        "DEMO_STEPS": "2", "OMP_NUM_THREADS": "1"}
+    words = ["bash", f"{HERE}/dev/bench/gpu.sh"]
+    ended = subprocess.run(words, env=env, timeout=180, capture_output=True, text=True)
+    told = ended.stdout + ended.stderr
+    assert ended.returncode == 0, told
     assert "resume: rows equal; loss of the first step differs by 0.0e+00" in told, told
-    assert not re.search(r"^\w+ +failed$|status", told, re.MULTILINE), told    # torch says failed, too
+    failed = r"^\w+ +failed$|status"    # torch says failed in other lines
+    assert not re.search(failed, told, re.MULTILINE), told
     assert "not compiled: 2 rows" in told, told
     assert (tmp_path / "out/logs.tgz").exists()
 

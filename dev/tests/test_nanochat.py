@@ -1,5 +1,6 @@
 """dev/nanochat.py beside nanochat's own order, refill rule and scan, written again with lists."""
 
+import functools
 import gc
 import itertools
 import json
@@ -94,13 +95,13 @@ def draw_shards(draw):
     def document(*numbers):
         if draw.random() < 0.2:
             return None
-        return ".".join(map(str, numbers)) + "x" * (int(draw.paretovariate(0.9) * 5) % 120)
+        n_x = int(draw.paretovariate(0.9) * 5) % 120
+        return ".".join(map(str, numbers)) + n_x * "x"
 
-    def shard(i):
-        sizes = [draw.randint(1, 30) for _ in range(draw.randint(4, 9))]
-        return [[document(i, j, k) for k in range(size)] for j, size in enumerate(sizes)]
+    def group(i, j):
+        return [document(i, j, k) for k in range(draw.randint(1, 30))]
 
-    return [shard(i) for i in range(3)]
+    return [[group(i, j) for j in range(draw.randint(4, 9))] for i in range(3)]
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_drawn_batches_are_nanochats_and_resume_is_exact(world_size, as_rank):
@@ -110,16 +111,19 @@ def test_drawn_batches_are_nanochats_and_resume_is_exact(world_size, as_rank):
     """
     draw = random.Random(world_size)
     shards = draw_shards(draw)
-    shards[0][1], shards[1][2], shards[2][3] = [], [None] * 9, [""] * 9
-    T = draw.choice([16, 40])
-    sizes = {}
+    shards[0][1] = []
+    shards[1][2] = [None] * 9
+    shards[2][3] = [""] * 9
+    T, sizes = draw.choice([16, 40]), {}
     if world_size > 1:
-        sizes = {"tokenizer_batch_size": draw.choice([5, 128]), "buffer_size": draw.choice([3, 20])}
+        sizes["tokenizer_batch_size"] = draw.choice([5, 128])
+        sizes["buffer_size"] = draw.choice([3, 20])
     for rank in range(world_size):
         as_rank(shards, rank, world_size)
         want = take(400, reference(shards, 4, T, rank, world_size, **sizes))
         found, saved = [], None
-        for start, stop in itertools.pairwise([0, *sorted(draw.sample(range(1, 400), 2)), 400]):
+        stops = sorted(draw.sample(range(1, 400), 2))
+        for start, stop in itertools.pairwise([0, *stops, 400]):
             batches = take(stop - start, with_state(
                 NanochatTokenizer(), 4, T, "train", 2, device="cpu", resume_state_dict=saved,
                 **sizes))
@@ -162,7 +166,8 @@ def test_dropped_generators_leave_no_threads(as_rank):
 # What is refused
 
 def test_errors_in_threads_name_the_row_group(as_rank):
-    as_rank([[["good"] * 8], [["good"] * 8, ["good"] * 6 + ["bad", "good"]]])
+    good = ["good"] * 8
+    as_rank([[good], [good, [*good[:6], "bad", "good"]]])
     tokenizer = ByteTokenizer()
     usual = tokenizer.encode_documents
     tokenizer.encode_documents = lambda texts: {}["bad"] if "bad" in texts else usual(texts)
@@ -177,11 +182,11 @@ def test_errors_in_threads_name_the_row_group(as_rank):
     (0, 2, "bytes", "val", r"shards is \w{12} in it, but \w{12} here")])
 def test_states_of_other_runs_are_refused(as_rank, rank, world_size, name, split, words):
     as_rank(FEW, 0, 2)
-    saved = next(with_state(ByteTokenizer(), 2, 16, "train", device="cpu"))[2]
+    start = functools.partial(with_state, B=2, T=16, device="cpu")
+    _, _, saved = next(start(ByteTokenizer(), split="train"))
     as_rank(FEW, rank, world_size)
-    resumed = with_state(ByteTokenizer(name), 2, 16, split, device="cpu", resume_state_dict=saved)
     with pytest.raises(dataset.UserError, match=f"another run's: {words}"):
-        next(resumed)
+        next(start(ByteTokenizer(name), split=split, resume_state_dict=saved))
 
 def test_a_rank_without_documents_is_refused(as_rank):
     """nanochat would search forever."""
