@@ -65,6 +65,9 @@ def open_run(path, data=None):
     --data would be now, if the data has moved.
     """
     file = newest_checkpoint(path) or path
+    if os.path.isdir(file):
+        raise UserError(f"{file} has no checkpoint, which has the run's tokenizer; expected a "
+                        "checkpoint, or the folder of a run that has saved one")
     folder = os.path.dirname(file) or "."
     saved = load_checkpoint(file)
     tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
@@ -92,7 +95,8 @@ def loader_of(run, flags):
     return PackedLoader(
         run.tokenizer, flags.batch_size, flags.seq_len, "train", packing=flags.packing,
         data_dir=sources_of(flags), rank=0, world_size=1, num_lanes=config["num_lanes"],
-        chunk_bytes=config["chunk_bytes"], shuffle_seed=config["shuffle_seed"])
+        chunk_bytes=config["chunk_bytes"], shuffle_seed=config["shuffle_seed"],
+        skip_bad=flags.skip_bad)
 
 def shards_of(run, begin, stop):
     """{path: Shard} of the data that steps `begin` to `stop` - 1 read. Sources may come and go."""
@@ -346,7 +350,7 @@ PANELS = {
     "val": "val: bits per byte",
     "rate": "learning rate of the matrices",
     "speed": "tokens per second",
-    "wait": "waiting for data: share of the step"}
+    "wait": "rank 0 waits for data: share of the step"}
 
 def plot(folders, out):
     """
@@ -358,6 +362,9 @@ def plot(folders, out):
         from matplotlib.figure import Figure  # an optional package, and no window is opened
     except ImportError:
         raise UserError("plot needs matplotlib: pip install matplotlib") from None
+    _, _, kind = out.rpartition(".")
+    if kind not in ("png", "pdf", "svg"):
+        raise UserError(f"expected a name that ends in .png, .pdf or .svg; saw {out}")
     figure = Figure((13, 7.5), layout="constrained")
     layout = [["loss", "loss", "val"], ["rate", "speed", "wait"]]
     panels = figure.subplot_mosaic(layout, sharex=True)
@@ -375,7 +382,7 @@ def plot(folders, out):
         panels[key].set_ylim(bottom=0)
     figure.legend(*panels["loss"].get_legend_handles_labels(), loc="outside upper left", ncols=4)
     with atomic_file(out) as part:
-        figure.savefig(part, dpi=120, format="png")
+        figure.savefig(part, dpi=120, format=kind)
     yield f"{out}: {len(folders)} runs"
 
 def draw_run(panels, log, name, color):
@@ -448,7 +455,7 @@ def make_parser():
     command.set_defaults(lines=lambda flags: plot(flags.runs, flags.out))
     command.add_argument("runs", nargs="+", type=expand_home, metavar="RUN", help="folders of runs")
     command.add_argument("--out", type=expand_home, default="plot.png", metavar="FILE",
-                         help="the picture (default: plot.png)")
+                         help="the picture, as PNG, PDF or SVG (default: plot.png)")
 
     command = commands.add_parser(
         "when", parents=[moved], description=when.__doc__,

@@ -321,9 +321,9 @@ def test_plot_draws_the_log_of_each_run(alone, changed, tmp_path, capsys, monkey
         savefig(figure, *where, **how)
 
     monkeypatch.setattr(Figure, "savefig", save)
-    runs.main(["plot", alone, changed, "--out", f"{tmp_path}/plot.png"])
-    assert "plot.png: 2 runs" in capsys.readouterr().out
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG\r\n")
+    runs.main(["plot", alone, changed, "--out", f"{tmp_path}/plot.pdf"])
+    assert "plot.pdf: 2 runs" in capsys.readouterr().out
+    assert (tmp_path / "plot.pdf").read_bytes().startswith(b"%PDF")
     loss, *others = figures[0].axes
     log = [record for record in train.read_log(f"{alone}/log.jsonl") if "loss" in record]
     of_alone, mean, no_resumes, *_, resumes = loss.lines
@@ -347,6 +347,8 @@ def test_plot_says_that_it_needs_matplotlib(alone, monkeypatch):
 
 @pytest.mark.parametrize("words, message", [
     ("audit --steps 4:4", "expected A:B"),
+    ("audit --steps 0:1 --resume .", ". has no checkpoint, which has the run's tokenizer; expected"),
+    ("plot RUN --out plot.word", "expected a name that ends in .png, .pdf or .svg; saw plot.word"),
     ("when RUN", "which document? Pass FILE:ROW or"),
     ("when RUN 0.parquet:0", "no 0.parquet:0 in the run's training data; expected FILE[:GROUP]"),
     ("losses WITHOUT", "log.jsonl has no losses of documents; train.py logs them with --ledger"),

@@ -43,6 +43,7 @@ from hypothesis import strategies as st
 import dataloader
 import dataset
 import train
+from dev import runs
 from test_dataloader import HERE, TIMES, grouped
 from tokenizer import RustBPETokenizer
 
@@ -304,7 +305,7 @@ def test_ranks_whose_launcher_is_gone_save_and_stop():
     lock = FileLock("run/.lock")
     lock.acquire(timeout=60)    # longer, and they have not stopped
     last_step = max(losses_of("run"))
-    assert train.newest_checkpoint("run") == train.checkpoint_path("run", last_step + 1)
+    assert dataset.step_in_name(train.newest_checkpoint("run")) == last_step + 1
 
 def test_nohup_is_respected():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -382,10 +383,11 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     ("--eval ''", "error: no checkpoint (No such file or directory; a run keeps"),
     ("--tokenizer ''", "error: has no tokenizer, or a damaged one"),
     ("--step 5", "error: unrecognized arguments: --step 5"),
-    ("--batch_size 0", "error: argument --batch_size: 0: expected 1 or more, below 2**63; see"),
-    ("--lr nan", "error: argument --lr: nan: expected 1e-99 or more, below 2**63; see"),
-    ("--lr inf", "error: argument --lr: inf: expected 1e-99 or more, below 2**63; see"),
-    ("--noise -0.1", "error: argument --noise: -0.1: expected 0 or more, below 2**63; see"),
+    ("--batch_size 0", "error: argument --batch_size: 0: expected 1 or more, below 9223372036854775808; see"),
+    ("--lr nan", "error: argument --lr: nan: expected 1e-99 or more, below 9223372036854775808; see"),
+    ("--lr inf", "error: argument --lr: inf: expected 1e-99 or more, below 9223372036854775808; see"),
+    ("--noise -0.1", "error: argument --noise: -0.1: expected 0 or more, below 1; see"),
+    ("--noise 20", "error: argument --noise: 20: expected 0 or more, below 1; see"),
     ("--data a:0.7 b", "error: --data a:0.7 b: expected each path once, and a weight for each"),
     ("--data 2024-01-01T00:30", "error: 2024-01-01T00 does not exist, or has no shards"),
     ("--data a ./a/", "error: --data a ./a/: expected each path once"),
@@ -396,10 +398,10 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     ("--resume auto --out run --depth 2 --seed 4 --lr 1",
      "error: run/step_0000008.pt was made with --depth 1 --seed 1; to use it, leave"),
     ("--resume run", "error: no checkpoint run (Is a directory; a run keeps its newest ones: see "
-     "--keep); pass a file, or a run's folder (--resume auto --out FOLDER), or"),
+     "--keep, and all nodes must see its folder); pass a file, or a folder of a run (--resume"),
     ("--resume run/step_0000008.pt --out new --steps 1", "checkpoint: new/step_0000008.pt\n"),
-    ("--seed -1", "error: argument --seed: -1: expected 0 or more, below 2**63; see"),
-    (f"--steps {2**63}", f"error: argument --steps: {2**63}: expected 1 or more, below 2**63; see"),
+    ("--seed -1", "error: argument --seed: -1: expected 0 or more, below 9223372036854775808; see"),
+    (f"--steps {2**63}", f"error: argument --steps: {2**63}: expected 1 or more, below {2**63}; see"),
     ("--init run/step_0000008.pt --data a --depth 2",
      "error: run/step_0000008.pt was made with --depth 1; to use it, leave out"),
     ("--eval old.pt", "error: old.pt cannot be used (ValueError('its version is 2; this code"),
@@ -492,17 +494,17 @@ def test_bad_documents_end_a_run_or_are_left_out_counted_and_named(command):
     chats = [json.dumps([{"role": "user", "content": f"{i}?"},
                          {"role": "assistant", "content": "so"}]) for i in range(40)]
     dataset.write_shard("chats/val.parquet", [pa.array(chats)], "messages")
-    chats[7] = '[{"role": "assistant"}]'
+    chats[7:9] = '[{"role": "assistant"}]', "no chat"
     dataset.write_shard("chats/train-0.parquet", [pa.array(chats)], "messages")
-    RustBPETokenizer.train_from_iterator(["user assistant so"] * 9, 270).save("other")
-    words = f"{TOY} --vocab_size 270 --tokenizer other --data chats --num_lanes 4 --out"
-    assert "chats/train-0.parquet, row group 0, row 7: " in command(f"{words} run", toy="", status=1)
+    words = f"{TOY} --vocab_size 270 --data chats --num_lanes 4 --out"
+    assert "chats/train-0.parquet, row group 0, row " in command(f"{words} run", toy="", status=1)
     told = two_ranks(f"{words} left_out --skip_bad")
     assert "[0, 0]" in told, told
     records = [record for record in log_of("left_out") if "warnings" in record]
     names = [name for record in records for of_rank in record["warnings"] for name in of_rank]
     assert any("left out: chats/train-0.parquet, row group 0, row 7: " in name for name in names)
     assert records[-1]["bad_documents"] >= 1
+    runs.main(["audit", "--resume", "left_out", "--steps", "0:4"])    # packs the same rows again
 
 def test_an_error_of_one_rank_saves_the_steps_of_all(command, resume):
     """The other one has drawn the batch, which is drawn again."""
@@ -584,7 +586,7 @@ def test_defaults_are_those_of_the_device(monkeypatch, has_bf16, words, want):
     found = [flags.device, flags.dtype, flags.depth, flags.seq_len, flags.steps]
     assert " ".join(map(str, found)) == want
 
-@pytest.mark.filterwarnings("ignore:load_state_dict. the weight of b")
+@pytest.mark.filterwarnings("ignore:load_state_dict. weight of b")
 def test_resumed_run_takes_the_flags_that_may_change(finished, resume):
     told = resume("--out run/ --steps 10 --lr 1e-30 --batch_size 2 --data a b")
     assert "\nchanged flags: batch_size, steps, lr, data\n" in told
@@ -832,7 +834,7 @@ def test_a_run_in_the_folder_of_its_data_is_no_data(command, monkeypatch):
 
 @pytest.mark.parametrize("words, kept", [
     ("", [6, 8]), ("--keep 1", [8]), ("--keep 3", [4, 6, 8]), ("--keep_every 4", [4, 6, 8]),
-    ("--keep 1 --keep_every 3", [6, 8]), ("--keep_every 1", [2, 4, 6, 8])])
+    ("--keep 1 --keep_every 3", [3, 6, 8]), ("--keep 1 --keep_every 1", [*range(1, 9)])])
 def test_kept_checkpoints_are_the_newest_and_each_nth(command, resume, words, kept):
     """Also after a resume, by the flags of the run."""
     command(f"--save_every 2 --steps 4 {words} --out run")
