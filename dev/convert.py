@@ -334,7 +334,7 @@ def read_json(path, flags):
     """One array of records, or a record in each line."""
     with open_stream(path) as stream:
         if re.match(rb"(\xef\xbb\xbf)?\s*\[", stream.peek(100)):    # after a BOM, if any
-            for number, record in enumerate(load_json(stream.read())):
+            for number, record in enumerate(load_json(stream.read().decode("utf-8-sig"))):
                 yield f"document {number}", record
         else:
             yield from read_lines(path, flags)
@@ -517,7 +517,7 @@ def decode(value, kind):
     bytes, also inside lists and structs.
     """
     if isinstance(kind, pa.JsonType):
-        return value and load_json(value.encode())
+        return value and load_json(value)
     if isinstance(value, bytes):
         return value.decode()
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """
 Records of other tools -> the documents of a shard: text, or chats as a list of messages.
 
-dev/convert.py reads records from files, and calls make_document for each. USES, SYSTEM, WEIGHTS
+dev/convert.py reads records from files, and calls make_document for each. USES, SYSTEM, KEYS, LOST
 and ROLES have the names that are read. Other columns are dropped, and the report says so.
 Other keys of a message are an error, since they may say not to learn it.
 """
@@ -20,9 +20,17 @@ OTHER_TYPES = (
     "choose another column with --text_key, write pandas' columns as "
     "records (df.to_json(NEW, orient='records', lines=True)), or for conversations, add "
     "--messages_key NAME; for ids of tokens, see dev/recipes/token_files.py")
-# Names of special tokens: of tiktoken, Hugging Face, Gemma and DeepSeek
-SPECIAL = re.compile(rb"<(\|\w+\|>|/s>|[be]os>|\w+_of_turn>|\xef\xbd\x9c[^>\s']{1,60}>)")
 OTHER_FORMS = "; to bring it into this form: see Other forms of data in dev/recipes/forms.md"
+
+# What in a text may show damage, or that it holds several documents. Chats are JSON anyway. The
+# special tokens are named as by tiktoken, Hugging Face, Gemma and DeepSeek.
+SIGNS = {
+    rb'\A\[?{"(?!role")': "texts that are JSON (if lines of a file are documents, name it .jsonl)",
+    rb"\0": "texts with NUL bytes (damaged?)",
+    rb"\xef\xbb\xbf": "texts with a byte order mark (of files that were joined?)",
+    rb"<(?:\|\w+\|>|/s>|[be]os>|\w+_of_turn>|\xef\xbd\x9c[^>\s']{1,60}>)":
+        "texts that contain {0}, which is plain text here, not a special token (if it separates "
+        "documents: --split_at '{0}'; to remove it: sed 's#{0}##g' OLD > NEW)"}
 
 def make_document(record, flags, say):
     """
@@ -38,10 +46,9 @@ def make_document(record, flags, say):
         kept = {name: lookup(record, name) for name in flags.keep}
     for name in flags.ignore_keys:
         record.pop(name, None)
+    lift(record, flags.text_key or flags.messages_key or "")
     kind, columns = find_document(record, flags)
-    values = [lookup(record, column) for column in columns]
-    for name in columns_of(columns):    # what is read leaves the record
-        record.pop(name, None)
+    values = [record.pop(column) for column in columns]    # what is read leaves the record
     if kind == "messages":
         messages = make_messages(values, record, flags, say)
         text = json.dumps(messages, ensure_ascii=False)
@@ -58,17 +65,16 @@ def make_document(record, flags, say):
     text = text.encode()
     for name, value in record.items():
         if value not in EMPTY and name not in columns_of(flags.keep):
-            if kind == "messages" and value == "rejected":
-                raise UserError(
-                    f"{name!r} is 'rejected'; to train on it anyway: --ignore_keys {name}")
             say(f"dropped column {name}")
     say(kind)
-    report_signs(kind, text, say)
+    for pattern, what in SIGNS.items():
+        sign = re.search(pattern, text)
+        if sign:
+            say(what.format(sign[0].decode()))
     return text, kept
 
 def is_learned(record, flags, say):
     """False if a mark of a conversation says so. UserError if one says anything but yes or no."""
-    lost = [name for name in LOST if record.get(name)]
     for name in WEIGHTS:
         match weight_of(record.get(name)):
             case 0:
@@ -76,34 +82,21 @@ def is_learned(record, flags, say):
                 return False
             case 1:
                 del record[name]
-            case int() | float() | list() | dict() as weight if weight not in EMPTY:
-                lost.append(name)
-    lost = [name for name in lost if name not in columns_of(flags.keep)]
+    marks = {*WEIGHTS, *LOST} - columns_of(flags.keep)
+    lost = [
+        name for name, value in record.items()
+        if value == "rejected" or (name in marks and weight_of(value))]
     if lost:
         names = " ".join(lost)
         raise UserError(
             f"its {names} would be lost (a weight of 0 or 1 in each message says what to learn, "
-            f"and shards hold no tools); to drop it: --ignore_keys {names}")
+            f"and shards hold no tools); to drop it: --ignore_keys {names}{OTHER_FORMS}")
     return True
-
-def report_signs(kind, text, say):
-    """What in a text may show damage, or that it holds several documents."""
-    if kind == "text" and text.startswith((b'{"', b'[{"')):
-        say("texts that are JSON (if lines of a file are documents, name it .jsonl)")
-    if b"\0" in text:
-        say("texts with NUL bytes (damaged?)")
-    if b"\xef\xbb\xbf" in text:
-        say("texts with a byte order mark (of files that were joined?)")
-    special = SPECIAL.search(text)
-    if special:
-        name = special[0].decode()
-        say(f"texts that contain {name}, which is plain text here, not a special token (if it "
-            f"separates documents: --split_at '{name}'; to remove it: sed 's#{name}##g' OLD > NEW)")
 
 def as_dict(record, flags):
     """What a reader yields -> {column: value}. A record may also be a list of messages."""
     if isinstance(record, bytes):
-        record = load_json(record)
+        record = load_json(record.decode("utf-8-sig"))
     match record:
         case dict():
             return record
@@ -111,8 +104,10 @@ def as_dict(record, flags):
             return {flags.messages_key or "messages": record}
         case Exception():
             raise record
-    raise UserError(f"expected an object such as {{'text': 'Hello'}}; saw {record!r:.200}; "
-                    "of an array of texts: jq -c '.[] | {text: .}' OLD > NEW.jsonl")
+    raise UserError(
+        f"expected an object such as {{'text': 'Hello'}}; saw {record!r:.200}; of texts: jq -c "
+        "'{text: .}' OLD > NEW.jsonl; of an array of texts: jq -c '.[] | {text: .}' OLD > NEW.jsonl; "
+        "of texts that are JSON: jq -c fromjson OLD > NEW.jsonl")
 
 def by_name(table):
     """{"user": "human bob"} -> {"human": "user", "bob": "user"}"""
@@ -129,14 +124,18 @@ USES = by_name({
     "ask": "prompt question instruction",
     "answer": "completion response answer output chosen",
     "add": "input context"})
-# Beside a conversation, one of SYSTEM has the system's message, and "history" pairs of texts that
-# come before it. Those of WEIGHTS say whether to learn it, also as keys of a message.
+# Keys of a message. Those for its weight are also columns, which say whether to learn a conversation.
+KEYS = by_name({
+    "role": "role from",
+    "content": "content value",
+    "weight": "weight loss train loss_weight label kto_tag"})
+WEIGHTS = [key for key, use in KEYS.items() if use == "weight"]
+# Beside a conversation, one of SYSTEM has the system's message. Those of LOST say what to learn of
+# it, or add to it: not read, so they are an error.
 SYSTEM = ["system", "system_prompt"]
-WEIGHTS = ["weight", "loss", "train", "loss_weight", "label"]
-# These say what to learn of a conversation, or add to it: not read, so they are an error.
 LOST = [
     "weights", "loss_weights", "mask", "loss_mask", "loss_masks", "assistant_mask",
-    "assistant_masks", "mask_history", "train_on_inputs", "tool", "tools", "functions",
+    "assistant_masks", "mask_history", "train_on_inputs", "tool", "tools", "functions", "history",
     "systemInstruction", "system_instruction", "system_message"]
 
 def columns_to_read(flags):
@@ -149,13 +148,12 @@ def columns_to_read(flags):
         return {flags.text_key: "text"}
     if not key:
         return USES
-    return {key: "ask" if USES.get(key) == "ask" else "chat"} | {
-        name: use for name, use in USES.items()
-        if use in ("answer", "add") and name not in columns_of([key])}
+    others = {name: use for name, use in USES.items() if use in ("answer", "add") and name != key}
+    return {key: "ask" if USES.get(key) == "ask" else "chat"} | others
 
 def needed_columns(flags):
-    """Others may have values that Python lacks."""
-    beside_chats = [] if flags.text_key else [*SYSTEM, "history", *WEIGHTS, *LOST]
+    """Others may have values that Python lacks. HALOs' "type" may be "rejected"."""
+    beside_chats = [] if flags.text_key else [*SYSTEM, *WEIGHTS, *LOST, "type"]
     return columns_of([*columns_to_read(flags), *beside_chats])
 
 def find_document(record, flags):
@@ -163,11 +161,11 @@ def find_document(record, flags):
     found, empty = collections.defaultdict(list), []    # found: {use: columns with a value}
     text, chat, answers = found["text"], found["chat"], found["answer"]
     for column, use in columns_to_read(flags).items():
-        value = lookup(record, column, NOT_READ)
+        value = record.get(column, NOT_READ)
         if value is NOT_READ or (chat and column != "chosen"):
             continue
         if use == "chat" and isinstance(value, str) and not CHAT.match(value):
-            use = "ask" if flags.messages_key else "no use"
+            use = "ask"
         if value not in EMPTY:
             found[use].append(column)
         elif use != "add" or answers:
@@ -185,7 +183,7 @@ def find_document(record, flags):
         return "text", text or empty[:1]
     key = flags.text_key or flags.messages_key or "text"
     raise UserError(
-        f"no text or conversation under {key!r} ({lookup(record, key)!r:.99}); saw "
+        f"no text or conversation under {key!r} ({record.get(key)!r:.99}); saw "
         f"{[*record]!r:.300} (in CSV, line 1 has the names; a question such as 'prompt' needs an "
         "answer such as 'completion'); name the key with --text_key (a.b for b in a), or for "
         f"conversations or questions with --messages_key{OTHER_FORMS}")
@@ -199,9 +197,23 @@ def lookup(record, key, missing=None):
             return missing
     return record
 
+def lift(record, key):
+    """
+    If the key is 'a.b', its value becomes record["a.b"]. What is beside b in "a" becomes a column,
+    and is read or dropped like one.
+    """
+    value = lookup(record, key, NOT_READ)
+    if key in record or value is NOT_READ:
+        return
+    *outer, last = key.split(".")
+    for name in outer:
+        record |= record.pop(name, None) or {}
+    record.pop(last, None)
+    record[key] = value
+
 def columns_of(keys):
-    """Of a key 'a.b', the column is 'a.b' or 'a'."""
-    return {*keys, *(key.partition(".")[0] for key in keys)}
+    """Of a key 'a.b', the column is 'a.b', 'a' or 'b'."""
+    return {*keys, *".".join(keys).split(".")}
 
 # --------------------------------------------------------------------------------------------------
 # Conversations
@@ -221,16 +233,6 @@ CHAT = re.compile(r"""\s*\[\s*\{.*["'](role|from)["']\s*:""", re.DOTALL)    # wr
 def make_messages(values, record, flags, say):
     """Messages as shards hold them. What is read of the record, beside the values, leaves it."""
     messages = read_turns(values, flags)
-    begin = int(messages[0]["role"] == "system")
-    history = record.pop("history", None) or []
-    for pair in reversed(history):
-        match pair:
-            case [str(), str()]:
-                messages[begin:begin] = read_turns(pair, flags)
-            case _:
-                raise UserError(
-                    "expected pairs of texts, [['Hi', 'Hello'], ...], under 'history'; saw "
-                    f"{history!r:.200}; to leave it out: --ignore_keys history")
     for name in SYSTEM:
         if record.get(name) and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": record.pop(name)})
@@ -265,11 +267,9 @@ def read_turns(values, flags):
                 f"{asked!r:.200}; to leave a column out: --ignore_keys NAME")
         question = "\n\n".join(asked)
     questions = clean("user", question, flags)
-    repeated = answers[:len(questions)]
-    if repeated == questions:    # `chosen` may be a whole chat
+    if answers[:len(questions)] == questions:    # `chosen` may be a whole chat
         return answers
-    is_same_speaker = answers[0]["role"] == questions[-1]["role"]
-    if is_same_speaker or said(repeated) == said(questions):
+    if questions[-1]["role"] in ("assistant", answers[0]["role"]):
         raise UserError(
             f"{answers!r:.200} does not answer {questions!r:.200}; to leave out one of these "
             "columns: --ignore_keys NAME, or --messages_key of the other")
@@ -278,19 +278,15 @@ def read_turns(values, flags):
             message.setdefault("weight", 0)
     return questions + answers
 
-def said(messages):
-    """Without weights: if only they differ, which ones count?"""
-    return [(message["role"], message["content"]) for message in messages]
-
 def clean(role, content, flags):
     """Messages as shards hold them, before they are checked. The content may be a text."""
     match content:
         case str() if CHAT.match(content):
-            content = load_json(content.encode())
+            content = load_json(content)
         case str():
             content = {"role": role, "content": content}
         case [str(first), *_] if first.lstrip().startswith("{"):    # List(Json()) of datasets
-            content = [load_json(text.encode()) for text in content]
+            content = [*map(load_json, content)]
         case {"role": list()} | {"from": list()}:    # its Sequence: an object of lists
             turns = zip(*content.values(), strict=True)
             content = [dict(zip(content, turn, strict=True)) for turn in turns]
@@ -299,46 +295,38 @@ def clean(role, content, flags):
         raise UserError(
             "expected a text, or messages such as {'role': 'user', 'content': 'Hi'}; saw "
             f"{content!r:.300}{OTHER_FORMS}")
-    cleaned = []
-    for message in messages:
-        message = {    # parquet has null for what others have
-            key: value for key, value in message.items()
-            if value is not None and key not in flags.ignore_keys}
-        ours = {}
-        for name, theirs in ("role", "from"), ("content", "value"):
-            key = name if name in message else theirs
-            ours[name] = message.pop(key, None)
-        role = str(ours["role"]).lower()
-        ours["role"] = ROLES.get(role, role)
-        weights = [weight_of(message.pop(key)) for key in WEIGHTS if key in message]
-        if 1 in weights and ours["role"] != "assistant":
+    return [clean_message(message, flags) for message in messages]
+
+def clean_message(message, flags):
+    """Keys that KEYS does not have stay, and read_messages refuses them: they may matter."""
+    pairs = [
+        (KEYS.get(key, key), value) for key, value in message.items()
+        if value not in EMPTY and key not in flags.ignore_keys]    # parquet has null for no key
+    message = {"role": None, "content": ""} | dict_of_pairs(pairs)
+    role = str(message["role"]).lower()
+    message["role"] = ROLES.get(role, role)
+    if "weight" in message:
+        message["weight"] = weight_of(message["weight"])
+        if message["weight"] == 1 and message["role"] != "assistant":
             raise UserError(
-                f"a message of role {ours['role']!r} has a weight, but only answers are learned; "
-                f"to drop all weights: --ignore_keys {' '.join(WEIGHTS)}")
-        if weights:
-            ours["weight"] = min(weights, key=lambda weight: weight == 1)    # the first other
-        cleaned.append(ours | {    # read_messages refuses other keys: they may matter
-            key: value for key, value in message.items() if value not in EMPTY})
-    return cleaned
+                f"a message of role {role!r} has a weight, but only answers are learned; to drop "
+                f"all weights: --ignore_keys {' '.join(WEIGHTS)}")
+    return message
 
 def weight_of(value):
     """Of a mark, which may be false, 0, 0.0, true, 1 and their names in CSV. Others stay."""
     try:
-        return json.loads(str(value).lower())
+        return value and json.loads(str(value).lower())
     except ValueError:
         return value
 
 # --------------------------------------------------------------------------------------------------
 # JSON
 
-def load_json(data):
-    """
-    NaN is null. A text may have tabs and line ends as they are. data: UTF-8 (Python itself would
-    also read UTF-16)
-    """
+def load_json(text):
+    """NaN is null. A text may have tabs and line ends as they are."""
     return json.loads(
-        data.decode("utf-8-sig"), object_pairs_hook=dict_of_pairs,
-        parse_constant=lambda name: None, strict=False)
+        text, object_pairs_hook=dict_of_pairs, parse_constant=lambda name: None, strict=False)
 
 def dict_of_pairs(pairs):
     """If a key is repeated, Python keeps the last value. Here, it is an error."""
@@ -352,4 +340,3 @@ class Remark(str):
 
 NOT_READ = ...    # neither null nor text
 KEPT = "nanoloader.kept"    # a record's key: a row of a table's columns to keep
-
