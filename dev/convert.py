@@ -47,6 +47,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from fsspec.utils import glob_translate
 from pyarrow import feather, ipc, parquet
 from pyarrow.dataset import InMemoryDataset
 from tqdm import tqdm
@@ -290,8 +291,6 @@ def records_of(path, read, flags):
     """(what is bad if the record is, place, record) of each. An error of the file is the last."""
     rest = f"{path}, unreadable"
     try:
-        if not os.path.exists(path):
-            raise UserError("a broken link")
         with open(path, "rb") as file:
             if file.read(99).startswith(b"version https://git-lfs"):
                 raise UserError("it is a Git LFS pointer, not the file; to get the file: git lfs pull")
@@ -309,13 +308,12 @@ CODECS = {
 def open_stream(path):
     """Decompressed, by the file's name."""
     codec = CODECS.get(Path(path).suffix.lower())
-    if codec and not os.path.getsize(path):
-        raise UserError("it has no bytes; even of an empty text, a compressed file has some")
     if codec in (gzip, bz2, lzma):
         stream = codec.open(path)
         stream._buffer.raw._trailing_error = ()    # or it would end before a damaged member
     else:    # a cut file loses less than this buffer
-        stream = io.BufferedReader(pa.input_stream(path, compression=codec), 1 << 10)
+        file = pa.OSFile(os.fsencode(path))    # its name may be no UTF-8
+        stream = io.BufferedReader(pa.input_stream(file, compression=codec), 1 << 10)
     encoding = json.detect_encoding(stream.peek(4)[:4])
     if not encoding.startswith("utf-8"):
         name = encoding.replace("-le", "le").replace("-be", "be")    # iconv's
@@ -339,74 +337,80 @@ def read_json(path, flags):
         else:
             yield from read_lines(path, flags)
 
-def read_csv(path, flags, delimiters="\t,;|", quoting=csv.QUOTE_MINIMAL):
-    """What divides columns is the one of the delimiters that is most frequent in line 1."""
+def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
+    """What divides columns is the one of the delimiters that is most frequent in the header."""
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
         # Bytes that are no UTF-8 become surrogates, which cannot be encoded.
         lines = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
         lines = (line.removeprefix("\ufeff") for line in lines)    # joined files may have several
-        header = next(filter(str.strip, lines), "")    # the first line that is not blank
+        lines = enumerate(lines, 1)
+        first = next((line for line in lines if line[1].strip()), (1, ""))    # that is not blank
+        header = first[1]
         header.encode()
         delimiter = max(delimiters, key=header.count)
-        rows = rows_of_csv(itertools.chain([header], lines), delimiter, quoting)
-        _, titles = next(rows, (0, []))
+        rows = rows_of_csv(itertools.chain([first], lines), delimiter, quoting)
+        _, titles = next(rows, (1, []))
         if isinstance(titles, csv.Error):
             raise titles
         pairs = [(name or f"column {i}", i) for i, name in enumerate(titles, 1)]
         names = [*dict_of_pairs(pairs)]    # raises if a name is there twice
         for number, fields in rows:
+            place = f"line {number}"
             if isinstance(fields, csv.Error):
-                record = fields
+                yield place, fields
             elif fields == titles:
-                record = Remark("skipped lines that repeat the first one (files were joined)")
-            elif len(fields) == len(names):
-                record = dict(zip(names, fields, strict=True))
-                for remark in remarks_on(fields, quoting):
-                    yield f"line {number}", Remark(remark)
+                yield place, Remark("skipped lines that repeat the first one (files were joined)")
+            elif len(fields) != len(names) or {*fields} == {*names}:
+                yield place, UserError(
+                    f"expected {counted(len(names), 'field')}, as in the first line; saw "
+                    f"{fields!r:.200}; quote texts that have {delimiter!r} (a .tsv has no quotes; if "
+                    "yours has, name it .csv); if each line ends with it, so must the first; if "
+                    "columns change their order, divide the file there; remove a line such as sep=;")
             else:
-                record = UserError(
-                    f"expected {counted(len(names), 'field')}, as in the first line; quote texts "
-                    f"that have {delimiter!r} (a .tsv has no quotes; if yours has, name it .csv)")
-            yield f"line {number}", record
+                for pattern, remark in SIGNS_OF_TABLES.items():
+                    if any(re.search(pattern, field) for field in fields):
+                        yield place, Remark(remark)
+                yield place, dict(zip(names, fields, strict=True))
 
-def remarks_on(fields, quoting):
-    """What may show that a table has other rules."""
-    if quoting == csv.QUOTE_NONE and fields != [field.strip('"') for field in fields]:
-        yield ("lines with a quote at an end of a field (if these quotes are not the text's, name "
-               "it .csv)")
-    if any(field.endswith("\\") for field in fields):
-        yield ("lines with a field that ends with a backslash (it may be cut there; if backslashes "
-               f"escape quotes: {SPARK_SED})")
+# What in a field may show that a table has other rules
+SIGNS_OF_TABLES = {
+    r"""\A\s*b?["']|["']\Z""":
+        "lines with a quote at an end of a field (if these quotes are not the text's: name a .tsv "
+        """with quotes .csv; remove spaces before quotes, sed 's/, *"/,"/g' OLD > NEW.csv)""",
+    r"\\\Z":
+        "lines with a field that ends with a backslash (it may be cut there; if backslashes escape "
+        f"quotes: {SPARK_SED})",
+    r"\A\\N\Z|\\[nt]":
+        "lines with \\N, \\n or \\t (if they stand for null, a line end or a tab, as MySQL and "
+        "PostgreSQL write them: write CSV with quotes, or JSON lines)"}
 
 def rows_of_csv(lines, delimiter, quoting):
     """
     (the number of its first line, fields or an error) of each row. A bad quote costs its line, not
     all up to the next quote: the lines between them are read again.
     """
-    number, n_again = 1, 0
+    n_again = 0
     taken, again = [], []    # the lines of a row; those to read again, the last one first
 
     def take():
-        while line := again.pop() if again else next(lines, ""):
+        while line := again.pop() if again else next(lines, None):
             taken.append(line)
-            yield line
+            yield line[1]
 
     while True:
         try:
             for fields in csv.reader(take(), delimiter=delimiter, quoting=quoting, strict=True):
                 if fields:    # a blank line has none
-                    yield number, fields
-                number += len(taken)
+                    yield taken[0][0], fields
                 taken.clear()
             return
         except csv.Error as error:
             n_again += len(taken)
             if n_again > 10_000_000:    # quotes are wrong everywhere
                 raise
-            yield number, error
+            yield taken[0][0], error
             again += taken[:0:-1]
-            number += 1
             taken.clear()
 
 def read_tsv(path, flags):
@@ -445,26 +449,25 @@ def read_text(path, flags):
             yield f"text {next(numbers)}", record
 
 def read_parquet(path, flags):
+    data = pa.memory_map(os.fsencode(path)).read_buffer()
+    refuse_joined(data, b"PAR1PAR1\x15")
     file = parquet.ParquetFile(
-        path, page_checksum_verification=True, arrow_extensions_enabled=True)
-    refuse_joined(pa.memory_map(path).read_buffer(), b"PAR1PAR1\x15")
+        data, page_checksum_verification=True, arrow_extensions_enabled=True)
     return rows_of(file.iter_batches(ROW_GROUP_DOCUMENTS, use_threads=False), flags)
 
 def read_arrow(path, flags):
     """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
-    data = pa.memory_map(path).read_buffer()
-    tables = []
+    data = pa.memory_map(os.fsencode(path)).read_buffer()
+    stream = pa.BufferReader(data)
     if data[:6] == b"ARROW1":
         refuse_joined(data, b"ARROW1ARROW1\0\0")
-        tables.append(ipc.open_file(data).read_all())
+        table = ipc.open_file(stream).read_all()
     elif data[-8:] == b"\xff\xff\xff\xff\0\0\0\0":    # Arrow itself reads a stream without its end
-        streams = pa.BufferReader(data)
-        while streams.tell() < len(data):
-            tables.append(ipc.open_stream(streams).read_all())
+        table = ipc.open_stream(stream).read_all()
+        refuse_joined(stream.read(1), b"(?s).")
     else:
         raise ValueError("its end is missing, or it is of Feather 1; write or copy it again")
-    batches = [batch for table in tables for batch in table.to_batches(ROW_GROUP_DOCUMENTS)]
-    return rows_of(batches, flags)
+    return rows_of(table.to_batches(ROW_GROUP_DOCUMENTS), flags)
 
 def refuse_joined(data, seam):
     """Of joined files with footers, Arrow reads one, or the rows of one as those of another."""
@@ -546,31 +549,24 @@ ABOUT_DATA = (
     "dataset_infos.json dataset_dict.json state.json")
 
 def find_files(flags, report):
-    """
-    [(path, reader, is it for val?, number), ...], each file once, in the order of folders and
-    names.
-    """
+    """[(path, reader, is it for val?, number), ...], each file once, in the order of paths."""
     names = {}    # of files, below what was typed
-    for given in flags.inputs:
-        for path, name in expand(given):
-            names[path] = min(name, names.get(path, name), key=len)
-    folder = os.path.commonpath(map(os.path.dirname, names))
-    readers, real_paths = {}, set()
-    for path in sorted(names, key=links_last):
+    for given in sorted(flags.inputs, key=len):    # in/_raw after in
+        names |= expand(given)
+    found = {}
+    for path in sorted(names):
         read = choose_reader(path, names[path], flags.as_text)
-        real_path = os.path.realpath(path)
-        if callable(read) and real_path in real_paths:
-            read = "links to others"
         if callable(read):
-            readers[path] = read
-            real_paths.add(real_path)
+            found.setdefault(os.path.realpath(path), (path, read))    # links to others are no files
         else:
             report.add(f"ignored files, {read}", path)
-    if not readers:
+    if not found:
         raise UserError(
             f"no files to read; {'; '.join(report.lines())}. Expected names that end in {SUFFIXES} "
             f"(text can also end with {' '.join(CODECS)}). To read other plain text: --as_text "
             "'*.SUFFIX'. Rename files of JSON lines to .jsonl, and unpack archives first")
+    readers = dict(found.values())
+    folder = os.path.commonpath(map(os.path.dirname, names))
     names = {path: path.removeprefix(folder) for path in readers}
     if not flags.as_text:
         dataset.splits_of(names)    # UserError if train is beside a file of no split
@@ -580,70 +576,47 @@ def find_files(flags, report):
         is_split = read_text not in readers.values()
     use = "kept out of the training data" if is_split else "read like all others"
     files = []
-    ignores_train = "train" in splits and not is_split    # said, since val may be among the others
     for path, split in zip(names, splits, strict=True):
-        if split in ("val", "test") or ignores_train:
-            report.add(f"files named for {split or 'no split'}, {use}", path)
-        if split != "test" or not is_split:
+        if split and not (is_split and split == "train"):
+            report.add(f"files named for {split}, {use}", path)
+        if not (is_split and split == "test"):
             is_val = is_split and split == "val"
             files.append((path, readers[path], is_val, len(files)))
     return files
 
-def links_last(path):
-    return os.path.realpath(path) != path, os.path.split(path)
-
 def expand(given):
     """
-    (path, its name below what was typed) of a file, of all in a folder, or of all files and folders
+    {path: its name below what was typed} of a file, of all in a folder, or of all files and folders
     that a glob matches. Of a glob, the part before its first wildcard was typed.
     """
-    found, typed = [given], given
+    typed, paths = given, [given]
     if not os.path.exists(given):
         typed = re.split(r"[*?[]", given)[0]
-        if "**" in given:
-            refuse_circles(os.path.dirname(typed) or ".")
-        found = glob.glob(given, recursive=True)
+        if "**" in given.split("/"):    # Python's glob would follow links to folders above, for ever
+            matches = re.compile(glob_translate(os.path.abspath(given))).match
+            paths = [
+                path for path in list_folder(os.path.dirname(typed))
+                if any(map(matches, [path, *map(str, Path(path).parents)]))]
+        else:
+            paths = glob.glob(given)
     files = []
-    for path in map(os.path.abspath, found):
+    for path in map(os.path.abspath, paths):
         files += list_folder(path) if os.path.isdir(path) else [path]
     if not files:
         raise UserError(
             f"{given} does not exist or has no files; expected a file, a folder, or a glob in "
-            "quotes: 'my/**/*.jsonl'")
+            "quotes: 'my/**/*.jsonl' (in a glob, write [[] for a bracket)")
     typed = os.path.abspath(typed)
-    return [(path, path.removeprefix(typed)) for path in files]
-
-def refuse_circles(folder):
-    """glob follows each of them 40 times, and two of them for ever."""
-    for path in filter(os.path.isdir, list_folder(folder)):
-        target = os.path.realpath(path)
-        parent = os.path.realpath(os.path.dirname(path))
-        if os.path.commonpath([parent, target]) == target:
-            raise UserError(f"{path} is a link to a folder above it; name the folder, not a glob")
+    return {path: path.removeprefix(typed) for path in files}
 
 def list_folder(folder):
-    advice = "check its links and your permissions"
-    return dataset.retry(lambda: [*list_below(folder)], f"{folder}, listing", advice)
-
-def list_below(folder, below="/"):
-    """The paths of all files, and of folders that are hidden or links to what is listed anyway."""
-    for entry in os.scandir(folder + below):
-        name = below + entry.name + "/" * entry.is_dir()
-        ends_here = dataset.is_dotted(folder, name) or dataset.is_link_inside(folder, entry)
-        if entry.is_dir() and not ends_here:
-            yield from list_below(folder, name)
-        else:
-            yield folder + name.rstrip("/")
+    folder = os.path.abspath(folder)
+    everything = re.compile("")
+    return [f"{folder}/{name}" for name, *_ in dataset.list_local(folder, suffix=everything)]
 
 def choose_reader(path, name, as_text):
     """The function that reads a file, or as a text, why it is ignored. name: see expand"""
     folder, base = os.path.split(path)
-    if re.search("[\udc80-\udcff]", path):    # Python's, for bytes
-        return "with names that are no UTF-8 (rename them)"
-    if "/." in name:
-        return "with a dot in front of the name"
-    if os.path.isdir(path):
-        return "links to folders of the input"
     if as_text:
         return read_text if any(map(Path(path).match, as_text)) else "of other kinds"
     if base in ABOUT_DATA.split():
@@ -658,14 +631,12 @@ def choose_reader(path, name, as_text):
         return read
     if dataset.HIDDEN.search(name):
         return "hidden, such as Spark's _temporary (to read them: name their folder)"
-    state = Path(folder, "state.json")    # save_to_disk's; other files are of earlier saves
-    saved = state.read_text(errors="replace") if state.exists() else ""
-    if re.search(r'"_indices_\w*files":\s*\[\s*{', saved):
-        raise UserError(f"{state} selects rows of its files; save it again: "
-                        "DATASET.flatten_indices().save_to_disk(NEW)")
-    is_named = "_data_files" not in saved or f'"{base}"' in saved
-    if read is read_arrow and (base.startswith("cache-") or not is_named):
-        return "caches of datasets' map, or not named by the state.json beside them"
+    if read is read_arrow:
+        state = Path(folder, "state.json")    # save_to_disk's; other files are of earlier saves
+        saved = state.read_text(errors="replace") if state.exists() else ""
+        is_named = "_data_files" not in saved or f'"{base}"' in saved
+        if base.startswith("cache-") or not is_named:
+            return "caches of datasets' map, or not named by the state.json beside them"
     if read is read_parquet and os.path.exists(f"{folder}/{dataset.INDEX}"):
         return "beside an index.json, which train.py may read (to convert them: copy them)"
     return read

@@ -44,9 +44,9 @@ def make_document(record, flags, say):
     kept = record.pop(KEPT, None)    # a row of Arrow
     if not kept:
         kept = {name: lookup(record, name) for name in flags.keep}
+    lift(record, flags.text_key or flags.messages_key or "")
     for name in flags.ignore_keys:
         record.pop(name, None)
-    lift(record, flags.text_key or flags.messages_key or "")
     kind, columns = find_document(record, flags)
     values = [record.pop(column) for column in columns]    # what is read leaves the record
     if kind == "messages":
@@ -184,7 +184,7 @@ def find_document(record, flags):
     key = flags.text_key or flags.messages_key or "text"
     raise UserError(
         f"no text or conversation under {key!r} ({record.get(key)!r:.99}); saw "
-        f"{[*record]!r:.300} (in CSV, line 1 has the names; a question such as 'prompt' needs an "
+        f"{[*record]!r:.300} (in CSV, line 1 has the names, not sep=; a question such as 'prompt' needs an "
         "answer such as 'completion'); name the key with --text_key (a.b for b in a), or for "
         f"conversations or questions with --messages_key{OTHER_FORMS}")
 

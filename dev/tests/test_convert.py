@@ -378,16 +378,6 @@ def test_caches_of_map_beside_train_are_not_read():
     write({name: as_stream(f"{name} a", f"{name} b") for name in ("train.arrow", "cache-1f.arrow")})
     assert converted() == ["train.arrow a", "train.arrow b"]
 
-def test_a_saved_dataset_that_selects_rows_is_refused():
-    rows = [{"filename": "b.arrow"}]
-    state = {"_data_files": [{"filename": "a.arrow"}], "_indices_data_files": rows}
-    write({"a.arrow": as_stream(*"abc"), "state.json": json.dumps(state)})
-    line = refused()
-    assert "in/state.json selects rows of its files; save it again: DATASET.flatten_indi" in line
-    state["_indices_data_files"] = None
-    write({"state.json": json.dumps(state, indent=2)})
-    assert converted() == ["a", "b", "c"]
-
 # --------------------------------------------------------------------------------------------------
 # Which columns
 
@@ -716,19 +706,22 @@ def test_shards_named_for_their_codec_are_read(codec):
     write({"a.parquet": table_bytes(text=["a"]), f"b.parquet.{codec}": table_bytes(text=["b"])})
     assert sorted(read_all("in")) == converted() == ["a", "b"]
 
-def test_quotes_around_a_glob_change_nothing(output):
-    write({"a.parquet": table_bytes(text=["a"]), "b.parquet/part-0.parquet": table_bytes(text=["b"]),
-           "c.parquet/.part-0.parquet.crc": "", "c.parquet/part-0.parquet": table_bytes(text=["c"])})
+def test_quotes_around_a_glob_change_nothing():
+    parts = {"a.parquet": "a", "b.parquet/part-0.parquet": "b", "c.parquet/part-0.parquet": "c"}
+    write({name: table_bytes(text=[text]) for name, text in parts.items()})
+    write({"c.parquet/.part-0.parquet.crc": ""})
     assert command("'in/*.parquet' --out out") is None
     assert sorted(read_all()) == ["a", "b", "c"]
-    assert "ignored files, with a dot in front of the name: 1, such as in/c.parquet/.part" in output()
 
-def test_names_that_are_no_utf8_are_said(output):
+@pytest.mark.parametrize("suffix", ["jsonl", "jsonl.gz", "jsonl.zst", "csv", "txt", "parquet", "arrow"])
+def test_files_whose_names_are_no_utf8_are_read(suffix):
     write_texts("ab")
-    with open(b"in/caf\xe9.jsonl", "wb") as file:
-        file.write(b'{"text": "c"}')
-    assert converted() == ["a", "b"]
-    assert "with names that are no UTF-8 (rename them): 1, " in output()
+    text = {"csv": b"text\nc", "txt": b"c", "parquet": table_bytes(text=["c"]), "arrow": as_stream("c")}
+    name, _, codec = suffix.partition(".")
+    data = text.get(name, texts_as_json("c"))
+    with open(b"in/caf\xe9." + suffix.encode(), "wb") as file:
+        file.write(CODECS[codec](data) if codec else data)
+    assert converted() == ["a", "b", "c"]
 
 def test_the_advice_for_json_leads_somewhere():
     """... for line ends in a text, and for what Python printed."""
@@ -753,6 +746,7 @@ def lines_of(*texts):
 EMPTY_FILES = {
     "a.jsonl": "", "a.csv": "", "b.csv": "text\n", "a.txt": "", "a.json": "[]",
     "a.parquet": as_parquet(as_table([])), "a.arrow": as_stream(), "a.jsonl.gz": gzip.compress(b""),
+    "b.jsonl.gz": "", "b.jsonl.zst": "", "b.jsonl.xz": "",
     "b.jsonl": '{"text": null}\n'}
 
 @pytest.mark.parametrize("name", EMPTY_FILES)
@@ -766,7 +760,7 @@ CODECS = {
     "zst": PACKED[".zst"], "zstd": PACKED[".zst"], "lz4": PACKED[".lz4"]}
 MEMBERS = [    # A, B: good members; _: an empty one; x: other bytes; how many documents that has, or an error
     ("AB", 8), ("A_B", 8), ("_AB_", 8), ("A", 4),
-    ("", "it has no bytes"), ("Ax", ""), ("AxB", ""), ("A_x", ""), ("xA", ""), ("A B"[:2], "")]
+    ("Ax", ""), ("AxB", ""), ("A_x", ""), ("xA", ""), ("A B"[:2], "")]
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("members, expected", MEMBERS)
@@ -785,8 +779,7 @@ def as_feather(*texts):
 
 STREAM = as_stream("a", "b")
 JOINED = [    # what `cat` makes of several files, and the documents or an error
-    ("a.arrow", STREAM + as_stream("c", "d"), "abcd"),
-    ("a.arrow", STREAM + as_stream() + as_arrow(pa.table({"text": ["c"]}), pa.ipc.new_stream), "abc"),
+    ("a.arrow", STREAM + STREAM, "several files, joined into one; use the"),
     ("a.arrow", STREAM + b"other" + STREAM, "unreadable"),
     ("a.arrow", STREAM[:-8] + STREAM, "unreadable"),
     ("a.arrow", STREAM + as_feather("a"), "unreadable"),
@@ -957,7 +950,8 @@ NAMES = {    # what is typed, and of the files below `in`, which are read
     "'in/_r*/*.jsonl' in/a.jsonl": ["_raw/a", "a"],
     "in/_a.jsonl in/.b.jsonl": [".b", "_a"],
     "in/.c in": [".c/a", "_k=1/a", "a", "b/_k=2/c"],
-    "in in/_raw": ["_k=1/a", "_raw/a", "a", "b/_k=2/c"]}
+    "in in/_raw": ["_k=1/a", "_raw/a", "a", "b/_k=2/c"],
+    "in/_raw in": ["_k=1/a", "_raw/a", "a", "b/_k=2/c"]}
 
 @pytest.mark.parametrize("words", NAMES)
 def test_what_is_hidden_is_read_if_it_is_named(output, words):
@@ -967,36 +961,25 @@ def test_what_is_hidden_is_read_if_it_is_named(output, words):
     write({"z.jsonl": texts_as_json(["z"])}, ".")
     assert command(words.replace("in/*", "'in/*'"), "z.jsonl --out out") is None
     assert sorted(read_all()) == sorted([*NAMES[words], "z"])
-    printed = output()
     if words == "in":
-        assert "hidden, such as Spark's _temporary (to read them: name their folder): 3, " in printed
-        assert "ignored files, with a dot in front of the name: 2, " in printed
+        assert "hidden, such as Spark's _temporary (to read them: name their folder): 3, " in output()
 
-def test_links_to_what_is_read_are_not_read_again(output):
+def test_links_to_what_is_read_are_not_read_again():
     write({"v2/a.jsonl": texts_as_json("ab"), "v2/b.txt": "c"})
     write({"far/d.jsonl": texts_as_json("d"), "far/e.jsonl": texts_as_json("e")}, ".")
     links = {"latest": "v2", "v2/circle": "..", "other": "../far", "d.jsonl": "../far/d.jsonl", "data": "x"}
     for name, target in links.items():
         os.symlink(target, f"in/{name}")
-    for words in ("in", "'in/**/*'", "in/latest in/v2 far"):
-        if "*" in words:
+    for words in "in", "'in/**/*.*'", "in/latest in/v2 far":
+        if "latest" in words:
             os.unlink("in/v2/circle")
         shutil.rmtree("out", ignore_errors=True)
         assert command(words, "--out out") is None
         assert sorted(read_all()) == ["a", "b", "c", "d", "e"]
-        assert "links to " in output()
-
-@pytest.mark.parametrize("target", ["..", "../../in", "../deep"])
-def test_a_link_to_a_folder_above_does_not_end_a_glob(target):
-    """... which would follow it, for ever if there are two."""
-    write({"deep/a.jsonl": texts_as_json("ab")})
-    os.symlink(target, "in/deep/circle")
-    assert "in/deep/circle is a link to a folder above it; name the fol" in command("'in/**/*' --out x")
-    assert converted() == ["a", "b"]
 
 def test_a_broken_link_is_an_unreadable_file(output):
     write_texts("ab")
     os.symlink("nowhere", "in/b.jsonl")
-    assert "in/b.jsonl, unreadable: a broken link (to skip" in refused()
+    assert re.search("in/b.jsonl, unreadable: .*No such file .*\\(to skip", refused())
     assert converted("--skip_bad") == ["a", "b"]
-    assert "skipped the rest of bad files: 1, such as in/b.jsonl, unreadable: a broken link" in output()
+    assert "skipped the rest of bad files: 1, such as in/b.jsonl, unreadable: " in output()
