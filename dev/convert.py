@@ -167,7 +167,7 @@ def rows_of_file(file, flags, total, report):
             text, kept = make_document(record, flags, say)
             size = len(text) + size_of(kept)
         except Exception as error:    # bad records may raise any
-            problem = f": {error}{ADVICE.get(type(error), '')}"
+            problem = f": {error}{ADVICE.get(type(error), ADVICE.get(what, ''))}"
             if not flags.skip_bad:
                 raise UserError(f"{place}{problem} (to skip {what}: --skip_bad)") from error
             say(f"skipped {what}", problem)
@@ -197,29 +197,31 @@ def hash_of(data):
     """63 bits, a signed integer of Arrow. The last one is 0: in a key, 1 means val."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") // 4 * 2
 
-# What to do, in addition to what an error says
+# What to do, in addition to what an error says: by its type, or for the rest of a file
 NO_UTF8 = (
     "; expected UTF-8; if only this place is damaged: --skip_bad; if all of the file is of another "
-    "kind (file OLD shows it), and is not compressed: iconv -f WINDOWS-1252 (or -f UTF-16) -t UTF-8 "
-    "OLD > NEW; of parquet: write the column again; half a surrogate pair (such as \\ud83d) is no "
-    "text: remove it")
+    "kind, which `file OLD` shows: name a compressed one so (.gz), or iconv -f WINDOWS-1252 (or -f "
+    "UTF-16) -t UTF-8 OLD > NEW; of parquet: write the column again; half a surrogate pair (such as "
+    "\\ud83d) is no text: remove it")
 SPARK_SED = """sed 's/\\\\"/""/g' OLD > NEW.csv"""
 ADVICE = {
+    UserError: "",    # has its own
     UnicodeDecodeError: NO_UTF8,
     UnicodeEncodeError: NO_UTF8,    # in CSV, byte e9 is shown as \udce9
-    OSError:    # zstd's windows of more than 128 MB are one
-        "; if it is damaged, copy it again; if zstd needs too much memory, decompress it first: "
-        "zstd -d --long=31",
+    "the rest of bad files":
+        "; is it damaged, or of another kind than its name says (`file OLD` shows it)? If neither, "
+        "decompress it first: gzip -d, bzip2 -d, xz -d, zstd -d --long=31",
     csv.Error:
         '; expected quotes around a text, and "" for a quote in it (if quotes mean nothing in a '
         f"file of tabs, name it .tsv; if backslashes escape quotes: {SPARK_SED})",
     json.JSONDecodeError:
-        "; expected one JSON document per line, or one array. If the file was cut off, copy it "
-        "again; if documents have several lines, or lines end as on old Macs: jq -c . OLD > "
-        "NEW.jsonl (of arrays: jq -c '.[]'; of texts with line ends as they are: see Other forms of "
-        "data in dev/recipes/forms.md); if Python printed lines with single quotes: python -c 'import ast, "
-        "json, sys; [print(json.dumps(ast.literal_eval(line))) for line in sys.stdin]' < OLD > "
-        "NEW.jsonl"}
+        "; expected one JSON document per line, or one array in a .json. If the file was cut off, "
+        "copy it again; if documents have several lines, or lines end as on old Macs: jq -c . OLD > "
+        "NEW.jsonl (of arrays: jq -c '.[]'; if each line is an array, name it .jsonl; of texts with "
+        "line ends as they are: see Other forms of data in dev/recipes/forms.md); if Python printed "
+        "lines with single quotes: python -c 'import ast, json, sys; [print(json.dumps("
+        "ast.literal_eval(line))) for line in sys.stdin]' < OLD > NEW.jsonl; if pandas printed them "
+        "into a column: df.to_json(NEW, orient='records', lines=True)"}
 
 def as_table(rows):
     """rows: of one file, so that their kept values have one type, its column's"""
@@ -247,8 +249,10 @@ def divide(building, drop_copies):
     tenth of all if that is fewer).
     """
     table = open_runs(building)
-    if pa.null() in table.schema.types:
-        raise UserError(f"no document has a value under one of --keep; saw {table.schema}")
+    empty = [field.name for field in table.schema if field.type == pa.null()]
+    if empty:
+        raise UserError(f"--keep: no document has a value under {' '.join(empty)} (the name of a "
+                        "folder, as in lang=en, is no column)")
     n_shards = max(4, round(table[DOCUMENT].nbytes / SHARD_BYTES))    # cores share a small corpus
     keys, hashes = table[KEY].to_numpy(), table[TEXT_HASH].to_numpy()
     rows = keys.argsort()
@@ -511,6 +515,8 @@ def column_at(batch, key):
         column = pc.struct_field(batch[name], inside) if inside else batch[name]
     except (KeyError, pa.ArrowInvalid):    # there is none
         return pa.nulls(len(batch))
+    if pa.types.is_dictionary(column.type):    # pandas' categories: each file has its own
+        column = column.dictionary_decode()
     is_view = column.type == pa.string_view()    # polars writes them; Arrow cannot sort them
     return column.cast(pa.large_string()) if is_view else column
 
@@ -620,7 +626,7 @@ def choose_reader(path, name, as_text):
     if as_text:
         return read_text if any(map(Path(path).match, as_text)) else "of other kinds"
     if base in ABOUT_DATA.split():
-        return "about the data (to read them: --as_text README.md)"
+        return "about the data, also if they list splits (to read them: --as_text README.md)"
     stem, suffix = os.path.splitext(base.lower())
     if suffix in CODECS:
         _, suffix = os.path.splitext(stem)
@@ -668,8 +674,9 @@ def workshop(out, n):
     except BrokenExecutor as error:
         raise UserError("a worker process was killed; if memory ran out, use -w 1") from error
     except (pa.ArrowException, OverflowError) as error:    # other values are a record's fault
-        raise UserError(f"--keep: {error}; expected values of one type, and whole numbers of JSON "
-                        "below 2 ** 63") from error
+        raise UserError(
+            f"--keep: {error}; expected values of one type (not polars' lists in Arrow files: "
+            "write parquet), and whole numbers of JSON below 2 ** 63") from error
     finally:
         if pool:
             shutil.rmtree(building, ignore_errors=True)    # so that processes end soon

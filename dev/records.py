@@ -291,10 +291,11 @@ def clean(role, content, flags):
             turns = zip(*content.values(), strict=True)
             content = [dict(zip(content, turn, strict=True)) for turn in turns]
     messages = content if isinstance(content, list) else [content]
-    if {*map(type, messages)} != {dict}:
-        raise UserError(
-            "expected a text, or messages such as {'role': 'user', 'content': 'Hi'}; saw "
-            f"{content!r:.300}{OTHER_FORMS}")
+    for message in messages:
+        if not isinstance(message, dict) or not {"role", "from"} & {*message}:
+            raise UserError(
+                "expected a text, or messages such as {'role': 'user', 'content': 'Hi'}; saw "
+                f"{message!r:.300}{OTHER_FORMS} (of an array of records: name it .json)")
     return [clean_message(message, flags) for message in messages]
 
 def clean_message(message, flags):
