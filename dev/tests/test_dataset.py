@@ -545,7 +545,7 @@ def write_text(folder, name, text="{}"):
     ("different kinds: a.parquet .*tokens.*, b.parquet .*tokens", "", add_tokens_of_two_tokenizers),
     ("b.parquet.gz, footer: .*not a parquet file.*remove it", "a",
      lambda folder: (folder / "b.parquet.gz").write_bytes(b"packed" * 9)),
-    (r"/data, listing: .*No such file .*/link.parquet'; check its links and", "a",
+    ("/data/link.parquet, footer: .*No such file .*write or download it again", "a",
      lambda folder: os.symlink("nowhere", folder / "link.parquet")),
     # Delta and Hudi tables keep deleted rows, a cache of Hugging Face old revisions
     (OLD_VERSIONS, "_delta_log/0", None),
