@@ -775,7 +775,7 @@ def spoil(server, name, how):
     ("a.parquet, footer: .*503.*; if it is damaged", "web", 5, "a.parquet", 503),
     ("a.parquet, footer: .*Not Found", "web", 5, "a.parquet", "lost"),
     ("index.json: .*403.*; check .* permissions", "web", 5, "index.json", 403),
-    ("has no index.json, and web servers do not list files. Make", "web", 0, "index.json", "lost"),
+    ("web servers do not list files, so .* needs an index.json. Make", "web", 0, "index.json", "lost"),
     ("doesn't appear to support range requests", "web", 0, "a.parquet", "no ranges"),
     ("a.parquet.*bytes, but .* as listed or in the index", "s3", 0, "a.parquet", "grown")])
 def test_remote_errors_say_what_to_do(server, words, end, n_waits, name, how):
