@@ -55,7 +55,8 @@ def masked(ids, location, epoch):
 def replaced(ids, location, epoch):
     """Other tokens in each epoch."""
     draw = np.random.default_rng(number_of(location, epoch))
-    return np.append(ids[:1], draw.integers(97, 123, draw.integers(0, 40)))
+    n = draw.integers(0, 40)
+    return np.append(ids[:1], draw.integers(97, 123, n))
 
 def rising(g):
     return (g + 1) / 20
@@ -73,6 +74,7 @@ TRANSFORM = st.sampled_from([None, filtered, masked, replaced])
 WEIGHT = st.sampled_from([1, 1, 2, 0.3, 10, rising, late])
 T = st.sampled_from([1, 4, 16, 33, 64])
 PACKING = st.sampled_from([*PACKINGS])
+CHANGE = st.sampled_from(["nothing", "folders", "weight", "T", "packing", "join", "leave"])
 OPTIONS = st.fixed_dictionaries({
     "T": T,
     "packing": PACKING,
@@ -141,7 +143,7 @@ def change(draw, corpora, sources, options):
     sources, options = dict(sources), dict(options)
     some = draw(st.sampled_from([*sources]))
     others = [letter for letter in corpora if letter not in sources]
-    what = draw(st.sampled_from(["nothing", "folders", "weight", "T", "packing", "join", "leave"]))
+    what = draw(CHANGE)
     if what == "folders":
         for letter, source in sources.items():
             folder = draw(st.sampled_from(source.corpus.folders))
@@ -153,8 +155,8 @@ def change(draw, corpora, sources, options):
     elif what == "packing":
         options["packing"] = draw(PACKING)
     elif what == "join" and others:
-        corpus = corpora[others[0]]
-        sources[others[0]] = Source(corpus, corpus.folders[0], 1, sources[some].epochs)
+        letter, corpus = others[0], corpora[others[0]]
+        sources[letter] = Source(corpus, corpus.folders[0], 1, sources[some].epochs)
     elif what == "leave" and len(sources) > 1:
         del sources[some]
     return sources, options
@@ -187,13 +189,15 @@ def test_drawn_runs_have_the_rows_of_the_reference(counts, corpora, options, tra
 def compare_leg(draw, sources, transform, options, stop, counts):
     """Its Stop; None if the run has no row."""
     W = draw(st.sampled_from([1, 2, 3, 4, 7]))
-    B, drop_last = draw(st.integers(1, 5)), draw(st.booleans())
+    B = draw(st.integers(1, 5))
+    drop_last = draw(st.booleans())
     n_steps = draw(st.sampled_from([0, 1, 4, 12, 40]))
+    most = n_steps * W * B
     loaders = open_ranks(sources, transform, options, stop, W, B=B, drop_last=drop_last)
     run = run_of(sources, transform, options, loaders[0])
     g = stop.g if stop else 0
-    rows = [*itertools.islice(rows_of_run(run, piles_from(run, stop), g), n_steps * W * B)]
-    is_over = len(rows) < n_steps * W * B
+    rows = [*itertools.islice(rows_of_run(run, piles_from(run, stop), g), most)]
+    is_over = len(rows) < most
     if drop_last:
         rows = rows[:len(rows) // (W * B) * W * B]
     if g == 0 and n_steps and not rows:
@@ -255,7 +259,10 @@ def places_after(run, stop):
         return {}
     if (run.T, run.packing) == (stop.run.T, stop.run.packing):
         return dict(stop.places)
-    return {key: (n + 1, 0) if i else (n, 0) for key, (n, i) in stop.places.items()}
+    places = {}
+    for key, (n, i) in stop.places.items():
+        places[key] = (n + 1, 0) if i else (n, 0)
+    return places
 
 def piles_from(run, stop):
     places, piles = places_after(run, stop), piles_of(run)
@@ -270,7 +277,8 @@ def piles_from(run, stop):
 def places_at_stop(run, stop, rows, is_over):
     """The place after the last row; the end, if the run is over. Sources that left stay."""
     places = places_after(run, stop)
-    places |= {(row.lane, row.source): (row.n, row.i + 1) for row in rows}
+    for row in rows:
+        places[row.lane, row.source] = row.n, row.i + 1
     for lane, letter in itertools.product(range(run.num_lanes), run.sources):
         if is_over:    # also if rows were dropped
             n_chunks = run.epochs[letter] * len(chunks_of(run, letter, 1)[lane])
@@ -295,7 +303,8 @@ def compare_stats(sources, rows, loaders):
     for row in rows:
         folder = sources[row.source].folder
         want[folder, "rows"] += 1
-        want[folder, "tokens"] += sum(stop - start for _, _, start, stop in row.pieces)
+        for _, _, start, stop in row.pieces:
+            want[folder, "tokens"] += stop - start
     for loader in loaders:
         for folder, counted in loader.stats().items():
             seen[folder, "rows"] += counted["rows"]
