@@ -110,7 +110,8 @@ def test_training_gives_rustbpes_merges_and_survives_hostile_documents():
     assert small().get_vocab_size() == 1024
     assert small().encode(SOURCES[60]) == trained.encode(SOURCES[60])
     texts = [None, "", " " * 1_500_000 + "a", "\ud800", "ab" * 200_000]
-    assert 265 < RustBPETokenizer.train_from_iterator(iter(texts), 5000).get_vocab_size() < 400
+    tok = RustBPETokenizer.train_from_iterator(iter(texts), 5000)
+    assert 265 < tok.get_vocab_size() < 400
 
 @pytest.mark.parametrize("vocab_size", [-1, 264, 1 << 31, 5_000_000_000])
 def test_a_vocabulary_fits_int32(vocab_size):
@@ -218,7 +219,7 @@ def test_why_gigatoken_is_not_used(monkeypatch, name, value, reason):
     assert ids.tolist() == [70_000, *tok.enc.encode_ordinary("x qxzj")]
 
 def encode_in_threads(tok, n):
-    """All encode the same text at the same time."""
+    """All encode the same text at the same time. Returns how many bytes were encoded."""
     together, texts = threading.Barrier(n), SOURCES[:30]
     want = encoded_by(tok, texts)
 
@@ -229,14 +230,14 @@ def encode_in_threads(tok, n):
 
     with ThreadPoolExecutor(n) as pool:
         [*pool.map(encode_all, range(n))]
-    return sum(len(text.encode()) for text in texts)
+    return (n + 1) * sum(len(text.encode()) for text in texts)
 
 @needs_gigatoken
 def test_threads_share_a_gigatoken_of_bounded_memory(monkeypatch):
     monkeypatch.setattr(module, "FORGET_AFTER", 1 << 17)
     with mock.patch("tokenizer.make_gigatoken", wraps=module.make_gigatoken) as make:
         n_bytes = encode_in_threads(fresh(), 3)
-    assert 2 < make.call_count <= 3 + 4 * n_bytes / (1 << 17)
+    assert 2 < make.call_count < n_bytes / (1 << 17)
 
 def test_threads_share_encodings():
     """One of 200 k tokens takes 47 MB."""
@@ -303,19 +304,18 @@ def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path):
     assert get_tokenizer(tmp_path / "new").fingerprint() == small().fingerprint()
 
 @pytest.mark.parametrize("name, old, new, reason", [
-    (RANKS, b".*", None, "No such file"), (RANKS, b"AA== 0\n", b"\xff", "UnicodeDecodeError"),
-    (RANKS, b" 500\n", b" 501\n", "was changed"), (JSON, rb"{1,3}", rb"{1,4}", "was changed"),
-    (JSON, b"\n}", b"", "JSON"), (JSON, b"bos_token", b"bos", "was changed")])
+    (RANKS, b"AA== 0\n", b"\xff", "UnicodeDecodeError"),
+    (RANKS, b" 500\n", b" 501\n", "was changed"),
+    (JSON, b"{1,3}", b"{1,4}", "was changed"),
+    (JSON, b"bos_token", b"bos", "was changed"),
+    (JSON, b"\n}", b"", "JSON")])
 def test_damaged_files_are_errors(tmp_path, name, old, new, reason):
-    small().save(tmp_path / "t")
-    path = tmp_path / "t" / name
-    before = path.read_bytes()
-    path.unlink()
-    if new is not None:
-        assert old in before
-        path.write_bytes(before.replace(old, new, 1))
+    small().save(tmp_path)
+    before = (tmp_path / name).read_bytes()
+    assert old in before
+    (tmp_path / name).write_bytes(before.replace(old, new, 1))
     with pytest.raises(UserError, match=f"a damaged one .*{reason}"):
-        get_tokenizer(tmp_path / "t")
+        get_tokenizer(tmp_path)
 
 # --------------------------------------------------------------------------------------------------
 # The tokenizer of some data
