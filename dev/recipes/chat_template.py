@@ -56,6 +56,9 @@ KEEP_OR_DROP = (
 KNOWN = {"role", "content", "weight", "tool_calls", "tool_call_id"}
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}    # of masked answers, they may be dropped
 
+PROBE = "zq"    # a content that no template changes
+QUESTION = {"role": "user", "content": PROBE}
+
 class ChatTemplate:
     """
     tokenizer: a fast one of transformers. bos: the token that opens documents (default: its
@@ -65,7 +68,9 @@ class ChatTemplate:
     def __init__(self, tokenizer, bos=None, today=None, **arguments):
         if not tokenizer.is_fast or not tokenizer.chat_template:
             raise UserError("expected a fast tokenizer of transformers that has a chat_template")
-        self.tokenizer, self.arguments = tokenizer, arguments
+        # Copies: each call of transformers changes its tokenizer's state, and yours may be in use.
+        self.tokenizer, self.for_texts = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
+        self.special, self.arguments = {*tokenizer.added_tokens_decoder}, arguments
         self.today = datetime.date.fromisoformat(today or datetime.date.today().isoformat())
         bos = bos or tokenizer.bos_token or tokenizer.eos_token
         self.bos_id = bos and tokenizer.get_vocab().get(bos)
@@ -77,6 +82,10 @@ class ChatTemplate:
             raise UserError(
                 f"{error}; expected arguments of text and numbers (for a function as a tool: "
                 "transformers.utils.get_json_schema(FUNCTION))") from error
+        self.takes_parts = False
+        if not self._writes_contents():
+            self.takes_parts = True
+            self.takes_parts = self._writes_contents()
 
     def get_bos_token_id(self):
         return self.bos_id
@@ -87,7 +96,7 @@ class ChatTemplate:
     def encode(self, texts, prepend=None, num_threads=1):
         """Ids of documents of text, in which the names of special tokens are plain text."""
         before = [] if prepend is None else [prepend]
-        encoded = self.tokenizer(texts, add_special_tokens=False, split_special_tokens=True)
+        encoded = self.for_texts(texts, add_special_tokens=False, split_special_tokens=True)
         return [before + ids for ids in encoded["input_ids"]]
 
     def decode(self, ids):
@@ -107,9 +116,9 @@ class ChatTemplate:
 
     # Chats
 
-    def render(self, messages, tools=None):
+    def render(self, messages, tools=None, **more):
         """The text of a chat."""
-        return self._apply(messages, tools, tokenize=False, sanitize_control_tokens=False)
+        return self._apply(messages, tools, tokenize=False, sanitize_control_tokens=False, **more)
 
     def render_conversation(self, conversation, max_tokens=None):
         """{"messages": [...]}, and "tools" if there are some -> (ids, mask)"""
@@ -120,19 +129,15 @@ class ChatTemplate:
             """Of the first n messages."""
             return self._apply(messages[:n], tools, **more)["input_ids"]
 
-        has_marks = self._has_marks(tools)
-        encoded = self._apply(messages, tools, return_assistant_tokens_mask=has_marks)
-        ids = encoded["input_ids"]
-        mask = encoded["assistant_masks"] if has_marks else len(ids) * [0]
-        for i, message in enumerate(messages):
-            is_learned = message.get("weight") != 0
-            # Marks learn all answers, so find those of weight 0. Without, find the others.
-            if message["role"] == "assistant" and is_learned != has_marks:
-                if has_marks:
-                    start, stop = self._find_marks(i, ids, ids_of, mask)
-                else:
-                    start, stop = self._find_answer(i, ids, ids_of, messages[i])
-                mask[start:stop] = (stop - start) * [int(is_learned)]
+        ids = ids_of(len(messages))
+        mask = self._read_marks(messages, tools) if self._may_have_marks(tools) else []
+        if not any(mask):    # a comment may have the word
+            mask = len(ids) * [0]
+            for i, message in enumerate(messages):
+                if is_answer(message) and message.get("weight") != 0:
+                    start = self._find_start(i, messages, ids_of)
+                    stop = self._find_stop(i, messages, tools, ids_of, start)
+                    mask[start:stop] = (stop - start) * [1]
         self._check_nothing_is_dropped(messages, tools)
         self._warn_if_no_token_ends_answers(ids, mask)
         if ids[0] != self.bos_id:
@@ -145,18 +150,21 @@ class ChatTemplate:
             self.arguments.get("chat_template"), tools or self.arguments.get("tools"))
         return CLOCK.sub(lambda call: repr(self.today.strftime(call[2])), template)
 
-    def _has_marks(self, tools):
+    def _may_have_marks(self, tools):
         """The library cannot both use marks and sanitize."""
-        is_marked = bool(re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools)))
-        return is_marked and not self.arguments.get("sanitize_control_tokens")
+        has_word = re.search(r"\{%-?\s*generation\s*-?%\}", self._template(tools))
+        return has_word and not self.arguments.get("sanitize_control_tokens")
 
     def _apply(self, messages, tools, **more):
-        """transformers' apply_chat_template. Contents that are lists of texts are joined first."""
+        """transformers' apply_chat_template. A content is one text, or one part if it must be."""
         arguments = self.arguments | more | {"chat_template": self._template(tools)}
         arguments["strftime_now"] = 0.5    # a template that calls a float raises CALLS_FLOAT
         if tools:
             arguments["tools"] = tools
         messages = [*map(for_template, messages)]
+        for message in messages:
+            if self.takes_parts and isinstance(message.get("content"), str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
         try:
             return self.tokenizer.apply_chat_template(messages, **arguments)
         except Exception as error:    # of jinja, or what the template itself raises
@@ -165,6 +173,13 @@ class ChatTemplate:
                     "the chat template reads the clock with a format that is no text in quotes: "
                     "pass chat_template=, a copy in which the date stands") from error
             raise UserError(f"the chat template refuses this chat: {error!r:.300}") from error
+
+    def _writes_contents(self):
+        """Templates of some vision models take no text as a content, only a list of parts."""
+        try:
+            return PROBE in self.render([QUESTION])
+        except UserError:
+            return False
 
     def _check_nothing_is_dropped(self, messages, tools):
         """
@@ -214,65 +229,98 @@ class ChatTemplate:
 
     def _after_last_special(self, ids):
         """The index after the last special token; 0 if there is none."""
-        special = self.tokenizer.added_tokens_decoder
-        ends = [at for at, id in enumerate(ids, 1) if id in special]
+        ends = [at for at, id in enumerate(ids, 1) if id in self.special]
         return max(ends, default=0)
 
-    def _find_marks(self, i, ids, ids_of, mask):
-        """What is marked of answer i is in ids[start:stop]."""
-        before = ids_of(i) if i else []
-        start = n_common(ids, before)
-        if start < len(before) - 1:    # Phi 3 ends each chat with one more token
-            raise UserError(f"message {i - 1}: {self._changes(before[start:], ids[start:])}")
-        stop = max(start, n_common(ids, ids_of(i + 1)))
-        while mask[stop:stop + 1] == [1]:
-            stop += 1
-        return start, stop
+    def _count_special(self, ids):
+        return sum(id in self.special for id in ids)
 
-    def _find_answer(self, i, ids, ids_of, message):
-        """Answer i is ids[start:stop], without a line end after its last special token."""
+    def _read_marks(self, messages, tools):
+        """The mask of all that is marked, except in answers of weight 0."""
+        def marked(messages):
+            """[(id, mark), ...]"""
+            found = self._apply(messages, tools, return_assistant_tokens_mask=True)
+            return [*zip(found["input_ids"], found["assistant_masks"], strict=True)]
+
+        def end_of_marks(n):
+            """Those of the first n messages, which is the same when the chat goes on."""
+            part, following = messages[:n], messages[n:n + 1]
+            if not part or not following:
+                return len(whole) if part else 0
+            if is_answer(part[-1]):
+                part += [QUESTION] if is_answer(following[0]) else following
+            part = marked(part)
+            stop = max((at for at, (_, mark) in enumerate(part, 1) if mark), default=0)
+            same = n_common(part, whole)
+            if same < stop:
+                changed = [[id for id, _ in pairs[same:]] for pairs in (part, whole)]
+                raise UserError(f"message {n - 1}: {self._changes(*changed)}")
+            return stop
+
+        whole = marked(messages)
+        mask = [mark for _, mark in whole]
+        for i, message in enumerate(messages):
+            if is_answer(message) and message.get("weight") == 0:
+                start, stop = end_of_marks(i), end_of_marks(i + 1)
+                mask[start:stop] = (stop - start) * [0]
+        return mask
+
+    def _find_start(self, i, messages, ids_of):
+        """Where the prompt of answer i ends, which must be the beginning of the chat."""
         if i == 0:
             raise UserError(
                 "message 0: an answer needs a prompt, and templates render no empty chat; give "
                 "this answer weight 0, or put a message of the user before it")
-        prompt = ids_of(i, add_generation_prompt=True)
-        start, n = len(prompt), n_common(ids, prompt)
-        if n < start:
+        ids, prompt = ids_of(len(messages)), ids_of(i, add_generation_prompt=True)
+        n = n_common(ids, prompt)
+        if n < len(prompt):
             raise UserError(
                 f"message {i}: its prompt ends with {self.decode(prompt[n:])!r:.60}, but the chat "
                 f"has {self.decode(ids[n:])!r:.60}: pass the argument that lets the template open "
                 "answers as in the chat, such as enable_thinking=False, or remove line ends at the "
                 f"beginning of the answer, or {OTHER_WAY}")
-        stop = self._find_end(i, ids, ids_of)
-        answer = self.decode(ids[start:stop]).strip()
-        content = (for_template(message).get("content") or "").strip()
-        begins_here = content and answer.startswith(content)
-        if not begins_here and prompt == ids_of(i):
-            raise UserError(
-                f"message {i}: its prompt ends too early, at {answer!r:.60}: the template needs "
-                "{% if add_generation_prompt %} with what opens an answer")
-        end = start + self._after_last_special(ids[start:stop])
-        is_closed = end > start and answer != content
-        if is_closed and not self.decode(ids[end:stop]).strip():
-            stop = end
-        return start, stop
+        return n
 
-    def _find_end(self, i, ids, ids_of):
-        """Where answer i ends in ids. UserError if the template changes it later."""
-        alone = ids_of(i + 1)
-        stop = n_common(ids, alone)
-        if stop == len(alone):
-            return stop
-        if stop == len(alone) - 1:    # Only the last token differs.
-            opening = added(ids_of(i), ids_of(i, add_generation_prompt=True))
-            next_opening = added(alone[:-1], ids_of(i + 1, add_generation_prompt=True))
-            if next_opening == opening:    # Phi 3 ends each chat with one more token
-                return stop
-            # gpt-oss has another token for the end of the last answer
-            is_followed = ids[stop + 1:stop + 2] == opening[:1]
-            if next_opening[1:] == opening and is_followed:
-                return stop + 1
-        raise UserError(f"message {i}: {self._changes(alone[stop:], ids[stop:])}")
+    def _find_stop(self, i, messages, tools, ids_of, start):
+        """Where answer i ends. A line end after its last special token does not count."""
+        ids, alone = ids_of(len(messages)), ids_of(i + 1)
+        n_own = self._check_ends(messages[:i], tools)
+        same = n_common(ids, alone)
+        stop = len(alone)
+        if same < stop:    # Phi 3 and gpt-oss end the last answer of a chat in another way
+            question = self._apply([QUESTION], tools)["input_ids"]
+            asked = self._apply([QUESTION], tools, add_generation_prompt=True)["input_ids"]
+            opening = added(question, asked)
+            prompt = ids_of(i + 1, add_generation_prompt=True)
+            closed = prompt[:-len(opening)]
+            stop = len(closed)
+            n_in_text = self._count_special(alone[start:]) - n_own    # names of special tokens
+            is_ended = not n_own or self._count_special(closed[start:]) > n_in_text
+            if closed + opening != prompt or ids[:stop] != closed or not is_ended:
+                raise UserError(f"message {i}: {self._changes(alone[same:], ids[same:])}")
+        end = start + self._after_last_special(ids[start:stop])
+        if n_own and not self.decode(ids[end:stop]).strip():
+            stop = end
+        return stop
+
+    def _check_ends(self, before, tools):
+        """The number of special tokens after an answer. UserError if its opening is elsewhere."""
+        chat = [*before, {"role": "assistant", "content": PROBE}]
+        opening, _, ending = self.render(chat, tools).partition(PROBE)
+        asked = self.render(before, tools)
+        prompt = self.render(before, tools, add_generation_prompt=True)
+        if prompt == asked and opening.rstrip() != asked.rstrip():
+            raise UserError(
+                f"message {len(before)}: its prompt ends too early, at "
+                f"{opening[len(asked):]!r:.60}: the template needs {{% if add_generation_prompt %}} "
+                "with what opens an answer")
+        goes_on = self.render([*chat, QUESTION], tools)
+        extra = added(goes_on.partition(PROBE)[2], ending)
+        if extra and asked.endswith(extra) and opening.startswith(asked):
+            raise UserError(
+                f"the chat template opens an answer at the end of each chat, with {extra!r:.60}: "
+                "pass chat_template=, a copy that does so in {% if add_generation_prompt %} only")
+        return self._count_special(self.tokenizer(ending, add_special_tokens=False)["input_ids"])
 
     def _changes(self, alone, ids):
         return ("the template changes it when the chat goes on, from "
@@ -289,6 +337,9 @@ def for_template(message):
             raise UserError(f"expected parts of type text; saw {parts!r:.200}")
         message["content"] = "".join(part["text"] for part in parts)
     return message
+
+def is_answer(message):
+    return message["role"] == "assistant"
 
 def n_common(a, b):
     """The number of elements that both lists begin with."""

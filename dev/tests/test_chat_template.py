@@ -137,6 +137,22 @@ def test_the_loader_takes_it():
     end = own.tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert ids.count(~end) == 2 and ids.count(end) == 1
 
+def test_its_tokenizers_are_used_by_nobody_else():
+    """transformers changes a tokenizer's state in each call, so threads must not share one."""
+    theirs = as_transformers(tokenizer_for("chatml"), CHATML)
+    own = ChatTemplate(theirs)
+    used = theirs, own.tokenizer, own.for_texts
+    theirs("a", truncation=True, max_length=1, split_special_tokens=True)
+    ids = encoded(own, "messages", WITH_A_NAME)
+    encoded(own, "text", "a")
+    states = [
+        (one.backend_tokenizer.encode_special_tokens, one.backend_tokenizer.truncation is None)
+        for one in used]
+    assert states == [(True, False), (False, True), (True, True)]
+    theirs.add_tokens(["Yo"])
+    theirs.chat_template = QWEN
+    assert encoded(own, "messages", WITH_A_NAME) == ids
+
 def test_ids_may_have_holes():
     special = {BOS: 70_000, "<|im_start|>": 80_000, "<|im_end|>": 90_000}
     own = ChatTemplate(as_transformers(fresh(special=special), CHATML))
