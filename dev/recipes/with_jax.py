@@ -42,7 +42,8 @@ sharding = NamedSharding(Mesh(jax.devices(), ("data",)), PartitionSpec("data"))
 def loss_of(params, inputs, targets):
     logits = params["embedding"][inputs] @ params["head"]
     nats = -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None].clip(0), -1)[..., 0]
-    return jnp.sum(nats * (targets >= 0)) / jnp.sum(targets >= 0)    # masked targets are -100
+    n_targets = jnp.sum(targets >= 0)    # masked targets are -100
+    return jnp.sum(nats * (targets >= 0)) / jnp.maximum(1, n_targets)
 
 @jax.jit
 def train_step(params, inputs, targets):
