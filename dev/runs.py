@@ -73,9 +73,15 @@ def open_run(path, data=None):
     tokenizer = RustBPETokenizer.from_dict(saved["tokenizer"])
     log = [*read_log(f"{folder}/log.jsonl")]
     for record in log:
-        if data and "flags" in record:
-            record["flags"]["data"] = data
+        if "flags" in record:
+            theirs = record["flags"]["data"]
+            record["flags"]["data"] = data or [absolute(spec, record["cwd"]) for spec in theirs]
     return Run(folder, saved, log, tokenizer)
+
+def absolute(spec, folder):
+    """A PATH[:WEIGHT] of a run that was started in this folder (which may have moved)."""
+    is_relative = "://" not in spec and os.path.isdir(folder)
+    return os.path.join(folder, spec) if is_relative else spec
 
 def parts(run, begin, stop):
     """Yield (first step, one after the last, flags) of steps that one command made."""

@@ -99,9 +99,10 @@ def test_each_attempt_of_torchrun_has_its_own_keys(monkeypatch):
     monkeypatch.setattr(dist, "rendezvous", lambda _: iter([(of_torchrun, 0, 1)]))
     for attempt in ("0", "1"):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
-        store = train.meet_ranks(SimpleNamespace(data=["a"], seed=1))
-        assert not store.check(["address of rank 0"])
-        store.set("address of rank 0", "")
+        found = {}
+        train.meet_ranks(SimpleNamespace(data=["a"], seed=1), found.update)
+        assert not found["store"].check(["address of rank 0"])
+        found["store"].set("address of rank 0", "")
 
 def start_rank(job, rank, port, seed):
     env = {**ENV, "WORLD_SIZE": "2", "RANK": str(rank), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",

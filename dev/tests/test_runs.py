@@ -244,6 +244,17 @@ def test_data_may_move(base, alone, tmp_path, capsys):
     with pytest.raises(SystemExit, match="the rows that were packed again are not those of"):
         runs.main(["losses", str(tmp_path), "--data", f"{base}/a", f"{base}/b"])
 
+def test_relative_data_is_in_the_folder_where_the_run_was_started(base, alone, tmp_path, capsys):
+    shutil.copy(f"{alone}/step_0000018.pt", tmp_path)
+    log = Path(alone, "log.jsonl").read_text()
+    log = re.sub(r'"cwd": ".*?"', f'"cwd": "{base}"', log.replace(f"{base}/", ""))
+    (tmp_path / "log.jsonl").write_text(log)
+    told = []
+    for folder in alone, tmp_path:
+        runs.main(["audit", "--resume", f"{folder}/step_0000018.pt", "--steps", "2:4"])
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+
 def test_fork_knows_the_steps_of_its_parent(alone, base, capsys):
     fork = f"{base}/fork"
     train.main(["--resume", f"{alone}/step_0000006.pt", "--out", fork, "--steps", "9"])

@@ -266,8 +266,8 @@ def test_ranks_compare_their_val_text(command):
         write("tiny", ["one two"] * 9, [text])
         with mock.patch.object(train, "check_ranks") as check_ranks:
             command("--data tiny --steps 1 --noise 0 --table_decay 0 --out run")
-        [header, *others] = check_ranks.call_args.args[0]
-        compared.append((header["flags"].pop("val_digests"), header, others))
+        [flags, *others] = check_ranks.call_args.args[0]
+        compared.append((flags.pop("val_digests"), flags, others))
         shutil.rmtree("run")
     (first, *same), (second, *others) = compared
     assert same == others and first != second
@@ -314,6 +314,16 @@ def test_nohup_is_respected():
         os.kill(os.getpid(), signal.SIGTERM)
     assert signals == [signal.SIGTERM]
 
+def test_closed_stderr_does_not_end_a_run(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        monkeypatch.setattr(sys, "stderr", pipe)
+        dataset.print_error("trying again")
+        with pytest.raises(BrokenPipeError):
+            print("unguarded", file=pipe, flush=True)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)
+
 def test_closed_pipe_does_not_end_a_run(monkeypatch):
     """Nor is there an error when Python flushes its standard output, at its end."""
     reader, writer = os.pipe()
@@ -344,7 +354,8 @@ def test_errors_of_the_system_are_a_line_and_bugs_a_traceback(error, kind):
 @pytest.mark.parametrize("variables, problem", [
     ({}, "MASTER_ADDR expected"), ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT expected"),
     ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "x"}, "'x'"),
-    ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, "")])
+    ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "99999"}, ""),
+    ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "GLOO_SOCKET_IFNAME": "eth99"}, "eth99")])
 def test_ranks_that_cannot_meet_are_a_line(command, monkeypatch, variables, problem):
     for name, value in {"RANK": "0", "WORLD_SIZE": "1", **variables}.items():
         monkeypatch.setenv(name, value)
@@ -367,7 +378,7 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: None)
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(train, "meet_ranks", lambda flags: None)
+    monkeypatch.setattr(train, "meet_ranks", lambda flags, begin: begin(store=None))
     with pytest.raises(KeyError), train.group_of_ranks(SimpleNamespace(device="cuda")):
         raise KeyError
     assert at_exit == [(os._exit, 1)]
@@ -400,6 +411,7 @@ def test_process_group_ends_with_main_whatever_happens(command, monkeypatch):
     ("--resume run", "error: no checkpoint run (Is a directory; a run keeps its newest ones: see "
      "--keep, and all nodes must see its folder); pass a file, or a folder of a run (--resume"),
     ("--resume run/step_0000008.pt --out new --steps 1", "checkpoint: new/step_0000008.pt\n"),
+    ("--resume latest.pt --steps 9", "/run/step_0000009.pt\n"),
     ("--seed -1", "error: argument --seed: -1: expected 0 or more, below 9223372036854775808; see"),
     (f"--steps {2**63}", f"error: argument --steps: {2**63}: expected 1 or more, below {2**63}; see"),
     ("--init run/step_0000008.pt --data a --depth 2",
@@ -411,6 +423,7 @@ def test_what_is_typed_and_told(command, finished, words, told):
     write("nulls", ["x"] * 9, ["", ""])
     RustBPETokenizer.train_from_iterator(["something else"], 265).save("other")
     torch.save({"version": 2}, "old.pt")
+    os.symlink("run/step_0000008.pt", "latest.pt")
     torch.save(Killed, "pickled.pt")
     is_alone = {"--sample", "--chat", "--eval", "--resume", "--init"} & {*words.split()}
     is_error = told.startswith("error: ")
@@ -503,7 +516,7 @@ def test_bad_documents_end_a_run_or_are_left_out_counted_and_named(command):
     records = [record for record in log_of("left_out") if "warnings" in record]
     names = [name for record in records for of_rank in record["warnings"] for name in of_rank]
     assert any("left out: chats/train-0.parquet, row group 0, row 7: " in name for name in names)
-    assert records[-1]["bad_documents"] >= 1
+    assert records[-1]["bad_documents_since_start"] >= 1
     runs.main(["audit", "--resume", "left_out", "--steps", "0:4"])    # packs the same rows again
 
 def test_an_error_of_one_rank_saves_the_steps_of_all(command, resume):
@@ -697,7 +710,7 @@ def test_val_asks_only_for_tokens_with_a_loss(monkeypatch):
 
 def test_mixture_has_bits_per_byte_of_each_source(command):
     told = command("--data a:0.75 b:0.25 --steps 2 --out run")
-    assert "a: 2 shards, 1 train, 1 val (" in told and "\na: 60 train documents, ab" in told
+    assert "a: 2 shards, 1 train, 1 val (" in told and "\na: 60 train documents, " in told
     [record] = [record for record in log_of("run") if "val_bpb" in record]    # one, for wandb
     line = r"step 2: val ([\d.]+) bits per byte of (.*) \(([\d,]+) bytes\)"
     bpbs, sources, sizes = zip(*re.findall(line, told), strict=True)
