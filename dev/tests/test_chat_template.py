@@ -74,15 +74,15 @@ def shown(template, messages, **arguments):
         learned_by(own, messages)
     return text
 
-@pytest.mark.parametrize("template, chat, lines", read_cases("chat_templates.txt"))
-def test_a_chat_becomes_what_chat_templates_txt_says(capsys, template, chat, lines):
+@pytest.mark.parametrize("template, case, lines", read_cases("chat_templates.txt"))
+def test_a_chat_becomes_what_chat_templates_txt_says(capsys, template, case, lines):
     template = QWEN if template == "QWEN" else template.replace("\\n", "\n")
-    chat = json.loads(chat)
-    if isinstance(chat, list):
-        chat = {"messages": chat}
+    arguments = json.loads(case)
+    if isinstance(arguments, list):
+        arguments = {"messages": arguments}
     print_once.cache_clear()
     try:
-        found = shown(template, **chat)
+        found = shown(template, **arguments)
     except UserError as error:
         found = f"error: {error}"
     found = capsys.readouterr().err + found.replace("\n", "\\n")
