@@ -21,7 +21,13 @@ from pathlib import Path
 from tiktoken_ext.openai_public import r50k_pat_str
 
 from dataset import Parser, UserError, divide, errors_in_one_line, expand_home, local_folder
-from tokenizer import RustBPETokenizer, build_encoding, find_template, texts_of_tokens
+from tokenizer import (
+    RustBPETokenizer,
+    build_encoding,
+    find_lost_bytes,
+    find_template,
+    texts_of_tokens,
+)
 
 BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<|bos|>", "<s>")
 
@@ -32,7 +38,6 @@ BYTE_OF = {chr(byte): byte for byte in PRINTABLE}
 BYTE_OF |= {chr(256 + i): byte for i, byte in enumerate(UNPRINTABLE)}
 
 STRIPS = "lstrip", "rstrip", "single_word"    # spaces around a token are lost, or decide
-NOT_UTF8 = (0xC0, 0xC1, *range(0xF5, 0x100))    # no text has them, and GPT-NeoX lacks them
 
 def import_tokenizer(path, out, bos=None):
     """Convert, check and save. Returns lines for the screen; an error says what is in the way."""
@@ -46,17 +51,19 @@ def import_tokenizer(path, out, bos=None):
         raise UserError(
             f"{path} is not Hugging Face's tokenizer.json: {error!r} (for other formats, such as "
             "Mistral's tekken.json, see dev/recipes/own_tokenizer.py)") from error
-    check_files_next_to_it(path, theirs)
-    described = json.loads(theirs.to_str())    # with the defaults of what an old file lacks
-    make_template_special(described["added_tokens"])
-    theirs = Tokenizer.from_str(json.dumps(described))
+    described = describe(theirs)
     ours = convert(described, bos, path)
+    texts = hard_texts(ours.enc, ours.added_tokens)
     is_nfc = described["normalizer"] == {"type": "NFC"}
-    n_texts = compare(ours, theirs, is_nfc, path)
+    if is_nfc:
+        texts = [unicodedata.normalize("NFC", text) for text in texts]
+    for text in find_differences(ours, theirs, texts):
+        raise UserError(f"{path}: this tokenizer would encode {text[:80]!r} differently here")
+    check_folder(ours, theirs, texts, path)
     ours.save(out)
     special = ", ".join(sorted(ours.get_special_tokens() - {*ours.added_tokens}))
     lines = [
-        f"{ours.get_vocab_size():,} tokens in {out}; {n_texts:,} hard texts gave the same ids",
+        f"{ours.get_vocab_size():,} tokens in {out}; {len(texts):,} hard texts gave the same ids",
         f"BOS: {ours.bos_token}; the names of special tokens are plain text in documents: "
         f"{special:.300}"]
     if ours.added_tokens:
@@ -73,49 +80,53 @@ def import_tokenizer(path, out, bos=None):
         lines.append("its NFC normalizer is not applied: normalize your text first")
     return "\n".join(lines)
 
-def check_files_next_to_it(path, theirs):
-    """transformers also takes tokens from two other files in the folder."""
-    ids = read_json(Path(path).with_name("added_tokens.json"))
-    config = read_json(Path(path).with_name("tokenizer_config.json"))
-    for id, token in config.get("added_tokens_decoder", {}).items():
-        ids[token["content"]] = int(id)
-    for name, id in ids.items():
-        if theirs.token_to_id(name) != id:
-            raise UserError(
-                f"{path} lacks the token {name!r} with id {id}, which is in added_tokens.json or "
-                "tokenizer_config.json in its folder; to write all tokens into NEW/tokenizer.json: "
-                "python -c \"from transformers import AutoTokenizer as T; "
-                f"T.from_pretrained('{Path(path).parent}').save_pretrained('NEW')\"")
-
-def read_json(path):
+def check_folder(ours, theirs, texts, path):
+    """transformers also takes tokens and options from other files in the folder."""
+    names = "added_tokens.json", "special_tokens_map.json", "tokenizer_config.json"
+    names = [name for name in names if Path(path).with_name(name).exists()]
+    if not names:
+        return
+    folder, names = Path(path).parent, " and ".join(names)
+    alone = f"to convert {path} without {names}, copy it to a folder of its own"
     try:
-        return json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+        from transformers import AutoTokenizer
 
-def make_template_special(added_tokens):
-    """Names of the chat template are never found in a text; some files say otherwise."""
+        read = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).backend_tokenizer
+    except Exception as error:
+        raise UserError(
+            f"{names} may change {path}, and transformers, which knows, failed: {error!r:.300}. "
+            f"Either pip install transformers, or, {alone}") from error
+    tokens = {*read.get_vocab().items()} ^ {*theirs.get_vocab().items()}
+    for seen in [*sorted(tokens), *find_differences(ours, read, texts)]:
+        raise UserError(
+            f"transformers reads {path} with {names} as another tokenizer (see {seen!r:.80}); to "
+            "write that one into NEW/tokenizer.json: python -c \"from transformers import "
+            f"AutoTokenizer as T; T.from_pretrained('{folder}').save_pretrained('NEW')\"; {alone}")
+
+def describe(theirs):
+    """
+    tokenizer.json, with the defaults of what an old file lacks. Names of our chat template are
+    special tokens, never found in a text; some files say otherwise.
+    """
+    described = json.loads(theirs.to_str())
+    added_tokens = described["added_tokens"]
     template = find_template([token["content"] for token in added_tokens])
     for token in added_tokens:
         token["special"] |= token["content"] in template.special_tokens
+    return described
 
-def compare(ours, theirs, is_nfc, path):
-    """Encode hard texts with both. Returns how many."""
+def find_differences(ours, theirs, texts):
+    """The texts whose ids differ, or whose ids do not give the text."""
+    theirs = type(theirs).from_str(json.dumps(describe(theirs)))
     theirs.no_truncation()
     theirs.no_padding()
     theirs.encode_special_tokens = True    # "<|eos|>" in a text is plain text
-    texts = hard_texts(ours.enc, ours.added_tokens)
-    if is_nfc:
-        texts = [unicodedata.normalize("NFC", text) for text in texts]
     wanted = theirs.encode_batch(texts, add_special_tokens=False)
     encoded = divide(*ours.encode_documents(texts))
     for text, found, want in zip(texts, encoded, wanted, strict=True):
         ids = found[1:].tolist()
         if ids != want.ids or ours.decode(ids) != text:
-            raise UserError(
-                f"{path}: this tokenizer would encode {text[:80]!r} differently here; nothing was "
-                "written")
-    return len(texts)
+            yield text
 
 def hard_texts(enc, added=()):
     """Hard characters and runs of them, in any order; every token; names that touch or overlap."""
@@ -215,8 +226,7 @@ def ranks_of(model, special, check):
                 can_merge = vocab.keys() >= {*pair}
                 check(not can_merge, f"has no merge for {pair}, which tiktoken would merge")
         ranks[bytes(map(BYTE_OF.get, token))] = id
-    is_whole = all(bytes([i]) in ranks or i in NOT_UTF8 for i in range(256))
-    check(is_whole, "lacks tokens of single bytes (train it with "
+    check(not find_lost_bytes(ranks), "lacks tokens of single bytes (train it with "
           "initial_alphabet=pre_tokenizers.ByteLevel.alphabet())")
     return ranks
 

@@ -94,6 +94,14 @@ def test_a_tokenizer_of_bytes():
     assert ids == [*range(256, 265)]
     assert tok.token_bytes.tolist() == 256 * [1] + 9 * [0]
 
+def test_a_vocabulary_that_lacks_a_byte_is_refused():
+    """tiktoken's Rust would panic. No text has the bytes 192, 193 and from 245 on."""
+    ranks = {bytes([i]): i for i in range(256) if i not in (192, 193, *range(245, 256))}
+    assert fresh(ranks=ranks).encode("\u6f22") == [230, 188, 162]
+    ranks.pop(b"\xa2")
+    with pytest.raises(UserError, match="cannot encode all text: no token is byte 162"):
+        fresh(ranks=ranks)
+
 def test_one_of_tiktokens_own(monkeypatch):
     ranks = small().enc._mergeable_ranks
     enc = build_encoding(PATTERNS["gpt2"], ranks, {"<|endoftext|>": 3000})
