@@ -294,12 +294,14 @@ def test_a_saved_or_pickled_tokenizer_gives_the_same_ids(tmp_path):
 
 def test_a_saved_tokenizer_is_complete_and_not_overwritten(tmp_path):
     """The disk may be full after the first of two files."""
-    def fail_at_json(path, data):
-        if path.name == JSON:
+    disk = iter(["has room for one file"])
+
+    def write_on_disk(path, data):
+        if next(disk, None) is None:
             raise OSError("full")
         write_atomic(path, data)
 
-    with mock.patch("tokenizer.write_atomic", fail_at_json), pytest.raises(OSError, match="full"):
+    with mock.patch("tokenizer.write_atomic", write_on_disk), pytest.raises(OSError, match="full"):
         fresh().save(tmp_path / "new")
     words = r"no tokenizer, .*nanoloader\.json.*To train .*To import .* Tokenizers in .*README"
     with pytest.raises(UserError, match=words):
@@ -428,6 +430,7 @@ def test_chats_train_a_tokenizer_too(tmp_path, base):
     chats = write(tmp_path / "chats", [3 * [line]], column="messages")
     tok, _ = module.find_tokenizer(None, [chats], 300)
     assert len(tok.encode(99 * "ab")) < 50
+    assert len(tok.encode("content")) == 7, "of the text only"
 
 # --------------------------------------------------------------------------------------------------
 # Anybody's own tokenizer
