@@ -1,4 +1,4 @@
-"""Cases in dev/tests/data/*.txt: a line of JSON each, and below it, what it becomes."""
+"""Cases in dev/tests/data/*.txt: a line each, and below it, indented, what it becomes."""
 
 import doctest
 import re
@@ -8,7 +8,7 @@ DATA = Path(__file__).parent / "data"
 
 def read_cases(name):
     """
-    [(the words after the last $, a line of JSON, the indented lines after it), ...]
+    [(the words after the last $, a line, the indented lines after it), ...]
     A title after # ends what $ says. After a line such as HI = "hi", each HI stands for "hi".
     """
     cases, words, names = [], "", {}
@@ -23,10 +23,10 @@ def read_cases(name):
                 words = ""
             case "$":
                 words = line[1:].strip()
-            case "{" | "[":
-                cases.append((words, line, []))
             case " ":
                 cases[-1][-1].append(line.strip())
+            case _ if line:
+                cases.append((words, line, []))
     return cases
 
 def is_like(text, lines):

@@ -7,30 +7,26 @@ disk, SIGTERM and kill -9. It takes minutes, so it is not in the usual runs:
 It prints what happened, and compares rows and losses with a run of the same documents without faults.
 """
 
-import collections
-import http.server
 import json
 import os
 import random
-import re
 import signal
 import subprocess
-import threading
-import time
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
 import dataset
-from dev.tests.test_restarts import ENV, ranks_of, steps_of
-from test_dataloader import HERE
+from dev.tests.test_dataset import Server, files_of
+from dev.tests.test_restarts import ENV, ranks_of, steps_of, until
+from test_dataloader import HERE, grouped
 from tokenizer import RustBPETokenizer
 
 STEPS = 300
 FLAGS = ("--device cpu --dtype float32 --depth 1 --seq_len 64 --batch_size 8 "
          f"--num_lanes 8 --log_every 1 --eval_every 1000 --eval_bytes 1000 --steps {STEPS} "
-         "--save_every 25 --skip_bad").split()
+         "--save_every 25 --skip_bad --tokenizer tokenizer").split()
 
 # train.py, on a disk that sometimes fails: one open in 50 is an EIO, and the disk is full once.
 FAULTS = """
@@ -57,38 +53,6 @@ if os.environ.get("FAULTS"):
 sys.exit(train.main())
 """
 
-class Server(http.server.SimpleHTTPRequestHandler):
-    """The files of a folder, by ranges of bytes. In a burst, the next answers are 503."""
-    to_refuse, refused = 0, 0
-
-    def do_GET(self):
-        if Server.to_refuse > 0:
-            Server.to_refuse -= 1
-            Server.refused += 1
-            self.send_error(503)
-            return
-        content = Path(self.translate_path(self.path))
-        if not content.exists():
-            self.send_error(404)
-            return
-        content = content.read_bytes()
-        first, last = 0, len(content) - 1
-        asked = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if asked:
-            first, last = int(asked[1]), min(int(asked[2] or last), last)
-        self.send_response(206 if asked else 200)
-        self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
-        self.send_header("Accept-Ranges", "bytes")
-        self.send_header("Content-Length", str(last - first + 1))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content[first:last + 1])
-
-    do_HEAD = do_GET
-
-    def log_message(self, *_):
-        pass
-
 def write_text(folder):
     draw = random.Random(1)
     line = "def f{}(x): return x * {}\n"
@@ -109,84 +73,68 @@ def write_chats(folder):
 def write_source(folder, column, documents):
     shards = {"train-0": documents[:10_000], "train-1": documents[10_000:], "val": documents[:100]}
     for name, some in shards.items():
-        groups = [pa.array(some[start:start + 500]) for start in range(0, len(some), 500)]
+        groups = map(pa.array, grouped(some, 500))
         dataset.write_shard(f"{folder}/{name}.parquet", groups, column)
     dataset.write_index(folder)
 
-def until(condition, process):
-    """Whether it came true before the process ended."""
-    while process.poll() is None:
-        if condition():
-            return True
-        time.sleep(0.02)
-    return False
+def refuse(_, server):
+    server.faults = {f"train-{i}.parquet": 4 * [503] for i in (0, 1)}
 
-def kill_rank(process, rank):
-    os.kill(ranks_of(process)[rank], signal.SIGKILL)
-
-def burst(_):
-    Server.to_refuse += 12
+def kill_rank(rank):
+    return lambda process, _: os.kill(ranks_of(process)[rank], signal.SIGKILL)
 
 # At these steps of the run
 EVENTS = [
-    (40, "12 answers of 503", burst),
-    (90, "kill -9 of rank 2", lambda process: kill_rank(process, 2)),
-    (140, "full disk", lambda process: Path("disk_is_full").touch()),
-    (210, "SIGTERM", lambda process: process.send_signal(signal.SIGTERM)),
-    (230, "12 answers of 503", burst),
-    (260, "kill -9 of rank 0", lambda process: kill_rank(process, 0))]
+    (40, "8 answers of 503", refuse),
+    (90, "kill -9 of rank 2", kill_rank(2)),
+    (140, "full disk", lambda *_: Path("disk_is_full").touch()),
+    (210, "SIGTERM", lambda process, _: process.send_signal(signal.SIGTERM)),
+    (230, "8 answers of 503", refuse),
+    (260, "kill -9 of rank 0", kill_rank(0))]
+
+def start(name, server, faults=""):
+    """4 ranks; torchrun starts them again. -> the process"""
+    env = {**ENV, "RANKS": "4", "RESTARTS": "50", "TRAIN": "faults.py", "FAULTS": faults}
+    recipe = ["bash", str(HERE / "dev/recipes/restarts.sh"), *FLAGS, "--out", name]
+    with open(f"{name}.txt", "ab") as told:
+        return subprocess.Popen([*recipe, "--data", "disk", f"{server.web}/data"], env=env,
+                                stdout=told, stderr=told)
 
 @pytest.mark.skipif("NANOLOADER_CHAOS" not in os.environ, reason="takes minutes: NANOLOADER_CHAOS=1")
 def test_a_run_of_faults_ends_by_itself_with_the_rows_of_one_without(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_chats("disk")
-    write_text("web/data")
+    write_text("web")
     Path("faults.py").write_text(FAULTS)
     RustBPETokenizer.train_from_iterator(["def f(x): return x * 0.5\n"], 270).save("tokenizer")
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), lambda *a: Server(*a, directory=str(tmp_path / "web")))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    web = f"http://127.0.0.1:{server.server_port}/data"
-    env = {**ENV, "RANKS": "4", "RESTARTS": "50", "TRAIN": "faults.py"}
-    recipe = ["bash", str(HERE / "dev/recipes/restarts.sh"), *FLAGS, "--data", "disk", web,
-              "--tokenizer", "tokenizer"]
+    server = Server(files_of("web"))
+    assert start("whole", server).wait() == 0
 
-    began = time.monotonic()
-    subprocess.run([*recipe, "--out", "whole"], check=True, env=env, stdout=subprocess.DEVNULL)
-    print(f"without faults: {time.monotonic() - began:.0f} s")
+    events, jobs, status = [*EVENTS], 0, None
+    while status != 0:    # as a scheduler that starts the job again
+        jobs += 1
+        assert jobs < 10, Path("run.txt").read_text()[-5000:]
+        process = start("run", server, "yes")
+        while events:
+            step, name, act = events[0]
+            if not until(lambda step=step: max(steps_of("run"), default=0) >= step, process):
+                break
+            act(process, server)
+            print(f"after step {step}: {name}")
+            del events[0]
+        status = process.wait()
+    assert not events
 
-    began, events, jobs, seen = time.monotonic(), [*EVENTS], 0, collections.Counter()
-    status = None
-    with open("told", "wb") as told:
-        while status != 0:    # as a scheduler that starts the job again
-            jobs += 1
-            assert jobs < 10, Path("told").read_text()[-5000:]
-            process = subprocess.Popen([*recipe, "--out", "run"], env={**env, "FAULTS": "1"},
-                                       stdout=told, stderr=told)
-            while events:
-                step, name, act = events[0]
-                if not until(lambda step=step: max(steps_of("run"), default=0) >= step, process):
-                    break
-                act(process)
-                print(f"{time.monotonic() - began:4.0f} s: {name}, after step {step}")
-                del events[0]
-            status = process.wait()
-    print(f"with faults: {time.monotonic() - began:.0f} s, {jobs} jobs")
-
-    text = Path("told").read_text(errors="replace")
-    for what in ("FAULT: EIO", "FAULT: the disk is full", "trying again", "loaded run/step_"):
-        seen[what] = text.count(what)
-    print(dict(seen), f"answers of 503: {Server.refused}")
-    assert not events and seen["FAULT: the disk is full"] == 1 and seen["FAULT: EIO"] and Server.refused
+    told, log = (Path(name).read_text(errors="replace") for name in ("run.txt", "run/log.jsonl"))
+    counts = {what: told.count(what) for what in (
+        "FAULT: EIO", "503", "trying again", "loaded run/step_", "FAULT: the disk is full")}
+    print(f"{jobs} jobs", counts)
+    assert all(counts.values()) and counts["FAULT: the disk is full"] == 1
+    assert counts["loaded run/step_"] >= 4
     whole, run = steps_of("whole"), steps_of("run")
     assert sorted(run) == sorted(whole) == [*range(STEPS)]
     for step, record in run.items():
         assert record["rows_hash"] == whole[step]["rows_hash"], step
         assert record["loss"] == pytest.approx(whole[step]["loss"], rel=1e-4), step
-    lines = [json.loads(line) for line in Path("run/log.jsonl").read_text().splitlines()]
-    resumed = [record["step"] for record in lines if "flags" in record and record["step"] > 0]
-    print(f"resumed at {resumed}")
-    assert len(resumed) >= 4
-    told_in_log = Path("run/log.jsonl").read_text()
     for place in ("train-0.parquet, row group 6, row 333", "train-1.parquet, row group 15, row 277"):
-        assert f"left out: disk/{place}" in told_in_log
+        assert f"left out: disk/{place}" in log

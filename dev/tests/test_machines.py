@@ -3,12 +3,13 @@ Machines as they are: no home folder, few cores or threads, folders that cannot 
 commands in errors that must work where the user is.
 """
 
-import math
+import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from unittest import mock
 
 import pyarrow as pa
@@ -16,6 +17,7 @@ import pytest
 
 import dataset
 from dataset import UserError
+from dev.tests.cases import is_like, read_cases
 from test_dataloader import HERE, write
 
 
@@ -77,50 +79,24 @@ def test_without_a_home_folder_a_tilde_is_an_error():
 # --------------------------------------------------------------------------------------------------
 # Cores and threads
 
-CGROUPS = [    # /proc/self/cgroup, files, quota
-    ("0::/\n", {"/cpu.max": "800000 100000\n"}, 8),              # a container
-    ("0::/a/b\n", {"/a/b/cpu.max": "max 100000\n"}, math.inf),
-    ("0::/a/b\n", {"/a/b/cpu.max": "max 100000\n", "/a/cpu.max": "150000 100000\n"}, 1.5),
-    ("0::/a/b\n", {"/a/b/cpu.max": "50000 100000\n", "/a/cpu.max": "150000 100000\n"}, 0.5),
-    ("0::/a/b\n", {}, math.inf),
-    ("4:cpu,cpuacct:/a\n3:memory:/b\n0::/c\n",                       # version 1
-     {"/cpu/a/cpu.cfs_quota_us": "300000\n", "/cpu/a/cpu.cfs_period_us": "100000\n",
-      "/cpu/b/cpu.cfs_quota_us": "100000\n", "/cpu/b/cpu.cfs_period_us": "100000\n"}, 3),
-    ("4:cpuacct,cpu:/docker/x\n",                                    # in Docker, this folder is not seen
-     {"/cpu/cpu.cfs_quota_us": "200000\n", "/cpu/cpu.cfs_period_us": "100000\n"}, 2),
-    ("4:cpu:/\n", {"/cpu/cpu.cfs_quota_us": "-1\n", "/cpu/cpu.cfs_period_us": "100000\n"}, math.inf),
-    (None, {}, math.inf)]                                            # macOS
-
-@pytest.mark.parametrize("groups, files, quota", CGROUPS)
-def test_quota_is_the_smallest_of_the_groups_of_this_process(tmp_path, groups, files, quota):
-    if groups:
-        files = {f"/sys/fs/cgroup{name}": text for name, text in files.items()}
-        files["/proc/self/cgroup"] = groups
-    for name, text in files.items():
-        path = tmp_path / name[1:]
+@pytest.mark.parametrize("_, machine, lines", read_cases("cores.txt"))
+def test_cores_are_those_that_this_process_may_use(tmp_path, monkeypatch, _, machine, lines):
+    machine = json.loads(machine)
+    affinity, ranks = machine.pop("affinity", None), machine.pop("ranks", "1")
+    for name, text in machine.items():
+        path = Path(f"{tmp_path}/{name}")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert dataset.cgroup_quota(str(tmp_path)) == quota
-
-@pytest.mark.parametrize("count, affinity, quota, ranks, want", [
-    (192, 192, math.inf, None, (192, "all cores")),
-    (192, 12, math.inf, None, (12, "CPU affinity")),
-    (192, 192, 8.0, None, (8, "cgroup quota")),
-    (192, 4, 8.5, None, (4, "CPU affinity")),
-    (192, 192, 2.5, "2", (1, "cgroup quota, 2 ranks")),
-    (192, 192, 0.5, None, (1, "cgroup quota")),
-    (192, None, math.inf, "8", (24, "all cores, 8 ranks"))])
-def test_cores_are_those_that_this_process_may_use(monkeypatch, count, affinity, quota, ranks, want):
-    monkeypatch.setattr(os, "cpu_count", lambda: count)
+    monkeypatch.setattr(os, "cpu_count", lambda: 192)
     monkeypatch.delattr(os, "sched_getaffinity", raising=False)
     if affinity:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(affinity), raising=False)
+    quota = dataset.cgroup_quota(str(tmp_path))
     monkeypatch.setattr(dataset, "cgroup_quota", lambda: quota)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    if ranks:
-        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert dataset.cores_and_limit() == want
-    assert dataset.cores() == want[0]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    n, limit = dataset.cores_and_limit()
+    assert [f"{n}: {limit}"] == lines
+    assert dataset.cores() == n
 
 @pytest.mark.parametrize("n_files, n_threads", [(1, 1), (40, 32)])
 def test_footers_are_read_by_as_many_threads_as_there_are_files(tmp_path, n_files, n_threads):
@@ -152,43 +128,19 @@ def test_a_limit_of_threads_is_one_line(tmp_path, n_started):
 # --------------------------------------------------------------------------------------------------
 # Commands in errors
 
-@pytest.fixture(params=["here", "elsewhere", "copied"])
-def place(request, tmp_path, monkeypatch):
-    """The folder of dataset.py, another one, and that of a project with a copy of three files."""
-    home = HERE
-    if request.param == "copied":
-        home = tmp_path / "my project"
-        home.mkdir()
+@pytest.mark.parametrize("where, words, lines", read_cases("commands.txt"))
+def test_commands_work_where_they_are_typed(tmp_path, monkeypatch, where, words, lines):
+    code = HERE
+    if where == "copied":
+        code = tmp_path / "my project"
+        code.mkdir()
         for name in ("dataset.py", "dataloader.py", "tokenizer.py"):
-            shutil.copy(HERE / name, home)
-    monkeypatch.chdir(tmp_path if request.param == "elsewhere" else home)
-    return request.param, home
-
-def said(home, line):
-    status, printed = run(f"import dataset; print(dataset.{line})", PYTHONPATH=str(home))
+            shutil.copy(HERE / name, code)
+    monkeypatch.chdir(tmp_path if where == "elsewhere" else code)
+    status, printed = run(f"import dataset; print(dataset.{words})", PYTHONPATH=str(code))
     assert status == 0, printed
-    return printed.rstrip("\n")
-
-def test_commands_work_where_they_are_typed(place, tmp_path):
-    where, home = place
-    here = os.getcwd()
-    index = said(home, "command('dataset.py index', 'my data')")
-    verify = said(home, "command('dev.prepare verify --data', 'my data')")
-    remote = said(home, "command('dev.prepare verify --data', 's3://a/b')")
-    page = said(home, "page('README.md')")
-    if where == "here":
-        assert index == "python dataset.py index 'my data'"
-        assert verify == "python -m dev.prepare verify --data 'my data'"
-        assert page == "README.md"
-    elif where == "elsewhere":
-        assert index == f"python {HERE}/dataset.py index 'my data'"
-        assert verify == f"cd {HERE} && python -m dev.prepare verify --data '{here}/my data'"
-        assert os.path.samefile(page, HERE / "README.md")
-    else:
-        assert index == "python dataset.py index 'my data'"
-        assert verify == f"cd CLONE_OF_NANOLOADER && python -m dev.prepare verify --data '{here}/my data'"
-        assert page == "README.md in a clone of nanoloader"
-    assert remote.endswith(" s3://a/b")
+    want = lines[0].replace("CODE", str(HERE)).replace("HERE", os.getcwd())
+    assert is_like(printed.strip(), [want])
 
 @pytest.mark.parametrize("where", ["here", "elsewhere"])
 def test_the_command_of_an_error_mends_the_folder(tmp_path, monkeypatch, where):

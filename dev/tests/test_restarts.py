@@ -11,13 +11,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 import torch.distributed as dist
 
-import dataset
 import train
-from test_dataloader import HERE
+from test_dataloader import HERE, grouped, write
 
 TOY = ("--device cpu --dtype float32 --depth 1 --seq_len 32 --batch_size 4 --vocab_size 300 --num_lanes 4 "
        "--log_every 1 --eval_every 1000 --eval_bytes 1000")
@@ -26,9 +24,8 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE), "TRAIN": s
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, n in (("train", 60), ("val", 30)):
-        texts = pa.array([f"def f{i}(x): return x + {i * i}\n" * (1 + i % 7) for i in range(n)])
-        dataset.write_shard(f"a/{name}.parquet", [texts[:20], texts[20:]])
+    texts = [f"def f{i}(x): return x + {i * i}\n" * (1 + i % 7) for i in range(60)]
+    write("a", grouped(texts, 20))
 
 def steps_of(run):
     """{step: its record}; a resumed run replaces what it does again."""
@@ -40,12 +37,13 @@ def steps_of(run):
             records.append(json.loads(line))
     return {record["step"]: record for record in records if "rows_hash" in record}
 
-def wait_for(condition, process):
-    until = time.monotonic() + 300
-    while not condition():
-        assert process.poll() is None, "it has ended"
-        assert time.monotonic() < until
+def until(condition, process):
+    """Whether it came true before the process ended."""
+    while process.poll() is None:
+        if condition():
+            return True
         time.sleep(0.02)
+    return False
 
 def ranks_of(torchrun):
     """{rank: process id} of its children."""
@@ -66,7 +64,7 @@ def test_killed_ranks_start_again_and_the_run_is_that_of_an_undisturbed_one():
         torchrun = subprocess.Popen(["nohup", *recipe, "--out", "run"], env=ENV, stdout=told, stderr=told)
     try:
         for rank, step in ((1, 17), (0, 38)):
-            wait_for(lambda step=step: step in steps_of("run"), torchrun)
+            assert until(lambda step=step: step in steps_of("run"), torchrun), "it has ended"
             torchrun.send_signal(signal.SIGHUP)    # its terminal is closed
             os.kill(ranks_of(torchrun)[rank], signal.SIGKILL)
         assert torchrun.wait(300) == 0, Path("told").read_text()

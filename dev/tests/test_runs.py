@@ -105,14 +105,6 @@ def test_nats_of_a_piece_are_those_of_its_tokens(base, documents, packing):
                     text = documents[piece.location][piece.start:piece.stop - 1]
                     assert nats == sum(tokenizer.encode(text))
 
-def test_ledger_is_a_table_of_all_pieces(alone, seen):
-    rows = runs.read_ledger(alone).to_pylist()
-    columns = "step", "g", "path", "row_group", "row", "epoch", "start", "stop"
-    assert [tuple(row[name] for name in columns) for row in rows] == [
-        (*piece[:2], *piece.location[:3], *piece[3:]) for piece in seen]
-    nats = runs.read_nats(runs.open_run(alone))
-    assert [row["nats"] for row in rows] == [one for of_row in sorted(nats) for one in nats[of_row]]
-
 def test_one_and_two_ranks_log_the_same_losses(alone, ranks):
     one, other = [runs.read_nats(runs.open_run(folder)) for folder in (alone, ranks)]
     assert sorted(one) == sorted(other) == [(g // 16, g) for g in range(24 * 16)]
@@ -147,18 +139,6 @@ def test_when_prints_past_and_coming_steps(alone, base, documents, seen, capsys)
         runs.main(["when", str(middle), *words])
         assert capsys.readouterr().out.splitlines() == want
 
-def test_when_names_documents_in_no_row(alone, documents, monkeypatch):
-    """As if the run had only its first 10 rows."""
-    rows = [*runs.pack_again(runs.open_run(alone), 0, 1)][:10]
-    monkeypatch.setattr(runs, "pack_again", lambda *_: rows)
-    found = {piece.location for row in rows for piece in row.pieces}
-    missing = sorted({*documents} - found)
-    lines = [*runs.when(runs.open_run(alone), text=" ")]
-    found = [line for line in lines if line.startswith("in none of the run's 24 steps: ")]
-    assert found == [f"in none of the run's 24 steps: {location}: {documents[location][:60]!r}"
-                     for location in missing[:10]]
-    assert lines[-1].endswith(f" steps, of which 24 are done: {len(missing)}")
-
 @pytest.mark.parametrize("words, first, stop", [
     ("--steps 1:3", 1, 3), ("", 18, 19), ("--steps 20:24", 20, 24)])
 def test_audit_names_the_documents_of_the_rows(alone, documents, seen, capsys, words, first, stop):
@@ -191,14 +171,6 @@ def test_audit_of_a_run_with_changed_flags_names_the_rows_of_each_part(changed, 
     told = [tuple(map(int, re.findall(r"\d+", line))) for line in lines if line.startswith("step")]
     assert told == sorted(row for row in runs.read_nats(runs.open_run(changed)) if first <= row[0] < stop)
 
-def test_rows_of_each_part_are_packed_again(changed):
-    """They have as many pieces as the run logged."""
-    run = runs.open_run(changed)
-    nats = runs.read_nats(run)
-    rows = [*runs.pack_again(run, 0, 24)]
-    assert {(row.step, row.g): len(row.pieces) for row in rows} == {
-        row: len(of_row) for row, of_row in nats.items()}
-
 @pytest.mark.filterwarnings("ignore:load_state_dict")
 def test_audit_and_when_read_the_sources_that_came_and_left(alone, base, documents, tmp_path):
     """From checkpoints before and after that. (Once, they printed None as the text.)"""
@@ -219,52 +191,6 @@ def test_audit_and_when_read_the_sources_that_came_and_left(alone, base, documen
     assert seen == {*"abc"}
     lines = [*runs.when(runs.open_run(str(tmp_path)), "a/train-1.parquet:28")]
     assert "documents: 1;" in lines[-1]
-
-def test_data_may_move(base, alone, tmp_path, capsys):
-    """--data names its new place in each part of the run. The weights must be the same."""
-    shutil.copy(f"{alone}/step_0000018.pt", tmp_path)
-    log = Path(alone, "log.jsonl").read_text()
-    (tmp_path / "log.jsonl").write_text(log.replace(str(base), "/nowhere"))
-    for name in ("a", "b"):
-        os.symlink(base / name, tmp_path / name)
-    for words in ("audit --resume RUN/step_0000018.pt --steps 2:4",
-                  "audit --resume RUN/step_0000018.pt", "losses RUN",
-                  "when RUN a/train-1.parquet:28"):
-        words, want = words.replace("RUN", str(tmp_path)).split(), words.replace("RUN", alone).split()
-        with pytest.raises(SystemExit, match=r"/nowhere/a .* has moved, name its folder \(--data\)"):
-            runs.main(words)
-        capsys.readouterr()
-        runs.main([*words, "--data", f"{tmp_path}/a:0.6", f"{tmp_path}/b:0.4"])
-        told = capsys.readouterr().out.replace(f"{tmp_path}/", f"{base}/")
-        runs.main(want)
-        want = capsys.readouterr().out
-        if words[0] == "when":    # of the copy, some steps are to come
-            told = told.replace("to come: ", "").replace("which 18 are", "which 24 are")
-        assert told == want and str(base) in told
-    with pytest.raises(SystemExit, match="the rows that were packed again are not those of"):
-        runs.main(["losses", str(tmp_path), "--data", f"{base}/a", f"{base}/b"])
-
-def test_relative_data_is_in_the_folder_where_the_run_was_started(base, alone, tmp_path, capsys):
-    shutil.copy(f"{alone}/step_0000018.pt", tmp_path)
-    log = Path(alone, "log.jsonl").read_text()
-    log = re.sub(r'"cwd": ".*?"', f'"cwd": "{base}"', log.replace(f"{base}/", ""))
-    (tmp_path / "log.jsonl").write_text(log)
-    told = []
-    for folder in alone, tmp_path:
-        runs.main(["audit", "--resume", f"{folder}/step_0000018.pt", "--steps", "2:4"])
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1]
-
-def test_fork_knows_the_steps_of_its_parent(alone, base, capsys):
-    fork = f"{base}/fork"
-    train.main(["--resume", f"{alone}/step_0000006.pt", "--out", fork, "--steps", "9"])
-    assert {step for step, _ in runs.read_nats(runs.open_run(fork))} == {*range(9)}
-    told = []
-    for file in (f"{fork}/step_0000009.pt", f"{alone}/step_0000024.pt"):
-        capsys.readouterr()
-        runs.main(["audit", "--resume", file, "--steps", "4:8"])
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1] and "step 7, " in told[0]
 
 @pytest.mark.parametrize("lost, message", [
     (["header of 0"], "does not have the flags of step 0"),
@@ -352,22 +278,3 @@ def test_plot_says_that_it_needs_matplotlib(alone, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(SystemExit, match="pip install matplotlib"):
         runs.main(["plot", alone])
-
-# --------------------------------------------------------------------------------------------------
-# Mistakes
-
-@pytest.mark.parametrize("words, message", [
-    ("audit --steps 4:4", "expected A:B"),
-    ("audit --steps 0:1 --resume .", ". has no checkpoint, which has the run's tokenizer; expected"),
-    ("plot RUN --out plot.word", "expected a name that ends in .png, .pdf or .svg; saw plot.word"),
-    ("when RUN", "which document? Pass FILE:ROW or"),
-    ("when RUN 0.parquet:0", "no 0.parquet:0 in the run's training data; expected FILE[:GROUP]"),
-    ("losses WITHOUT", "log.jsonl has no losses of documents; train.py logs them with --ledger"),
-    ("plot WITHOUT", "has no steps; name the folder")])
-def test_mistakes_are_one_line(alone, tmp_path, capsys, words, message):
-    os.link(f"{alone}/step_0000024.pt", tmp_path / "step_0000024.pt")    # no log beside it
-    words = words.replace("RUN", alone).replace("WITHOUT", str(tmp_path))
-    with pytest.raises(SystemExit) as ended:
-        runs.main(words.split())
-    error = capsys.readouterr().err or f"{ended.value}\n"
-    assert error.count("\n") == 1 and message in error
