@@ -56,7 +56,7 @@ KEEP_OR_DROP = (
 KNOWN = {"role", "content", "weight", "tool_calls", "tool_call_id"}
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}    # of masked answers, they may be dropped
 
-PROBE = "zq"    # a content that no template changes
+PROBE = "zqxzqx"    # a content that no template changes, and that no other text has
 QUESTION = {"role": "user", "content": PROBE}
 
 class ChatTemplate:
@@ -318,8 +318,8 @@ class ChatTemplate:
         extra = added(goes_on.partition(PROBE)[2], ending)
         if extra and asked.endswith(extra) and opening.startswith(asked):
             raise UserError(
-                f"the chat template opens an answer at the end of each chat, with {extra!r:.60}: "
-                "pass chat_template=, a copy that does so in {% if add_generation_prompt %} only")
+                f"the chat template ends each chat with {ending!r:.99}, which opens an answer: pass "
+                "chat_template=, a copy that opens one in {% if add_generation_prompt %} only")
         return self._count_special(self.tokenizer(ending, add_special_tokens=False)["input_ids"])
 
     def _changes(self, alone, ids):
