@@ -817,6 +817,7 @@ def test_a_download_has_so_many_train_shards(n, n_train):
     (UserError("a\0\x9b\n b"), SystemExit, r"^error: a b$"),
     (OSError("a\0\n b"), SystemExit, r"^error: a b \(python -X dev shows where\)$"),
     (KeyboardInterrupt(), SystemExit, "130"),
+    (RuntimeError("a bug"), RuntimeError, "a bug"),
     (ValueError("a bug"), ValueError, "a bug")])
 def test_our_own_errors_are_one_line_and_bugs_keep_their_traceback(error, raised, words, capsys):
     with pytest.raises(SystemExit):
