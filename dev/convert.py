@@ -182,7 +182,7 @@ def rows_of_file(file, flags, total, report):
         yield size, (key, text_hash, text, kept)
     if n_documents == 0:
         report.add("files without documents", path)
-    is_whole = read is not read_text or (flags.split_at and index == 0)
+    is_whole = read is not read_text or index == 0
     if is_whole and (flags.split_at or flags.cut_bytes):
         report.add("files that --split_at or --cut_bytes does not divide (they divide plain text; "
                    "--as_text '*.SUFFIX' reads others as such)", path)
@@ -345,15 +345,13 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
     """What divides columns is the one of the delimiters that is most frequent in the header."""
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
+        header = next(filter(bytes.strip, stream), b"").decode()    # the first line that is not blank
+        delimiter = max(delimiters, key=header.count)
+    with open_stream(path) as stream:
         # Bytes that are no UTF-8 become surrogates, which cannot be encoded.
         lines = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
         lines = (line.removeprefix("\ufeff") for line in lines)    # joined files may have several
-        lines = enumerate(lines, 1)
-        first = next((line for line in lines if line[1].strip()), (1, ""))    # that is not blank
-        header = first[1]
-        header.encode()
-        delimiter = max(delimiters, key=header.count)
-        rows = rows_of_csv(itertools.chain([first], lines), delimiter, quoting)
+        rows = rows_of_csv(enumerate(lines, 1), delimiter, quoting)
         _, titles = next(rows, (1, []))
         if isinstance(titles, csv.Error):
             raise titles
@@ -496,8 +494,7 @@ def read_rows(batch, flags):
     try:
         kept.validate(full=True)
         rows = needed.to_pylist(maps_as_pydicts="strict")
-        if re.search("arrow.json|binary", str(needed.schema)):
-            rows = decode(rows, pa.list_(pa.struct(needed.schema)))
+        rows = decode(rows, pa.list_(pa.struct(needed.schema)))
     except Exception as error:
         if len(batch) == 1:
             return [error]
@@ -531,7 +528,7 @@ def decode(value, kind):
         return value.decode()
     if isinstance(value, list):
         return [decode(item, kind.value_type) for item in value]
-    if isinstance(value, dict):
+    if isinstance(value, dict) and isinstance(kind, pa.StructType):    # not a map
         return {field.name: decode(value[field.name], field.type) for field in kind}
     return value
 
@@ -600,9 +597,7 @@ def expand(given):
         typed = re.split(r"[*?[]", given)[0]
         if "**" in given.split("/"):    # Python's glob would follow links to folders above, for ever
             matches = re.compile(glob_translate(os.path.abspath(given))).match
-            paths = [
-                path for path in list_folder(os.path.dirname(typed))
-                if any(map(matches, [path, *map(str, Path(path).parents)]))]
+            paths = filter(matches, list_folder(os.path.dirname(typed)))
         else:
             paths = glob.glob(given)
     files = []
@@ -659,12 +654,7 @@ def workshop(out, n):
     if os.path.exists(out):
         os.rmdir(out)    # what cannot be removed cannot be replaced: a mount point, too
     building = f"{os.path.dirname(out)}/.{os.path.basename(out)}.convert"
-    try:
-        os.makedirs(f"{building}/runs")
-    except FileExistsError as error:
-        raise UserError(
-            f"{building} exists: another convert writes {out}, or was killed; wait for it, or "
-            f"rm -r {dataset.quote(building)}") from error
+    os.makedirs(f"{building}/runs")    # fails if another convert has it, or was killed
     pool = None
     try:
         if n > 1:
@@ -690,7 +680,8 @@ def errors_of_disk(folder):
         yield
     except OSError as error:
         raise UserError(
-            f"{error}, in {folder}; to write elsewhere: --out NEW_FOLDER") from error
+            f"{error}, in {folder}; to write elsewhere: --out NEW_FOLDER (if a convert that was "
+            "killed has left the folder, remove it)") from error
 
 def start_process():
     """Ctrl-C ends a process of ours at once, and so does our own end."""
@@ -745,10 +736,9 @@ def at_least_1(text):
 
 def pattern_of_mark(mark):
     """\\n also stands for the line ends of Windows."""
+    mark = mark.replace("\\r", "").replace("\\n", "\n").replace("\r", "")
     if not mark:
         raise argparse.ArgumentTypeError("expected a text")
-    mark = mark.replace("\\r", "\r").replace("\\n", "\n")
-    mark = mark.replace("\r\n", "\n")
     return re.escape(mark.encode()).replace(b"\\\n", rb"\r?\n")
 
 def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
