@@ -60,9 +60,9 @@ from dev.records import (
     Remark,
     by_name,
     dict_of_pairs,
+    is_needed,
     load_json,
     make_document,
-    needed_columns,
 )
 
 RUN_BYTES = 32 << 20
@@ -488,7 +488,7 @@ def read_rows(batch, flags):
     have no type for their values. Those to keep stay Arrow's.
     """
     unread = dict.fromkeys(batch.schema.names, NOT_READ)
-    needed = batch.select([*unread.keys() & needed_columns(flags)])
+    needed = batch.select([name for name in unread if is_needed(name, flags)])
     columns = {name: column_at(batch, name) for name in flags.keep}
     kept = pa.record_batch(columns)
     try:
@@ -634,9 +634,8 @@ def choose_reader(path, name, as_text):
         return "hidden, such as Spark's _temporary (to read them: name their folder)"
     if read is read_arrow:
         state = Path(folder, "state.json")    # save_to_disk's; other files are of earlier saves
-        saved = state.read_text(errors="replace") if state.exists() else ""
-        is_named = "_data_files" not in saved or f'"{base}"' in saved
-        if base.startswith("cache-") or not is_named:
+        is_old = state.exists() and f'"{base}"' not in state.read_text()
+        if base.startswith("cache-") or is_old:
             return "caches of datasets' map, or not named by the state.json beside them"
     if read is read_parquet and os.path.exists(f"{folder}/{dataset.INDEX}"):
         return "beside an index.json, which train.py may read (to convert them: copy them)"

@@ -1,8 +1,8 @@
 """
 Records of other tools -> the documents of a shard: text, or chats as a list of messages.
 
-dev/convert.py reads records from files, and calls make_document for each. USES, SYSTEM, KEYS, LOST
-and ROLES have the names that are read. Other columns are dropped, and the report says so.
+dev/convert.py reads records from files, and calls make_document for each. USES, SYSTEM, KEYS and
+ROLES have the names that are read. Other columns are dropped, and the report says so.
 Other keys of a message are an error, since they may say not to learn it.
 """
 
@@ -10,7 +10,7 @@ import collections
 import json
 import re
 
-from dataset import UserError
+from dataset import MARK, UserError
 from tokenizer import ALL_ROLES, EMPTY, NANOCHAT, read_messages
 
 # --------------------------------------------------------------------------------------------------
@@ -82,10 +82,10 @@ def is_learned(record, flags, say):
                 return False
             case 1:
                 del record[name]
-    marks = {*WEIGHTS, *LOST} - columns_of(flags.keep)
     lost = [
         name for name, value in record.items()
-        if value == "rejected" or (name in marks and weight_of(value))]
+        if value == "rejected" or (MARK.fullmatch(name) and weight_of(value))]
+    lost = [name for name in lost if name not in columns_of(flags.keep)]
     if lost:
         names = " ".join(lost)
         raise UserError(
@@ -130,13 +130,9 @@ KEYS = by_name({
     "content": "content value",
     "weight": "weight loss train loss_weight label kto_tag"})
 WEIGHTS = [key for key, use in KEYS.items() if use == "weight"]
-# Beside a conversation, one of SYSTEM has the system's message. Those of LOST say what to learn of
-# it, or add to it: not read, so they are an error.
+# Beside a conversation, one of these has the system's message. Other columns that dataset.MARK finds
+# say what to learn of it, or add to it: not read, so they are an error.
 SYSTEM = ["system", "system_prompt"]
-LOST = [
-    "weights", "loss_weights", "mask", "loss_mask", "loss_masks", "assistant_mask",
-    "assistant_masks", "mask_history", "train_on_inputs", "tool", "tools", "functions", "history",
-    "systemInstruction", "system_instruction", "system_message"]
 
 def columns_to_read(flags):
     """
@@ -151,10 +147,10 @@ def columns_to_read(flags):
     others = {name: use for name, use in USES.items() if use in ("answer", "add") and name != key}
     return {key: "ask" if USES.get(key) == "ask" else "chat"} | others
 
-def needed_columns(flags):
-    """Others may have values that Python lacks. HALOs' "type" may be "rejected"."""
-    beside_chats = [] if flags.text_key else [*SYSTEM, *WEIGHTS, *LOST, "type"]
-    return columns_of([*columns_to_read(flags), *beside_chats])
+def is_needed(column, flags):
+    """Other columns may have values that Python lacks. HALOs' "type" may be "rejected"."""
+    is_mark = MARK.fullmatch(column) or column == "type"
+    return (is_mark and not flags.text_key) or column in columns_of(columns_to_read(flags))
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
@@ -168,7 +164,7 @@ def find_document(record, flags):
             use = "ask"
         if value not in EMPTY:
             found[use].append(column)
-        elif use != "add" or answers:
+        else:
             empty.append(column)
     question = chat + found["ask"] + found["add"]
     if chat or (question and answers):

@@ -32,7 +32,7 @@ from hypothesis import strategies as st
 
 import dataset
 from dev import convert
-from dev.records import LOST, SYSTEM, WEIGHTS, make_document
+from dev.records import SYSTEM, WEIGHTS, make_document
 from dev.tests.cases import DATA, is_like, read_cases
 from test_dataloader import HERE
 
@@ -929,7 +929,7 @@ def test_a_kept_column_has_the_type_of_its_source(key, kind):
     assert found.combine_chunks() == values
 
 def test_the_loader_refuses_chats_with_columns_that_convert_would_read_or_refuse():
-    for name in [*SYSTEM, *WEIGHTS, *LOST, "history"]:
+    for name in [*SYSTEM, *WEIGHTS]:
         assert dataset.MARK.fullmatch(name), name
 
 def test_views_and_categories_are_kept_as_strings():
