@@ -200,9 +200,9 @@ def hash_of(data):
 # What to do, in addition to what an error says: by its type, or for the rest of a file
 NO_UTF8 = (
     "; expected UTF-8; if only this place is damaged: --skip_bad; if all of the file is of another "
-    "kind, which `file OLD` shows: name a compressed one so (.gz), or iconv -f WINDOWS-1252 (or -f "
-    "UTF-16) -t UTF-8 OLD > NEW; of parquet: write the column again; half a surrogate pair (such as "
-    "\\ud83d) is no text: remove it")
+    "kind, which `file OLD` shows: name a compressed one so (.gz), or iconv -f WINDOWS-1252 (or "
+    "-f UTF-16) -t UTF-8 OLD > NEW; of parquet: write the column again; half a surrogate pair (such "
+    "as \\ud83d) is no text: remove it")
 SPARK_SED = """sed 's/\\\\"/""/g' OLD > NEW.csv"""
 ADVICE = {
     UserError: "",    # has its own
@@ -216,12 +216,12 @@ ADVICE = {
         f"file of tabs, name it .tsv; if backslashes escape quotes: {SPARK_SED})",
     json.JSONDecodeError:
         "; expected one JSON document per line, or one array in a .json. If the file was cut off, "
-        "copy it again; if documents have several lines, or lines end as on old Macs: jq -c . OLD > "
-        "NEW.jsonl (of arrays: jq -c '.[]'; if each line is an array, name it .jsonl; of texts with "
-        "line ends as they are: see Other forms of data in dev/recipes/forms.md); if Python printed "
-        "lines with single quotes: python -c 'import ast, json, sys; [print(json.dumps("
-        "ast.literal_eval(line))) for line in sys.stdin]' < OLD > NEW.jsonl; if pandas printed them "
-        "into a column: df.to_json(NEW, orient='records', lines=True)"}
+        "copy it again; if documents have several lines, or lines end as on old Macs: jq -c . OLD "
+        "> NEW.jsonl (of arrays: jq -c '.[]'; if each line is an array, name it .jsonl; of texts "
+        "with line ends as they are: see Other forms of data in dev/recipes/forms.md); if Python "
+        "printed lines with single quotes: python -c 'import ast, json, sys; [print(json.dumps("
+        "ast.literal_eval(line))) for line in sys.stdin]' < OLD > NEW.jsonl; if pandas printed "
+        "them into a column: df.to_json(NEW, orient='records', lines=True)"}
 
 def as_table(rows):
     """rows: of one file, so that their kept values have one type, its column's"""
@@ -249,10 +249,10 @@ def divide(building, drop_copies):
     tenth of all if that is fewer).
     """
     table = open_runs(building)
-    empty = [field.name for field in table.schema if field.type == pa.null()]
-    if empty:
-        raise UserError(f"--keep: no document has a value under {' '.join(empty)} (the name of a "
-                        "folder, as in lang=en, is no column)")
+    for field in table.schema:
+        if field.type == pa.null():
+            raise UserError(f"--keep: no document has a value under {field.name} (the name of a "
+                            "folder, as in lang=en, is no column)")
     n_shards = max(4, round(table[DOCUMENT].nbytes / SHARD_BYTES))    # cores share a small corpus
     keys, hashes = table[KEY].to_numpy(), table[TEXT_HASH].to_numpy()
     rows = keys.argsort()
@@ -274,7 +274,8 @@ def divide(building, drop_copies):
         raise UserError(
             f"no text is left for train: {counted(len(rows), 'document')}, "
             f"{counted(len(texts), 'text')} without copies; train and val need one each. To divide "
-            "plain text: --split_at '<|endoftext|>', --split_at '\\n' for lines, or --cut_bytes 2000")
+            "plain text: --split_at '<|endoftext|>', --split_at '\\n' for lines, or --cut_bytes "
+            "2000")
     return [*filter(len, np.array_split(rows[~is_val], n_shards - 1)), rows[is_val]]
 
 def gather_shard(building, kind, number, rows):
@@ -297,7 +298,7 @@ def records_of(path, read, flags):
     try:
         with open(path, "rb") as file:
             if file.read(99).startswith(b"version https://git-lfs"):
-                raise UserError("it is a Git LFS pointer, not the file; to get the file: git lfs pull")
+                raise UserError("it is a Git LFS pointer, not the file; to get that: git lfs pull")
         for where, record in read(path, flags):
             yield "bad documents", f"{path}, {where}", record
             rest = f"{path}, unreadable after {where}"
@@ -345,7 +346,7 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
     """What divides columns is the one of the delimiters that is most frequent in the header."""
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
-        header = next(filter(bytes.strip, stream), b"").decode()    # the first line that is not blank
+        header = next(filter(bytes.strip, stream), b"").decode()    # of those that are not blank
         delimiter = max(delimiters, key=header.count)
     with open_stream(path) as stream:
         # Bytes that are no UTF-8 become surrogates, which cannot be encoded.
@@ -366,9 +367,10 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
             elif len(fields) != len(names) or {*fields} == {*names}:
                 yield place, UserError(
                     f"expected {counted(len(names), 'field')}, as in the first line; saw "
-                    f"{fields!r:.200}; quote texts that have {delimiter!r} (a .tsv has no quotes; if "
-                    "yours has, name it .csv); if each line ends with it, so must the first; if "
-                    "columns change their order, divide the file there; remove a line such as sep=;")
+                    f"{fields!r:.200}; quote texts that have {delimiter!r} (a .tsv has no quotes; "
+                    "if yours has, name it .csv); if each line ends with it, so must the first; if "
+                    "columns change their order, divide the file there; remove a line such as "
+                    "sep=;")
             else:
                 for pattern, remark in SIGNS_OF_TABLES.items():
                     if any(re.search(pattern, field) for field in fields):
@@ -402,7 +404,8 @@ def rows_of_csv(lines, delimiter, quoting):
 
     while True:
         try:
-            for fields in csv.reader(take(), delimiter=delimiter, quoting=quoting, strict=True):
+            rows = csv.reader(take(), delimiter=delimiter, quoting=quoting, strict=True)
+            for fields in rows:
                 if fields:    # a blank line has none
                     yield taken[0][0], fields
                 taken.clear()
@@ -553,7 +556,7 @@ ABOUT_DATA = (
 
 def find_files(flags, report):
     """[(path, reader, is it for val?, number), ...], each file once, in the order of paths."""
-    names = {}    # of files, below what was typed
+    names = {}    # of files, below a folder that was named
     for given in sorted(flags.inputs, key=len):    # in/_raw after in
         names |= expand(given)
     found = {}
@@ -589,31 +592,25 @@ def find_files(flags, report):
 
 def expand(given):
     """
-    {path: its name below what was typed} of a file, of all in a folder, or of all files and folders
-    that a glob matches. Of a glob, the part before its first wildcard was typed.
+    {path: its name below a folder that was named} of a file, of all in a folder, or of all files
+    and folders that a glob matches. What was named itself is "".
     """
-    typed, paths = given, [given]
-    if not os.path.exists(given):
-        typed = re.split(r"[*?[]", given)[0]
-        if "**" in given.split("/"):    # Python's glob would follow links to folders above, for ever
-            matches = re.compile(glob_translate(os.path.abspath(given))).match
-            paths = filter(matches, list_folder(os.path.dirname(typed)))
-        else:
-            paths = glob.glob(given)
-    files = []
+    before, *after = given.split("**/", 1)
+    paths = [given] if os.path.exists(given) else glob.glob(before or ".")
+    files = {}
     for path in map(os.path.abspath, paths):
-        files += list_folder(path) if os.path.isdir(path) else [path]
+        below = dataset.list_local(path, suffix=re.compile(""))
+        files |= {f"{path}/{name}": name for name, *_ in below}
+        if not os.path.isdir(path):
+            files[path] = ""
+    if after:    # Python's glob would follow links to folders above, for ever
+        matches = re.compile(glob_translate(os.path.abspath(given))).match
+        files = {path: name for path, name in files.items() if matches(path)}
     if not files:
         raise UserError(
             f"{given} does not exist or has no files; expected a file, a folder, or a glob in "
             "quotes: 'my/**/*.jsonl' (in a glob, write [[] for a bracket)")
-    typed = os.path.abspath(typed)
-    return {path: path.removeprefix(typed) for path in files}
-
-def list_folder(folder):
-    folder = os.path.abspath(folder)
-    everything = re.compile("")
-    return [f"{folder}/{name}" for name, *_ in dataset.list_local(folder, suffix=everything)]
+    return files
 
 def choose_reader(path, name, as_text):
     """The function that reads a file, or as a text, why it is ignored. name: see expand"""
@@ -735,7 +732,7 @@ def at_least_1(text):
 
 def pattern_of_mark(mark):
     """\\n also stands for the line ends of Windows."""
-    mark = mark.replace("\\r", "").replace("\\n", "\n").replace("\r", "")
+    mark = mark.replace("\r", "").replace("\\r", "").replace("\\n", "\n")
     if not mark:
         raise argparse.ArgumentTypeError("expected a text")
     return re.escape(mark.encode()).replace(b"\\\n", rb"\r?\n")

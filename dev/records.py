@@ -83,11 +83,10 @@ def is_learned(record, flags, say):
             case 1:
                 del record[name]
     lost = [
-        name for name, value in record.items()
-        if value == "rejected" or (MARK.fullmatch(name) and weight_of(value))]
-    lost = [name for name in lost if name not in columns_of(flags.keep)]
+        name for name in record.keys() - columns_of(flags.keep)
+        if record[name] == "rejected" or (MARK.fullmatch(name) and weight_of(record[name]))]
     if lost:
-        names = " ".join(lost)
+        names = " ".join(sorted(lost))
         raise UserError(
             f"its {names} would be lost (a weight of 0 or 1 in each message says what to learn, "
             f"and shards hold no tools); to drop it: --ignore_keys {names}{OTHER_FORMS}")
@@ -106,8 +105,8 @@ def as_dict(record, flags):
             raise record
     raise UserError(
         f"expected an object such as {{'text': 'Hello'}}; saw {record!r:.200}; of texts: jq -c "
-        "'{text: .}' OLD > NEW.jsonl; of an array of texts: jq -c '.[] | {text: .}' OLD > NEW.jsonl; "
-        "of texts that are JSON: jq -c fromjson OLD > NEW.jsonl")
+        "'{text: .}' OLD > NEW.jsonl; of an array of texts: jq -c '.[] | {text: .}' OLD > "
+        "NEW.jsonl; of texts that are JSON: jq -c fromjson OLD > NEW.jsonl")
 
 def by_name(table):
     """{"user": "human bob"} -> {"human": "user", "bob": "user"}"""
@@ -124,14 +123,14 @@ USES = by_name({
     "ask": "prompt question instruction",
     "answer": "completion response answer output chosen",
     "add": "input context"})
-# Keys of a message. Those for its weight are also columns, which say whether to learn a conversation.
+# Keys of a message. Those for its weight are also columns: whether to learn a conversation.
 KEYS = by_name({
     "role": "role from",
     "content": "content value",
     "weight": "weight loss train loss_weight label kto_tag"})
 WEIGHTS = [key for key, use in KEYS.items() if use == "weight"]
-# Beside a conversation, one of these has the system's message. Other columns that dataset.MARK finds
-# say what to learn of it, or add to it: not read, so they are an error.
+# Beside a conversation, one of these has the system's message. Other columns that dataset.MARK
+# finds say what to learn of it, or add to it: not read, so they are an error.
 SYSTEM = ["system", "system_prompt"]
 
 def columns_to_read(flags):
@@ -144,7 +143,8 @@ def columns_to_read(flags):
         return {flags.text_key: "text"}
     if not key:
         return USES
-    others = {name: use for name, use in USES.items() if use in ("answer", "add") and name != key}
+    others = {name: use for name, use in USES.items() if use in ("answer", "add")}
+    others.pop(key, None)
     return {key: "ask" if USES.get(key) == "ask" else "chat"} | others
 
 def is_needed(column, flags):
@@ -154,18 +154,17 @@ def is_needed(column, flags):
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
-    found, empty = collections.defaultdict(list), []    # found: {use: columns with a value}
+    found = collections.defaultdict(list)    # {use: columns with a value}
     text, chat, answers = found["text"], found["chat"], found["answer"]
     for column, use in columns_to_read(flags).items():
         value = record.get(column, NOT_READ)
         if value is NOT_READ or (chat and column != "chosen"):
             continue
-        if use == "chat" and isinstance(value, str) and not CHAT.match(value):
+        if value in EMPTY:
+            use = "empty"
+        elif use == "chat" and isinstance(value, str) and not CHAT.match(value):
             use = "ask"
-        if value not in EMPTY:
-            found[use].append(column)
-        else:
-            empty.append(column)
+        found[use].append(column)
     question = chat + found["ask"] + found["add"]
     if chat or (question and answers):
         for same in text + question[:1], found["ask"], answers:
@@ -175,13 +174,14 @@ def find_document(record, flags):
                     "text: --text_key NAME; to leave out one: "
                     f"--ignore_keys {same[0]} or --ignore_keys {same[1]}")
         return "messages", question + answers
-    if text or empty:
-        return "text", text or empty[:1]
+    text += found["empty"][:1]
+    if text:
+        return "text", text[:1]
     key = flags.text_key or flags.messages_key or "text"
     raise UserError(
         f"no text or conversation under {key!r} ({record.get(key)!r:.99}); saw "
-        f"{[*record]!r:.300} (in CSV, line 1 has the names, not sep=; a question such as 'prompt' needs an "
-        "answer such as 'completion'); name the key with --text_key (a.b for b in a), or for "
+        f"{[*record]!r:.300} (in CSV, line 1 has the names, not sep=; a question such as 'prompt' "
+        "needs an answer such as 'completion'); name the key with --text_key (a.b for b in a), or for "
         f"conversations or questions with --messages_key{OTHER_FORMS}")
 
 def lookup(record, key, missing=None):
@@ -245,8 +245,8 @@ def make_messages(values, record, flags, say):
         if message["role"] == "assistant" and message.get("weight", 1)]
     if not learned or not all(learned):
         raise UserError(
-            "expected at least one assistant message to train on, and none that is empty, unless its "
-            f"weight is 0; saw {messages!r:.200}")
+            "expected at least one assistant message to train on, and none that is empty, unless "
+            f"its weight is 0; saw {messages!r:.200}")
     return messages
 
 def read_turns(values, flags):
