@@ -210,7 +210,8 @@ ADVICE = {
     UnicodeEncodeError: NO_UTF8,    # in CSV, byte e9 is shown as \udce9
     "the rest of bad files":
         "; is it damaged, or of another kind than its name says (`file OLD` shows it)? If neither, "
-        "decompress it first: gzip -d, bzip2 -d, xz -d, zstd -d --long=31",
+        "decompress it first: gzip -d, bzip2 -d, xz -d, zstd -d --long=31. If a checksum (CRC) "
+        "failed, texts before this place may be wrong, too: leave the whole file out",
     csv.Error:
         '; expected quotes around a text, and "" for a quote in it (if quotes mean nothing in a '
         f"file of tabs, name it .tsv; if backslashes escape quotes: {SPARK_SED})",
@@ -629,11 +630,8 @@ def choose_reader(path, name, as_text):
         return read
     if dataset.HIDDEN.search(name):
         return "hidden, such as Spark's _temporary (to read them: name their folder)"
-    if read is read_arrow:
-        state = Path(folder, "state.json")    # save_to_disk's; other files are of earlier saves
-        is_old = state.exists() and f'"{base}"' not in state.read_text()
-        if base.startswith("cache-") or is_old:
-            return "caches of datasets' map, or not named by the state.json beside them"
+    if read is read_arrow and base.startswith("cache-"):
+        return "caches of datasets' map"
     if read is read_parquet and os.path.exists(f"{folder}/{dataset.INDEX}"):
         return "beside an index.json, which train.py may read (to convert them: copy them)"
     return read

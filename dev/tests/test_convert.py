@@ -373,6 +373,7 @@ def test_kept_columns_stay_beside_their_documents(output):
 
 TWICE = pa.table([["a"], ["b"]], 2 * ["text"])
 
+BAD_CRC = gzip.compress(texts_as_json("ab"))[:-8] + bytes(8)
 PADDED_XZ = lzma.compress(texts_as_json("a")) + bytes(8)
 
 BAD = [    # a file, what is said of it, how many documents come before. files.txt has more
@@ -384,6 +385,7 @@ BAD = [    # a file, what is said of it, how many documents come before. files.t
     ("a.parquet", as_file("parquet", {"txt": "a"}), r"row 0: no text .*\['txt'\] .*; name", 0),
     ("a.arrow", as_stream(*"abcd")[:-8], "unreadable: its end is mi", 0),
     ("a.json", "[" * 200_000, "unreadable: maximum recursion depth", 0),
+    ("a.jsonl.gz", BAD_CRC, "unreadable after line 2: CRC .*texts before this place may be wrong", 2),
     ("a.jsonl.gz", "plain", "unreadable: Not a gzip.*of another kind than its name", 0),
     ("a.jsonl.zst", "plain", "unreadable: .*of another kind than its name.*zstd -d --long=31", 0),
     ("a.jsonl.xz", PADDED_XZ, "unreadable after line 1: .*decompress it first: .*xz -d", 1),
