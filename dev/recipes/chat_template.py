@@ -285,23 +285,24 @@ class ChatTemplate:
         """Where answer i ends. A line end after its last special token does not count."""
         ids, alone = ids_of(len(messages)), ids_of(i + 1)
         n_own = self._check_ends(messages[:i], tools)
-        same = n_common(ids, alone)
-        stop = len(alone)
-        if same < stop:    # Phi 3 and gpt-oss end the last answer of a chat in another way
-            question = self._apply([QUESTION], tools)["input_ids"]
-            asked = self._apply([QUESTION], tools, add_generation_prompt=True)["input_ids"]
-            opening = added(question, asked)
-            prompt = ids_of(i + 1, add_generation_prompt=True)
-            closed = prompt[:-len(opening)]
-            stop = len(closed)
-            n_in_text = self._count_special(alone[start:]) - n_own    # names of special tokens
-            is_ended = not n_own or self._count_special(closed[start:]) > n_in_text
-            if closed + opening != prompt or ids[:stop] != closed or not is_ended:
-                raise UserError(f"message {i}: {self._changes(alone[same:], ids[same:])}")
+        stop = n_common(ids, alone)
+        if stop < len(alone):
+            is_last = stop + 1 == len(alone)
+            if is_last and n_own == 1 and self._is_other_end(ids[stop:], tools):
+                stop += 1    # gpt-oss
+            elif not is_last or n_own < 2:    # Phi 3 ends each chat with one more token
+                raise UserError(f"message {i}: {self._changes(alone[stop:], ids[stop:])}")
         end = start + self._after_last_special(ids[start:stop])
         if n_own and not self.decode(ids[end:stop]).strip():
             stop = end
         return stop
+
+    def _is_other_end(self, ids, tools):
+        """Whether they are a special token, then the token that opens messages."""
+        question = self._apply([QUESTION], tools)["input_ids"]
+        prompt = self._apply([QUESTION], tools, add_generation_prompt=True)["input_ids"]
+        opening = added(question, prompt)[:1]
+        return ids[1:2] == opening != [] and ids[0] in self.special
 
     def _check_ends(self, before, tools):
         """The number of special tokens after an answer. UserError if its opening is elsewhere."""
