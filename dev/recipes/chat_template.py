@@ -130,8 +130,8 @@ class ChatTemplate:
             return self._apply(messages[:n], tools, **more)["input_ids"]
 
         ids = ids_of(len(messages))
-        mask = self._read_marks(messages, tools) if self._may_have_marks(tools) else []
-        if not any(mask):    # a comment may have the word
+        mask = self._read_marks(messages, tools) if self._may_have_marks(tools) else None
+        if mask is None:
             mask = len(ids) * [0]
             for i, message in enumerate(messages):
                 if is_answer(message) and message.get("weight") != 0:
@@ -236,7 +236,7 @@ class ChatTemplate:
         return sum(id in self.special for id in ids)
 
     def _read_marks(self, messages, tools):
-        """The mask of all that is marked, except in answers of weight 0."""
+        """The mask of all that is marked, except in answers of weight 0. None without marks."""
         def marked(messages):
             """[(id, mark), ...]"""
             found = self._apply(messages, tools, return_assistant_tokens_mask=True)
@@ -259,6 +259,8 @@ class ChatTemplate:
 
         whole = marked(messages)
         mask = [mark for _, mark in whole]
+        if not any(mask):    # a comment may have the word
+            return None
         for i, message in enumerate(messages):
             if is_answer(message) and message.get("weight") == 0:
                 start, stop = end_of_marks(i), end_of_marks(i + 1)
