@@ -201,8 +201,8 @@ def hash_of(data):
 NO_UTF8 = (
     "; expected UTF-8; if only this place is damaged: --skip_bad; if all of the file is of another "
     "kind, which `file OLD` shows: name a compressed one so (.gz), or iconv -f WINDOWS-1252 (or "
-    "-f UTF-16) -t UTF-8 OLD > NEW; of parquet: write the column again; half a surrogate pair (such "
-    "as \\ud83d) is no text: remove it")
+    "-f UTF-16) -t UTF-8 OLD > NEW; of parquet: write the column again; half a surrogate pair "
+    "(such as \\ud83d) is no text: remove it")
 SPARK_SED = """sed 's/\\\\"/""/g' OLD > NEW.csv"""
 ADVICE = {
     UserError: "",    # has its own
@@ -316,7 +316,8 @@ def open_stream(path):
     codec = CODECS.get(Path(path).suffix.lower())
     if codec in (gzip, bz2, lzma):
         stream = codec.open(path)
-        stream._buffer.raw._trailing_error = ()    # or it would end before a damaged member
+        # Or it would end before a damaged member. A private name: a test fails if it has another.
+        stream._buffer.raw._trailing_error = ()
     else:    # a cut file loses less than this buffer
         file = pa.OSFile(os.fsencode(path))    # its name may be no UTF-8
         stream = io.BufferedReader(pa.input_stream(file, compression=codec), 1 << 10)

@@ -181,8 +181,8 @@ def find_document(record, flags):
     raise UserError(
         f"no text or conversation under {key!r} ({record.get(key)!r:.99}); saw "
         f"{[*record]!r:.300} (in CSV, line 1 has the names, not sep=; a question such as 'prompt' "
-        "needs an answer such as 'completion'); name the key with --text_key (a.b for b in a), or for "
-        f"conversations or questions with --messages_key{OTHER_FORMS}")
+        "needs an answer such as 'completion'); name the key with --text_key (a.b for b in a), or "
+        f"for conversations or questions with --messages_key{OTHER_FORMS}")
 
 def lookup(record, key, missing=None):
     """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'. A null in "a" is one."""
