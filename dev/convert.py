@@ -517,10 +517,11 @@ def column_at(batch, key):
         column = pc.struct_field(batch[name], inside) if inside else batch[name]
     except (KeyError, pa.ArrowInvalid):    # there is none
         return pa.nulls(len(batch))
-    if pa.types.is_dictionary(column.type):    # pandas' categories: each file has its own
-        column = column.dictionary_decode()
-    is_view = column.type == pa.string_view()    # polars writes them; Arrow cannot sort them
-    return column.cast(pa.large_string()) if is_view else column
+    is_category = pa.types.is_dictionary(column.type)    # each file has its own
+    values = column.dictionary if is_category else column
+    if values.type == pa.string_view():    # polars writes them; Arrow cannot sort them
+        values = values.cast(pa.large_string())
+    return values.take(column.indices) if is_category else values
 
 def decode(value, kind):
     """

@@ -828,13 +828,14 @@ def test_views_and_categories_are_kept_as_strings():
     """polars' and pandas', beside plain strings, and more than a dictionary<int8> can have."""
     columns = {
         "a": pa.array("ab", pa.string_view()), "b": pa.array("cd"),
+        "e": pa.DictionaryArray.from_arrays([0, 1, 0], pa.array("ef", pa.string_view())),
         "c": pa.array(map(str, range(100))).dictionary_encode().cast(SMALL),
         "d": pa.array(map(str, range(100, 200))).dictionary_encode().cast(SMALL)}
     for name, column in columns.items():
         table = pa.table({"text": pa.array([name] * len(column)), "n": column})
         write({f"{name}.arrow": as_arrow(table, pa.ipc.new_file)})
     converted("--keep n")
-    assert sorted(row["n"] for row in rows_of()) == sorted([*"abcd", *map(str, range(200))])
+    assert sorted(row["n"] for row in rows_of()) == sorted([*"abcdefe", *map(str, range(200))])
 
 NAMES = {    # what is typed, and of the files below `in`, which are read
     "in": ["_k=1/a", "a", "b/_k=2/c"],
