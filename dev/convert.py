@@ -90,8 +90,8 @@ def convert(flags):
     out = os.path.realpath(flags.out or dataset.default_data_dir())    # not the link, its target
     report = Report()
     files = find_files(flags, report)
-    paths = [path for path, *_ in files]
-    total = sum(map(os.path.getsize, filter(os.path.exists, paths)))    # a link may be broken
+    paths = [path for path, *_ in files if os.path.exists(path)]    # a link may be broken
+    total = sum(map(os.path.getsize, paths))
     # While a process starts, another one converts 100 MB.
     n_processes = min(flags.num_workers or total // 100_000_000 + 1, cores())
     n_tasks = min(TASKS, len(files))
@@ -732,7 +732,7 @@ def at_least_1(text):
 
 def pattern_of_mark(mark):
     """\\n also stands for the line ends of Windows."""
-    mark = mark.replace("\r", "").replace("\\r", "").replace("\\n", "\n")
+    mark = re.sub(r"\r|\\r", "", mark).replace("\\n", "\n")
     if not mark:
         raise argparse.ArgumentTypeError("expected a text")
     return re.escape(mark.encode()).replace(b"\\\n", rb"\r?\n")

@@ -82,11 +82,13 @@ def is_learned(record, flags, say):
                 return False
             case 1:
                 del record[name]
-    lost = [
-        name for name in record.keys() - columns_of(flags.keep)
-        if record[name] == "rejected" or (MARK.fullmatch(name) and weight_of(record[name]))]
+    lost = []
+    for name in sorted(record.keys() - columns_of(flags.keep)):
+        value = record[name]
+        if value == "rejected" or (MARK.fullmatch(name) and weight_of(value)):
+            lost.append(name)
     if lost:
-        names = " ".join(sorted(lost))
+        names = " ".join(lost)
         raise UserError(
             f"its {names} would be lost (a weight of 0 or 1 in each message says what to learn, "
             f"and shards hold no tools); to drop it: --ignore_keys {names}{OTHER_FORMS}")
