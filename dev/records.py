@@ -265,9 +265,11 @@ def read_turns(values, flags):
                 f"{asked!r:.200}; to leave a column out: --ignore_keys NAME")
         question = "\n\n".join(asked)
     questions = clean("user", question, flags)
-    if answers[:len(questions)] == questions:    # `chosen` may be a whole chat
-        return answers
-    if questions[-1]["role"] in ("assistant", answers[0]["role"]):
+    speaker = answers[0]["role"]
+    turns = answers[speaker == "system":]
+    if questions in (answers[:len(questions)], turns[:len(questions)]):
+        return answers    # `chosen` may be a whole chat
+    if speaker in ("system", questions[-1]["role"]) or questions[-1]["role"] == "assistant":
         raise UserError(
             f"{answers!r:.200} does not answer {questions!r:.200}; to leave out one of these "
             "columns: --ignore_keys NAME, or --messages_key of the other")

@@ -52,6 +52,9 @@ KEEP_OR_DROP = (
     "argument or chat_template= that keeps it. python -m dev.convert makes weights of loss, train, "
     "loss_weight and label; to drop a key: its --ignore_keys KEY")
 
+OBJECTS = (
+    "jq -c '(.messages[].tool_calls[]?.function.arguments | strings) |= fromjson' OLD > NEW")
+
 # Keys of a message
 KNOWN = {"role", "content", "weight", "tool_calls", "tool_call_id"}
 THOUGHTS = {"reasoning_content", "reasoning", "thinking"}    # of masked answers, they may be dropped
@@ -172,7 +175,10 @@ class ChatTemplate:
                 raise UserError(
                     "the chat template reads the clock with a format that is no text in quotes: "
                     "pass chat_template=, a copy in which the date stands") from error
-            raise UserError(f"the chat template refuses this chat: {error!r:.300}") from error
+            raise UserError(
+                f"the chat template refuses this chat: {error!r:.300}; if it needs a content where "
+                f"there is none, write \"\"; if arguments must be objects, not texts: {OBJECTS}"
+            ) from error
 
     def _writes_contents(self):
         """Templates of some vision models take no text as a content, only a list of parts."""
@@ -184,12 +190,13 @@ class ChatTemplate:
     def _check_nothing_is_dropped(self, messages, tools):
         """
         Mark the end of each content, call, learned thought and value of another key, such as loss:
-        the rendered text must have all marks.
+        the rendered text must have all marks. Arguments that are a text have a mark with a quote, so
+        that it shows if they are written as a text in quotes.
         """
         marks, marked = {}, []
 
-        def mark(text, i, what):
-            name = f"zq{len(marks)}zq"
+        def mark(text, i, what, quote=""):
+            name = f"zq{quote}{len(marks)}zq"
             marks[name] = f"message {i}: the template drops its {what}, {text.strip()!r:.60}"
             return text + name
 
@@ -210,6 +217,10 @@ class ChatTemplate:
             for call in calls:
                 function = call.get("function", call)
                 function["name"] = mark(function["name"], i, "call of")
+                arguments = function.get("arguments")
+                if isinstance(arguments, str):
+                    what = f"arguments, or quotes this text (to make objects: {OBJECTS})"
+                    function["arguments"] = mark(arguments, i, what, '"')
             if calls:
                 message["tool_calls"] = calls
             marked.append(message)
