@@ -190,8 +190,8 @@ class ChatTemplate:
     def _check_nothing_is_dropped(self, messages, tools):
         """
         Mark the end of each content, call, learned thought and value of another key, such as loss:
-        the rendered text must have all marks. Arguments that are a text have a mark with a quote, so
-        that it shows if they are written as a text in quotes.
+        the rendered text must have all marks. The mark of arguments that are a text has a quote: it
+        changes if they are written in quotes.
         """
         marks, marked = {}, []
 
