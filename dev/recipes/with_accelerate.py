@@ -25,8 +25,8 @@ rows_per_step, T = 8, 128    # of all ranks together
 n_steps, save_every = 40, 10
 checkpoints = Path("with_accelerate")
 
-# Create the loader after Accelerator(), which sets up the ranks. Do not pass the loader to prepare():
-# by default, prepare() would give all ranks the batches of rank 0.
+# Create the loader after Accelerator(), which sets up the ranks. Do not pass it to prepare(), in a
+# DataLoader: that one would read the batches of all ranks from the loader of rank 0.
 accelerator = Accelerator(cpu=not torch.cuda.is_available())    # on CPUs, ranks would train apart without it
 world_size = accelerator.num_processes
 data = find_data(*sys.argv[1:])
