@@ -41,8 +41,9 @@ from dev.import_tokenizer import BYTE_OF
 from tokenizer import EMPTY, format_ranks, print_once
 
 OTHER_WAY = (
-    "make each answer the last one of a chat (the jq command in dev/recipes/chat_template.py), or "
-    "mark answers in the template with {% generation %}")
+    "make each answer the last one of a chat (the jq command in dev/recipes/chat_template.py), "
+    "without the thoughts of masked messages if the template drops these, or mark answers in the "
+    "template with {% generation %}")
 
 CLOCK = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 CALLS_FLOAT = "'float' object is not callable"
@@ -69,8 +70,9 @@ class ChatTemplate:
     (default: the real one). arguments: of apply_chat_template, or variables of the template.
     """
     def __init__(self, tokenizer, bos=None, today=None, **arguments):
-        if not tokenizer.is_fast or not tokenizer.chat_template:
-            raise UserError("expected a fast tokenizer of transformers that has a chat_template")
+        if not tokenizer.is_fast or not (tokenizer.chat_template or "chat_template" in arguments):
+            raise UserError("expected a fast tokenizer of transformers that has a chat template, or "
+                            "chat_template=, its text")
         # Copies: each call of transformers changes its tokenizer's state, and yours may be in use.
         self.tokenizer, self.for_texts = copy.deepcopy(tokenizer), copy.deepcopy(tokenizer)
         self.special, self.arguments = {*tokenizer.added_tokens_decoder}, arguments
@@ -149,8 +151,11 @@ class ChatTemplate:
 
     def _template(self, tools):
         """The template in use, with `today` in place of the clock."""
-        template = self.tokenizer.get_chat_template(
-            self.arguments.get("chat_template"), tools or self.arguments.get("tools"))
+        try:
+            template = self.tokenizer.get_chat_template(
+                self.arguments.get("chat_template"), tools or self.arguments.get("tools"))
+        except ValueError as error:    # of several templates, none is the default
+            raise UserError(f"{error}; pass chat_template=, a name or a text") from error
         return CLOCK.sub(lambda call: repr(self.today.strftime(call[2])), template)
 
     def _may_have_marks(self, tools):
@@ -228,6 +233,9 @@ class ChatTemplate:
         for name, problem in marks.items():
             if name not in text:
                 raise UserError(f"{problem}: {KEEP_OR_DROP}")
+        for tool in tools or self.arguments.get("tools") or []:
+            if tool.get("function", tool)["name"] not in text:
+                raise UserError(f"the template drops the tool {tool!r:.99}; leave out tools")
 
     def _warn_if_no_token_ends_answers(self, ids, mask):
         """GLM's template has none: these models stop at the next <|user|>, which is not learned."""

@@ -170,6 +170,17 @@ def test_what_cannot_be_used_is_refused():
         with pytest.raises(UserError, match=f"would read '{word}' in a text as {name}"):
             as_transformers(fresh(special=[BOS, name]), CHATML)
 
+def test_a_template_may_be_passed_and_several_need_a_name():
+    tokenizer = as_transformers(tokenizer_for("chatml"), None)
+    with pytest.raises(UserError, match="has a chat template, or chat_template=, its text"):
+        ChatTemplate(tokenizer)
+    text = templated(CHATML).render(TURNS)
+    assert ChatTemplate(tokenizer, chat_template=CHATML).render(TURNS) == text
+    tokenizer.chat_template = {"a": CHATML, "b": QWEN}
+    assert ChatTemplate(tokenizer, chat_template="a").render(TURNS) == text
+    with pytest.raises(UserError, match="pass chat_template=, a name or a text"):
+        ChatTemplate(tokenizer).render(TURNS)
+
 def test_the_fingerprint_covers_template_arguments_and_a_date_that_is_written():
     def fingerprint(template=CHATML, **arguments):
         return templated(template, **arguments).fingerprint()
