@@ -42,8 +42,8 @@ from tokenizer import EMPTY, format_ranks, print_once
 
 OTHER_WAY = (
     "make each answer the last one of a chat (the jq command in dev/recipes/chat_template.py), "
-    "without the thoughts of masked messages if the template drops these, or mark answers in the "
-    "template with {% generation %}")
+    "without what the template drops of masked messages (thoughts, texts beside calls), or mark "
+    "answers in the template with {% generation %}")
 
 CLOCK = re.compile(r"""strftime_now\((["'])(.*?)\1\)""")
 CALLS_FLOAT = "'float' object is not callable"

@@ -424,10 +424,11 @@ def test_the_command_trains_by_the_rule_and_overwrites_nothing(tmp_path, base, c
     assert "training" not in capsys.readouterr().out, "learned only after training"
 
 def test_chats_train_a_tokenizer_too(tmp_path, base):
-    """A lone surrogate is U+FFFD."""
-    parts = [{"type": "x", "text": text} for text in (99 * "ab", "\ud800")]
+    """What is no chat, as half a surrogate pair, has no text: the loader refuses it."""
+    parts = [{"type": "x", "text": text} for text in (99 * "ab", "ab")]
     line = json.dumps([{"role": "tool", "content": parts}])
-    chats = write(tmp_path / "chats", [3 * [line]], column="messages")
+    no_chats = ["content", line.replace("ab", r"content\ud800")]
+    chats = write(tmp_path / "chats", [3 * [line, *no_chats]], column="messages")
     tok, _ = module.find_tokenizer(None, [chats], 300)
     assert len(tok.encode(99 * "ab")) < 50
     assert len(tok.encode("content")) == 7, "of the text only"
