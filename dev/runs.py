@@ -26,6 +26,7 @@ import sys
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 
 from dataloader import PackedLoader
 from dataset import (
@@ -236,6 +237,20 @@ def read_nats(run):
         raise UserError(f"{run.folder}/log.jsonl has no losses of documents; train.py logs them "
                         "with --ledger")
     return nats
+
+def read_ledger(folder):
+    """A table of each piece that train.py --ledger logged, for an analysis of your own."""
+    run = open_run(folder)
+    nats = read_nats(run)
+    (first, _), (last, _) = min(nats), max(nats)
+    records = []
+    for row in pack_again(run, first, last + 1):
+        nats_of_row = nats.get((row.step, row.g), ())    # none: a step without --ledger
+        for piece, of_piece in zip(row.pieces, nats_of_row, strict=False):
+            record = {"step": row.step, "g": row.g, "epoch": piece.epoch, "start": piece.start,
+                      "stop": piece.stop, "nats": of_piece}
+            records.append({**piece.location._asdict(), **record})
+    return pa.Table.from_pylist(records)
 
 def sum_losses(run, nats):
     """{source: {number of 50 steps: {location: tokens, bytes and bits of a document in them}}}"""

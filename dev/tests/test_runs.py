@@ -105,6 +105,14 @@ def test_nats_of_a_piece_are_those_of_its_tokens(base, documents, packing):
                     text = documents[piece.location][piece.start:piece.stop - 1]
                     assert nats == sum(tokenizer.encode(text))
 
+def test_ledger_is_a_table_of_all_pieces(alone, seen):
+    rows = runs.read_ledger(alone).to_pylist()
+    columns = "step", "g", "path", "row_group", "row", "epoch", "start", "stop"
+    assert [tuple(row[name] for name in columns) for row in rows] == [
+        (*piece[:2], *piece.location[:3], *piece[3:]) for piece in seen]
+    nats = runs.read_nats(runs.open_run(alone))
+    assert [row["nats"] for row in rows] == [one for of_row in sorted(nats) for one in nats[of_row]]
+
 def test_one_and_two_ranks_log_the_same_losses(alone, ranks):
     one, other = [runs.read_nats(runs.open_run(folder)) for folder in (alone, ranks)]
     assert sorted(one) == sorted(other) == [(g // 16, g) for g in range(24 * 16)]
