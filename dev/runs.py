@@ -74,8 +74,9 @@ def open_run(path, data=None):
     log = [*read_log(f"{folder}/log.jsonl")]
     for record in log:
         if "flags" in record:
-            theirs = record["flags"]["data"]
-            record["flags"]["data"] = data or [absolute(spec, record["cwd"]) for spec in theirs]
+            cwd = record.get("cwd", "")    # older logs do not have it
+            theirs = [absolute(spec, cwd) for spec in record["flags"]["data"]]
+            record["flags"]["data"] = data or theirs
     return Run(folder, saved, log, tokenizer)
 
 def absolute(spec, folder):

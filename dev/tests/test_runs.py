@@ -253,6 +253,13 @@ def test_losses_print_the_documents_at_both_ends_once(alone, documents, capsys, 
             assert next(lines).endswith(f"    {location}: {documents[location][:60]!r}")
     assert not [*lines]
 
+def test_logs_of_older_runs_do_not_name_their_folder(alone, tmp_path):
+    shutil.copy(f"{alone}/step_0000018.pt", tmp_path)
+    log = Path(alone, "log.jsonl").read_text()
+    (tmp_path / "log.jsonl").write_text(re.sub(r', "cwd": ".*?"', "", log))
+    assert '"cwd"' in log
+    runs.main(["audit", "--resume", f"{tmp_path}/step_0000018.pt", "--steps", "2:4"])
+
 # --------------------------------------------------------------------------------------------------
 # plot
 
