@@ -2,7 +2,7 @@
 Convert text or chats to shards: parquet files that the loader reads.
 
     python -m dev.convert my_folder --out my_shards                   # every file of a known type
-    python -m dev.convert 'my/**/*.jsonl.gz' --text_key data.content  # {"data": {"content": ...}}
+    python -m dev.convert 'my/**/*.jsonl.gz' --text_key content       # lines {"content": ...}
     python -m dev.convert book.txt --cut_bytes 2000                   # documents of up to 2 kB
     python -m dev.convert chats.jsonl --out my_chats                  # messages, prompt and answer
 
@@ -27,7 +27,6 @@ import bz2
 import contextlib
 import csv
 import functools
-import glob
 import gzip
 import hashlib
 import io
@@ -40,14 +39,12 @@ import re
 import shutil
 import signal
 import threading
-from codecs import BOM_UTF8
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from fsspec.utils import glob_translate
 from pyarrow import feather, ipc, parquet
 from pyarrow.dataset import InMemoryDataset
 from tqdm import tqdm
@@ -57,7 +54,6 @@ from dataset import UserError, cores, errors_in_one_line, printable
 from dev.records import (
     KEPT,
     NOT_READ,
-    Remark,
     by_name,
     dict_of_pairs,
     is_needed,
@@ -87,8 +83,8 @@ def convert(flags):
     UserError names file and line of the first bad document; with skip_bad, bad documents and
     unreadable files are counted instead.
     """
-    out = os.path.realpath(flags.out or dataset.default_data_dir())    # not the link, its target
-    report = Report()
+    out = os.path.realpath(flags.out)    # not the link, its target
+    report = {}    # {what was read, dropped, skipped or ignored: [how often, the first example]}
     files = find_files(flags, report)
     paths = [path for path, *_ in files if os.path.exists(path)]    # a link may be broken
     total = sum(map(os.path.getsize, paths))
@@ -96,19 +92,18 @@ def convert(flags):
     n_processes = min(flags.num_workers or total // 100_000_000 + 1, cores())
     n_tasks = min(TASKS, len(files))
     tasks = [files[i::n_tasks] for i in range(n_tasks)]
-    with errors_of_disk(out), workshop(out, n_processes) as (building, run):
+    with workshop(out, n_processes) as (building, run):
         scatter = functools.partial(scatter_files, building, flags, total)
         for part in tqdm(run(scatter, tasks), "read", n_tasks, delay=1):
             for what, (n, example) in part.items():
-                report.add(what, example, n)
-        print(*report.lines(), sep="\n")
+                count(report, what, example, n)
+        for what, (n, example) in report.items():
+            print(printable(f"{what}: {n:,}, such as {example}"))
         kinds = {"text", "messages"} & report.keys()    # the column of the documents in a shard
-        if not kinds:
-            raise UserError("no documents; what was skipped, if anything, is listed above")
-        if len(kinds) == 2:
+        if len(kinds) != 1:
             raise UserError(
-                "the input mixes text and conversations; convert them separately (train.py can mix "
-                "them: --data TEXTS:0.7 CHATS:0.3)")
+                "expected documents, all text or all conversations; what was read or skipped is "
+                "listed above (train.py can mix folders: --data TEXTS:0.7 CHATS:0.3)")
         shards = divide(building, flags.drop_copies)
         gather = functools.partial(gather_shard, building, kinds.pop())
         written = run(gather, range(len(shards)), shards)
@@ -116,17 +111,10 @@ def convert(flags):
         dataset.write_index(f"{building}/shards")
         os.rename(f"{building}/shards", out)
     print(f"{counted(len(files), 'file')} -> {counted(sum(map(len, shards)), 'document')} in "
-          f"{len(shards):,} shards, the last for val ({counted(len(shards[-1]), 'document')}), in "
-          f"{out}")
+          f"{len(shards):,} shards, the last for val ({counted(len(shards[-1]), 'document')}), {out}")
 
-class Report(dict):
-    """{what was read, dropped, skipped or ignored: [how often, the first example]}"""
-    def add(self, what, example, n=1):
-        self.setdefault(what, [0, example])[0] += n
-
-    def lines(self):
-        return [printable(f"{what}: {n:,}, such as {example}")
-                for what, (n, example) in self.items()]
+def count(report, what, example, n=1):
+    report.setdefault(what, [0, example])[0] += n
 
 # --------------------------------------------------------------------------------------------------
 # The shuffle
@@ -135,20 +123,17 @@ KEY, TEXT_HASH, DOCUMENT = "nanoloader.key", "nanoloader.hash", "nanoloader.docu
 SPACES = bytes.maketrans(b"\n\t", b"  ")    # copies may end lines elsewhere
 
 def scatter_files(building, flags, total, files):
-    """Write the good documents of some files as sorted runs. Returns a Report."""
-    report, tables, n_bytes = Report(), [], 0
+    """Write the good documents of some files as sorted runs. Returns a report."""
+    report, rows, n_bytes = {}, [], 0
     for file in files:
-        rows = []
         for size, row in rows_of_file(file, flags, total, report):
             rows.append(row)
             n_bytes += size
             if n_bytes >= RUN_BYTES:
-                write_run(building, [*tables, as_table(rows)])
-                tables, rows, n_bytes = [], [], 0
-        if rows:
-            tables.append(as_table(rows))
-    if tables:
-        write_run(building, tables)
+                write_run(building, rows)
+                rows, n_bytes = [], 0
+    if rows:
+        write_run(building, rows)
     return report
 
 def rows_of_file(file, flags, total, report):
@@ -157,89 +142,73 @@ def rows_of_file(file, flags, total, report):
     skip_bad, bad ones are counted in the report. Without it, the first bad one is a UserError.
     """
     path, read, is_val, number = file
-    n_documents = 0
+    index = -1
 
-    def say(what, problem=""):
-        report.add(what, f"{place}{problem}")
+    def say(what):
+        count(report, what, place)
 
     for index, (what, place, record) in enumerate(records_of(path, read, flags)):
+        is_row = read in (read_csv, read_tsv) and isinstance(record, dict)
+        if is_row and re.search(ODD_FIELDS, "\0".join(record.values())):
+            say(ODD_LINES)
         try:
             text, kept = make_document(record, flags, say)
-            size = len(text) + size_of(kept)
         except Exception as error:    # bad records may raise any
             problem = f": {error}{ADVICE.get(type(error), ADVICE.get(what, ''))}"
             if not flags.skip_bad:
                 raise UserError(f"{place}{problem} (to skip {what}: --skip_bad)") from error
-            say(f"skipped {what}", problem)
+            count(report, f"skipped {what}", place + problem)
             continue
-        if not text:
-            continue
-        n_documents += 1
-        key = hash_of(b"0 %d %d" % (number, index)) + is_val
-        words = text.translate(SPACES, b"\r").strip()
-        # Val takes the largest hashes: hardly that of a text that is most of all text.
-        text_hash = hash_of(words) >> min(20, 20 * len(words) // total)
-        yield size, (key, text_hash, text, kept)
-    if n_documents == 0:
-        report.add("files without documents", path)
-    is_whole = read is not read_text or index == 0
-    if is_whole and (flags.split_at or flags.cut_bytes):
-        report.add("files that --split_at or --cut_bytes does not divide (they divide plain text; "
-                   "--as_text '*.SUFFIX' reads others as such)", path)
-
-def size_of(kept):
-    """About its bytes. Raises for half a surrogate pair, which no column can hold."""
-    if isinstance(kept, dict):
-        return len(json.dumps(kept, ensure_ascii=False).encode()) if kept else 0
-    return kept.nbytes
+        if text:
+            key = hash_of(b"0 %d %d" % (number, index)) + is_val
+            words = text.translate(SPACES, b"\r").strip()
+            # Val takes the largest hashes: hardly that of a text that is most of all text.
+            text_hash = hash_of(words) >> min(20, 20 * len(words) // total)
+            yield len(text) + kept.nbytes, (key, text_hash, text, kept)
+    if index < 0:
+        count(report, "files without documents", path)
+    if (flags.split_at or flags.cut_bytes) and (read is not read_text or index == 0):
+        count(report, "files that --split_at or --cut_bytes does not divide (they divide plain "
+              "text; --as_text '*.SUFFIX' reads others as such)", path)
 
 def hash_of(data):
     """63 bits, a signed integer of Arrow. The last one is 0: in a key, 1 means val."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") // 4 * 2
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    return int.from_bytes(digest, "big") // 4 * 2
 
 # What to do, in addition to what an error says: by its type, or for the rest of a file
 NO_UTF8 = (
-    "; expected UTF-8; if only this place is damaged: --skip_bad; if all of the file is of another "
-    "kind, which `file OLD` shows: name a compressed one so (.gz), or iconv -f WINDOWS-1252 (or "
-    "-f UTF-16) -t UTF-8 OLD > NEW; of parquet: write the column again; half a surrogate pair "
-    "(such as \\ud83d) is no text: remove it")
-SPARK_SED = """sed 's/\\\\"/""/g' OLD > NEW.csv"""
+    "; expected UTF-8; if only this place is damaged: --skip_bad; for other encodings and half "
+    "surrogate pairs, see Damaged and foreign files in dev/recipes/forms.md")
 ADVICE = {
     UserError: "",    # has its own
     UnicodeDecodeError: NO_UTF8,
     UnicodeEncodeError: NO_UTF8,    # in CSV, byte e9 is shown as \udce9
     "the rest of bad files":
-        "; is it damaged, or of another kind than its name says (`file OLD` shows it)? If neither, "
-        "decompress it first: gzip -d, bzip2 -d, xz -d, zstd -d --long=31. If a checksum (CRC) "
-        "failed, texts before this place may be wrong, too: leave the whole file out",
+        "; if it is not damaged, and of the kind that its name says (`file OLD` shows it), see "
+        "Damaged and foreign files in dev/recipes/forms.md",
     csv.Error:
-        '; expected quotes around a text, and "" for a quote in it (if quotes mean nothing in a '
-        f"file of tabs, name it .tsv; if backslashes escape quotes: {SPARK_SED})",
+        '; expected quotes around a text, and "" for a quote in it; if backslashes escape quotes, '
+        "see Other forms of data in dev/recipes/forms.md; if quotes mean nothing, name it .tsv",
     json.JSONDecodeError:
-        "; expected one JSON document per line, or one array in a .json. If the file was cut off, "
-        "copy it again; if documents have several lines, or lines end as on old Macs: jq -c . OLD "
-        "> NEW.jsonl (of arrays: jq -c '.[]'; if each line is an array, name it .jsonl; of texts "
-        "with line ends as they are: see Other forms of data in dev/recipes/forms.md); if Python "
-        "printed lines with single quotes: python -c 'import ast, json, sys; [print(json.dumps("
-        "ast.literal_eval(line))) for line in sys.stdin]' < OLD > NEW.jsonl; if pandas printed "
-        "them into a column: df.to_json(NEW, orient='records', lines=True)"}
+        "; expected one JSON document per line, or one array in a .json; if the file was cut off, "
+        "copy it again; otherwise, see Other forms of data in dev/recipes/forms.md"}
 
-def as_table(rows):
-    """rows: of one file, so that their kept values have one type, its column's"""
+def write_run(building, rows):
     keys, hashes, texts, kept = zip(*rows, strict=True)
-    ours = {KEY: keys, TEXT_HASH: hashes, DOCUMENT: pa.array(texts, pa.large_string())}
-    is_arrow = isinstance(kept[0], pa.RecordBatch)
-    theirs = pa.Table.from_batches(kept) if is_arrow else pa.Table.from_pylist(kept)
-    return pa.table(ours | dict(zip(theirs.column_names, theirs.columns, strict=True)))
-
-def write_run(building, tables):
-    table = pa.concat_tables(tables, promote_options="permissive")
-    feather.write_feather(table.sort_by(KEY), f"{building}/runs/{table[KEY][0]}", "uncompressed")
+    texts = pa.array(texts, pa.large_string())
+    columns = {KEY: keys, TEXT_HASH: hashes, DOCUMENT: texts}
+    if kept[0]:    # each row has the types of its values, or of its file's columns
+        kept = [pa.Table.from_batches([row]) for row in kept]
+        kept = pa.concat_tables(kept, promote_options="permissive")
+        columns |= {name: kept[name] for name in kept.column_names}
+    run = pa.table(columns).sort_by(KEY)
+    feather.write_feather(run, f"{building}/runs/{min(keys)}", "uncompressed")
 
 def open_runs(building):
     """All runs as one memory-mapped table."""
-    runs = sorted(os.listdir(f"{building}/runs"))
-    tables = [feather.read_table(f"{building}/runs/{run}", memory_map=True) for run in runs]
+    runs = sorted(Path(building, "runs").iterdir())
+    tables = [feather.read_table(run, memory_map=True) for run in runs]
     return pa.concat_tables(tables, promote_options="permissive")
 
 def divide(building, drop_copies):
@@ -250,10 +219,9 @@ def divide(building, drop_copies):
     tenth of all if that is fewer).
     """
     table = open_runs(building)
-    for field in table.schema:
-        if field.type == pa.null():
-            raise UserError(f"--keep: no document has a value under {field.name} (the name of a "
-                            "folder, as in lang=en, is no column)")
+    if pa.null() in table.schema.types:
+        raise UserError("--keep: no document has a value under one of these names (that of a "
+                        "folder, as in lang=en, is no column)")
     n_shards = max(4, round(table[DOCUMENT].nbytes / SHARD_BYTES))    # cores share a small corpus
     keys, hashes = table[KEY].to_numpy(), table[TEXT_HASH].to_numpy()
     rows = keys.argsort()
@@ -261,23 +229,22 @@ def divide(building, drop_copies):
         hashes[rows], return_index=True, return_counts=True)
     if len(texts) < len(rows):
         print(f"{len(rows) - len(texts):,} of {len(rows):,} documents repeat the text of another "
-              "one, ignoring white space; none is in both train and val (to keep only one of each: "
-              "--drop_copies)")
+              "one; no text is in both train and val (to keep only one of each: --drop_copies)")
     in_val = hashes[keys % 2 == 1]
     if in_val.size == 0:
         rare = texts[copies <= np.median(copies)]    # a very frequent text would be all of val
-        n_val = max(1, len(texts) // 100, min(64, len(texts) // 10))
-        in_val = rare[-n_val:]
+        few = min(64, len(texts) // 10)
+        in_val = rare[-max(1, few, len(texts) // 100):]
     if drop_copies:
         rows = rows[np.sort(first)]
     is_val = np.isin(hashes[rows], in_val)
     if is_val.all():
         raise UserError(
-            f"no text is left for train: {counted(len(rows), 'document')}, "
-            f"{counted(len(texts), 'text')} without copies; train and val need one each. To divide "
-            "plain text: --split_at '<|endoftext|>', --split_at '\\n' for lines, or --cut_bytes "
-            "2000")
-    return [*filter(len, np.array_split(rows[~is_val], n_shards - 1)), rows[is_val]]
+            f"no text is left for train; train and val need one each, saw {len(texts):,} without "
+            "copies. To divide plain text: --split_at '<|endoftext|>', --split_at '\\n' for lines, "
+            "or --cut_bytes 2000")
+    train = np.array_split(rows[~is_val], n_shards - 1)
+    return [*filter(len, train), rows[is_val]]
 
 def gather_shard(building, kind, number, rows):
     """Write these rows of all runs, in row groups."""
@@ -297,9 +264,6 @@ def records_of(path, read, flags):
     """(what is bad if the record is, place, record) of each. An error of the file is the last."""
     rest = f"{path}, unreadable"
     try:
-        with open(path, "rb") as file:
-            if file.read(99).startswith(b"version https://git-lfs"):
-                raise UserError("it is a Git LFS pointer, not the file; to get that: git lfs pull")
         for where, record in read(path, flags):
             yield "bad documents", f"{path}, {where}", record
             rest = f"{path}, unreadable after {where}"
@@ -307,25 +271,21 @@ def records_of(path, read, flags):
         yield "the rest of bad files", rest, error
 
 # Python's modules, or Arrow's names: Arrow refuses bz2's empty members, and zeros after gzip's.
-CODECS = {
-    ".gz": gzip, ".gzip": gzip, ".bz2": bz2, ".xz": lzma,
-    ".zst": "zstd", ".zstd": "zstd", ".lz4": "lz4"}
+CODECS = by_name({
+    gzip: ".gz .gzip", bz2: ".bz2", lzma: ".xz", "zstd": ".zst .zstd", "lz4": ".lz4"})
 
 def open_stream(path):
     """Decompressed, by the file's name."""
     codec = CODECS.get(Path(path).suffix.lower())
-    if codec in (gzip, bz2, lzma):
+    if hasattr(codec, "open"):
         stream = codec.open(path)
         # Or it would end before a damaged member. A private name: a test fails if it has another.
         stream._buffer.raw._trailing_error = ()
     else:    # a cut file loses less than this buffer
         file = pa.OSFile(os.fsencode(path))    # its name may be no UTF-8
         stream = io.BufferedReader(pa.input_stream(file, compression=codec), 1 << 10)
-    encoding = json.detect_encoding(stream.peek(4)[:4])
-    if not encoding.startswith("utf-8"):
-        name = encoding.replace("-le", "le").replace("-be", "be")    # iconv's
-        raise UserError(f"it is {name}; decompress it, if it is compressed, and run: "
-                        f"iconv -f {name} -t UTF-8 OLD > NEW")
+    if stream.peek(99).startswith(b"version https://git-lfs"):
+        raise UserError("it is a Git LFS pointer, not the file; to get that: git lfs pull")
     return stream
 
 def read_lines(path, flags):
@@ -348,55 +308,42 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
     """What divides columns is the one of the delimiters that is most frequent in the header."""
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
-        header = next(filter(bytes.strip, stream), b"").decode()    # of those that are not blank
-        delimiter = max(delimiters, key=header.count)
-    with open_stream(path) as stream:
         # Bytes that are no UTF-8 become surrogates, which cannot be encoded.
         lines = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
         lines = (line.removeprefix("\ufeff") for line in lines)    # joined files may have several
-        rows = rows_of_csv(enumerate(lines, 1), delimiter, quoting)
+        lines = enumerate(lines, 1)
+        not_blank = (line for line in lines if line[1].strip())
+        header = next(not_blank, (1, ""))
+        header[1].encode()    # raises for a surrogate
+        delimiter = max(delimiters, key=header[1].count)
+        rows = rows_of_csv(itertools.chain([header], lines), delimiter, quoting)
         _, titles = next(rows, (1, []))
         if isinstance(titles, csv.Error):
             raise titles
-        pairs = [(name or f"column {i}", i) for i, name in enumerate(titles, 1)]
-        names = [*dict_of_pairs(pairs)]    # raises if a name is there twice
-        for number, fields in rows:
-            place = f"line {number}"
-            if isinstance(fields, csv.Error):
-                yield place, fields
-            elif fields == titles:
-                yield place, Remark("skipped lines that repeat the first one (files were joined)")
-            elif len(fields) != len(names) or {*fields} == {*names}:
-                yield place, UserError(
-                    f"expected {counted(len(names), 'field')}, as in the first line; saw "
-                    f"{fields!r:.200}; quote texts that have {delimiter!r} (a .tsv has no quotes; "
-                    "if yours has, name it .csv); if each line ends with it, so must the first; if "
-                    "columns change their order, divide the file there; remove a line such as "
-                    "sep=;")
-            else:
-                for pattern, remark in SIGNS_OF_TABLES.items():
-                    if any(re.search(pattern, field) for field in fields):
-                        yield place, Remark(remark)
-                yield place, dict(zip(names, fields, strict=True))
+        names = [(name or f"column {i}", i) for i, name in enumerate(titles, 1)]
+        names = dict_of_pairs(names)    # raises if a name is there twice
+        for number, record in rows:
+            if isinstance(record, list):
+                if len(record) == len(names) and {*record} != {*titles}:
+                    record = dict(zip(names, record, strict=True))
+                else:
+                    record = UserError(
+                        f"expected {counted(len(names), 'field')}, other than those of the first "
+                        f"line; saw {record!r:.200}; quote texts that have {delimiter!r} (a .tsv "
+                        "has no quotes; if yours has, name it .csv); divide files that were joined")
+            yield f"line {number}", record
 
-# What in a field may show that a table has other rules
-SIGNS_OF_TABLES = {
-    r"""\A\s*b?["']|["']\Z""":
-        "lines with a quote at an end of a field (if these quotes are not the text's: name a .tsv "
-        """with quotes .csv; remove spaces before quotes, sed 's/, *"/,"/g' OLD > NEW.csv)""",
-    r"\\\Z":
-        "lines with a field that ends with a backslash (it may be cut there; if backslashes escape "
-        f"quotes: {SPARK_SED})",
-    r"\A\\N\Z|\\[nt]":
-        "lines with \\N, \\n or \\t (if they stand for null, a line end or a tab, as MySQL and "
-        "PostgreSQL write them: write CSV with quotes, or JSON lines)"}
+# What in a field may show that a table has other rules (\0 is between fields)
+ODD_FIELDS = r"""(?x) (\A|\0)\s*b?["'] | ["'\\](\0|\Z) | (\A|\0)\\N(\0|\Z) | \\[nt]"""
+ODD_LINES = (
+    "lines with a quote or backslash at an end of a field, or with \\N, \\n or \\t (if they are no "
+    "text, see Other forms of data in dev/recipes/forms.md; name a .tsv with quotes .csv)")
 
 def rows_of_csv(lines, delimiter, quoting):
     """
     (the number of its first line, fields or an error) of each row. A bad quote costs its line, not
     all up to the next quote: the lines between them are read again.
     """
-    n_again = 0
     taken, again = [], []    # the lines of a row; those to read again, the last one first
 
     def take():
@@ -413,9 +360,6 @@ def rows_of_csv(lines, delimiter, quoting):
                 taken.clear()
             return
         except csv.Error as error:
-            n_again += len(taken)
-            if n_again > 10_000_000:    # quotes are wrong everywhere
-                raise
             yield taken[0][0], error
             again += taken[:0:-1]
             taken.clear()
@@ -439,53 +383,40 @@ def read_text(path, flags):
     with open_stream(path) as stream:
         text = stream.read()
     documents = re.split(flags.split_at, text) if flags.split_at else [text]
-    numbers = itertools.count()
-    for i, document in enumerate(documents):
-        if i > 0:    # line ends at a mark
-            document = document.lstrip(b"\r\n")
-        if i < len(documents) - 1:
-            document = document.rstrip(b"\r\n")
-        document = document.removeprefix(BOM_UTF8)
-        if document.isspace():
-            document = b""
-        for part in re.finditer(pattern, document):
-            try:
-                record = {flags.text_key or "text": part[0].decode()}
-            except UnicodeDecodeError as error:
-                record = error
-            yield f"text {next(numbers)}", record
+    parts = (
+        part[0] for document in documents
+        for part in re.finditer(pattern, document))
+    for number, part in enumerate(parts):
+        try:
+            record = {flags.text_key or "text": part.decode("utf-8-sig")}
+        except UnicodeDecodeError as error:
+            record = error
+        yield f"text {number}", record
 
-def read_parquet(path, flags):
-    data = pa.memory_map(os.fsencode(path)).read_buffer()
-    refuse_joined(data, b"PAR1PAR1\x15")
-    file = parquet.ParquetFile(
-        data, page_checksum_verification=True, arrow_extensions_enabled=True)
-    return rows_of(file.iter_batches(ROW_GROUP_DOCUMENTS, use_threads=False), flags)
-
-def read_arrow(path, flags):
-    """Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
+def read_table(path, flags):
+    """Parquet, Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
     data = pa.memory_map(os.fsencode(path)).read_buffer()
     stream = pa.BufferReader(data)
-    if data[:6] == b"ARROW1":
-        refuse_joined(data, b"ARROW1ARROW1\0\0")
-        table = ipc.open_file(stream).read_all()
-    elif data[-8:] == b"\xff\xff\xff\xff\0\0\0\0":    # Arrow itself reads a stream without its end
-        table = ipc.open_stream(stream).read_all()
-        refuse_joined(stream.read(1), b"(?s).")
+    # Of files that were joined, Arrow reads one, or the rows of one as those of another.
+    is_joined = re.search(rb"PAR1PAR1\x15|ARROW1ARROW1\0\0", data)
+    if data[:4] == b"PAR1":
+        file = parquet.ParquetFile(
+            stream, page_checksum_verification=True, arrow_extensions_enabled=True)
+        batches = file.iter_batches(ROW_GROUP_DOCUMENTS, use_threads=False)
+    elif data[:6] == b"ARROW1":
+        batches = ipc.open_file(stream).read_all().to_batches(ROW_GROUP_DOCUMENTS)
+    elif data[-8:] == b"\xff\xff\xff\xff\0\0\0\0":    # Arrow reads a stream without its end, too
+        batches = ipc.open_stream(stream).read_all().to_batches(ROW_GROUP_DOCUMENTS)
+        is_joined = stream.read(1)
     else:
-        raise ValueError("its end is missing, or it is of Feather 1; write or copy it again")
-    return rows_of(table.to_batches(ROW_GROUP_DOCUMENTS), flags)
-
-def refuse_joined(data, seam):
-    """Of joined files with footers, Arrow reads one, or the rows of one as those of another."""
-    if re.search(seam, data):
+        raise ValueError(
+            "it is neither parquet nor Arrow (is it a Git LFS pointer?), or its end is missing, or "
+            "it is of Feather 1; write or copy it again")
+    if is_joined:
         raise UserError("it is several files, joined into one; use the files themselves")
-
-def rows_of(batches, flags):
-    numbers = itertools.count()
-    for batch in batches:
-        for record in read_rows(batch, flags):
-            yield f"row {next(numbers)}", record
+    rows = itertools.chain.from_iterable(read_rows(batch, flags) for batch in batches)
+    for number, row in enumerate(rows):
+        yield f"row {number}", row
 
 def read_rows(batch, flags):
     """
@@ -494,9 +425,8 @@ def read_rows(batch, flags):
     """
     unread = dict.fromkeys(batch.schema.names, NOT_READ)
     needed = batch.select([name for name in unread if is_needed(name, flags)])
-    columns = {name: column_at(batch, name) for name in flags.keep}
-    kept = pa.record_batch(columns)
     try:
+        kept = pa.record_batch({name: column_of(batch, name) for name in flags.keep})
         kept.validate(full=True)
         rows = needed.to_pylist(maps_as_pydicts="strict")
         rows = decode(rows, pa.list_(pa.struct(needed.schema)))
@@ -505,37 +435,29 @@ def read_rows(batch, flags):
             return [error]
         slices = [batch.slice(i, 1) for i in range(len(batch))]
         return [read_rows(row, flags)[0] for row in slices]
-    for i, row in enumerate(rows):
-        row[KEPT] = kept.slice(i, 1)
-    return [unread | row for row in rows]
+    return [unread | row | {KEPT: kept.slice(i, 1)} for i, row in enumerate(rows)]
 
-def column_at(batch, key):
-    """As lookup() in dev/records.py finds it."""
-    is_column = key in batch.schema.names
-    name, *inside = [key] if is_column else key.split(".")
-    try:
-        column = pc.struct_field(batch[name], inside) if inside else batch[name]
-    except (KeyError, pa.ArrowInvalid):    # there is none
-        return pa.nulls(len(batch))
-    is_category = pa.types.is_dictionary(column.type)    # each file has its own
-    values = column.dictionary if is_category else column
-    if values.type == pa.string_view():    # polars writes them; Arrow cannot sort them
-        values = values.cast(pa.large_string())
-    return values.take(column.indices) if is_category else values
+def column_of(batch, name):
+    """As plain values: files differ in their categories, and Arrow cannot sort polars' views."""
+    column = batch[name] if name in batch.schema.names else pa.nulls(len(batch))
+    if re.match("dictionary|string_view", str(column.type)):
+        return pa.array(column.to_pylist())
+    return column
 
 def decode(value, kind):
     """
     Values of the type JSON (DuckDB's, and Json() of datasets), and texts that a program wrote as
     bytes, also inside lists and structs.
     """
-    if isinstance(kind, pa.JsonType):
-        return value and load_json(value)
-    if isinstance(value, bytes):
-        return value.decode()
-    if isinstance(value, list):
-        return [decode(item, kind.value_type) for item in value]
-    if isinstance(value, dict) and isinstance(kind, pa.StructType):    # not a map
-        return {field.name: decode(value[field.name], field.type) for field in kind}
+    match kind, value:
+        case pa.JsonType(), str():
+            return load_json(value)
+        case _, bytes():
+            return value.decode()
+        case _, list():
+            return [decode(item, kind.value_type) for item in value]
+        case pa.StructType(), dict():
+            return {field.name: decode(value[field.name], field.type) for field in kind}
     return value
 
 # Compressed text: .jsonl.gz, .txt.zst and so on
@@ -545,18 +467,16 @@ READERS = by_name({
     read_csv: ".csv",
     read_tsv: ".tsv",
     read_text: ".txt .md",
-    read_parquet: ".parquet .parq .pq",
-    read_arrow: ".arrow .feather"})
+    read_table: ".parquet .parq .pq .arrow .feather"})
 SUFFIXES = " ".join(READERS)
 
 # --------------------------------------------------------------------------------------------------
 # Which files
 
-# Not documents; most are Hugging Face's
-ABOUT_DATA = (
-    "README.md README.txt LICENSE.md LICENSE.txt index.json config.json dataset_info.json "
-    "dataset_infos.json dataset_dict.json state.json")
-
+# Not documents; most are Hugging Face's, whose map writes caches
+ABOUT_DATA = re.compile(
+    r".*/((README|LICENSE)\.(md|txt)|(index|config|dataset_(infos?|dict)|state)\.json"
+    r"|cache-[^/]*\.arrow)")
 def find_files(flags, report):
     """[(path, reader, is it for val?, number), ...], each file once, in the order of paths."""
     names = {}    # of files, below a folder that was named
@@ -568,47 +488,38 @@ def find_files(flags, report):
         if callable(read):
             found.setdefault(os.path.realpath(path), (path, read))    # links to others are no files
         else:
-            report.add(f"ignored files, {read}", path)
-    if not found:
-        raise UserError(
-            f"no files to read; {'; '.join(report.lines())}. Expected names that end in {SUFFIXES} "
-            f"(text can also end with {' '.join(CODECS)}). To read other plain text: --as_text "
-            "'*.SUFFIX'. Rename files of JSON lines to .jsonl, and unpack archives first")
+            count(report, f"ignored files, {read}", path)
     readers = dict(found.values())
     folder = os.path.commonpath(map(os.path.dirname, names))
     names = {path: path.removeprefix(folder) for path in readers}
-    if not flags.as_text:
-        dataset.splits_of(names)    # UserError if train is beside a file of no split
-    splits = [*map(dataset.split_in_name, names.values())]
+    splits = dataset.splits_of(names, must_have=not flags.as_text)
     is_split = "train" in splits
     if None in splits:    # code and notes are named for other things: train.py, testing.md
         is_split = read_text not in readers.values()
-    use = "kept out of the training data" if is_split else "read like all others"
+    use = "test is not read" if is_split else "read like all others"
     files = []
     for path, split in zip(names, splits, strict=True):
-        if split and not (is_split and split == "train"):
-            report.add(f"files named for {split}, {use}", path)
-        if not (is_split and split == "test"):
-            is_val = is_split and split == "val"
-            files.append((path, readers[path], is_val, len(files)))
+        if split:
+            count(report, f"files named for {split} ({use})", path)
+        if not is_split or split != "test":
+            files.append((path, readers[path], is_split and split == "val", len(files)))
     return files
 
 def expand(given):
     """
-    {path: its name below a folder that was named} of a file, of all in a folder, or of all files
-    and folders that a glob matches. What was named itself is "".
+    {path: its name below what was named} of a file, of all in a folder, or of all files and folders
+    that a glob matches. It is named up to its first folder with a wildcard.
     """
-    before, *after = given.split("**/", 1)
-    paths = [given] if os.path.exists(given) else glob.glob(before or ".")
+    given = folder = os.path.abspath(given)
+    paths = [given]
+    if not os.path.exists(given):
+        folder = re.split(r"[^/]*[*?[]", given)[0]
+        paths = fsspec.filesystem("file").glob(given)    # its ** follows no links, as a shell's
     files = {}
-    for path in map(os.path.abspath, paths):
+    for path in paths:
         below = dataset.list_local(path, suffix=re.compile(""))
-        files |= {f"{path}/{name}": name for name, *_ in below}
-        if not os.path.isdir(path):
-            files[path] = ""
-    if after:    # Python's glob would follow links to folders above, for ever
-        matches = re.compile(glob_translate(os.path.abspath(given))).match
-        files = {path: name for path, name in files.items() if matches(path)}
+        found = [f"{path}/{name}" for name, *_ in below]
+        files |= {path: path.removeprefix(folder) for path in found or [path]}
     if not files:
         raise UserError(
             f"{given} does not exist or has no files; expected a file, a folder, or a glob in "
@@ -617,25 +528,20 @@ def expand(given):
 
 def choose_reader(path, name, as_text):
     """The function that reads a file, or as a text, why it is ignored. name: see expand"""
-    folder, base = os.path.split(path)
     if as_text:
-        return read_text if any(map(Path(path).match, as_text)) else "of other kinds"
-    if base in ABOUT_DATA.split():
-        return "about the data, also if they list splits (to read them: --as_text README.md)"
-    stem, suffix = os.path.splitext(base.lower())
+        return read_text if any(map(Path(path).match, as_text)) else "not named by --as_text"
+    if ABOUT_DATA.fullmatch(path):
+        return "about the data (also if they list splits), or caches of datasets' map"
+    stem, suffix = os.path.splitext(path.lower())
     if suffix in CODECS:
         _, suffix = os.path.splitext(stem)
-    read = READERS.get(suffix, "of other kinds")
-    if dataset.SHARD_SUFFIX.search(base):
-        read = read_parquet
-    if read is read_text:    # __init__.py is a file like any other
-        return read
+    read = READERS.get(
+        suffix, f"of other kinds (expected {SUFFIXES}, also {' '.join(CODECS)} after those of text; "
+        "to read plain text: --as_text '*.SUFFIX'; rename JSON lines to .jsonl; unpack archives)")
+    if dataset.SHARD_SUFFIX.search(path):    # also what is packed, which is an error
+        read = read_table
     if dataset.HIDDEN.search(name):
         return "hidden, such as Spark's _temporary (to read them: name their folder)"
-    if read is read_arrow and base.startswith("cache-"):
-        return "caches of datasets' map"
-    if read is read_parquet and os.path.exists(f"{folder}/{dataset.INDEX}"):
-        return "beside an index.json, which train.py may read (to convert them: copy them)"
     return read
 
 # --------------------------------------------------------------------------------------------------
@@ -659,25 +565,15 @@ def workshop(out, n):
         yield building, pool.map if pool else map
     except BrokenExecutor as error:
         raise UserError("a worker process was killed; if memory ran out, use -w 1") from error
-    except (pa.ArrowException, OverflowError) as error:    # other values are a record's fault
+    except pa.ArrowException as error:    # bad values are a record's fault
         raise UserError(
             f"--keep: {error}; expected values of one type (not polars' lists in Arrow files: "
-            "write parquet), and whole numbers of JSON below 2 ** 63") from error
+            "write parquet)") from error
     finally:
         if pool:
             shutil.rmtree(building, ignore_errors=True)    # so that processes end soon
             pool.shutdown(cancel_futures=True)
         shutil.rmtree(building, ignore_errors=True)
-
-@contextlib.contextmanager
-def errors_of_disk(folder):
-    """An OSError may name no path; ours do."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{error}, in {folder}; to write elsewhere: --out NEW_FOLDER (if a convert that was "
-            "killed has left the folder, remove it)") from error
 
 def start_process():
     """Ctrl-C ends a process of ours at once, and so does our own end."""
@@ -696,20 +592,19 @@ def main(argv=None):
         "python -m dev.convert", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    names = {"nargs": "+", "action": "extend", "default": [], "metavar": "NAME"}
-    add("inputs", nargs="+", metavar="IN", type=dataset.expand_home,
+    names = {"nargs": "+", "action": "extend", "default": []}
+    add("inputs", nargs="+", type=dataset.expand_home,
         help=f"files, folders, globs in quotes: {SUFFIXES} (a .tsv has no quotes around texts)")
-    add("--out", type=dataset.local_folder,
+    add("--out", type=dataset.local_folder, default=dataset.default_data_dir(),
         help="new or empty folder (default: ~/.cache/nanoloader/base_data, where train.py looks)")
-    add("--text_key",
-        help="key or column that holds the text (default: text); write a.b for key b inside a")
+    add("--text_key", help="key or column that holds the text (default: text)")
     add("--messages_key", help="key or column that holds conversations, or their questions "
         "(default: messages, conversations, prompt, question, instruction)")
     add("--keep", **names, help="copy these columns, too")
     add("--as_text", **names, help="read only these files, as plain text: '*.py'")
-    add("--split_at", metavar="MARK", type=pattern_of_mark,
-        help="split plain text into documents at each MARK, such as '<|endoftext|>'")
-    add("--cut_bytes", type=at_least_1,
+    add("--split_at", type=pattern_of_mark,
+        help="split plain text into documents at each mark, such as '<|endoftext|>'")
+    add("--cut_bytes", type=dataset.at_least(1),
         help="cut plain text into documents of up to this size, at blank lines (default: 1 GiB)")
     add("--drop_copies", action="store_true",
         help="drop documents whose text occurs before")
@@ -717,25 +612,18 @@ def main(argv=None):
         help="drop these keys of messages, such as reasoning_content, and columns of these names")
     add("--skip_bad", action="store_true",
         help="skip and count bad documents and unreadable files, instead of stopping at the first")
-
-    add("-w", "--num_workers", type=at_least_1, help="processes (default: at most one per core)")
+    add("-w", "--num_workers", type=dataset.at_least(1),
+        help="processes (default: at most one per core)")
     flags = parser.parse_args(argv)
-    if {"text", "messages", "tokens"} & {*flags.keep}:
-        parser.error("--keep: the names text, messages and tokens are reserved for the documents")
-    with errors_in_one_line():
+    with errors_in_one_line(
+            f"writing to {flags.out}; to write elsewhere: --out NEW_FOLDER; if a convert that was "
+            "killed has left the folder, remove it"):
         convert(flags)
 
-def at_least_1(text):
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a whole number, at least 1")
-    return int(text)
-
 def pattern_of_mark(mark):
-    """\\n also stands for the line ends of Windows."""
-    mark = re.sub(r"\r|\\r", "", mark).replace("\\n", "\n")
-    if not mark:
-        raise argparse.ArgumentTypeError("expected a text")
-    return re.escape(mark.encode()).replace(b"\\\n", rb"\r?\n")
+    """It has the line ends around a mark. \\n in it also stands for those of Windows."""
+    mark = re.escape(mark.replace("\\n", "\n").encode())
+    return rb"[\r\n]*%b[\r\n]*" % mark.replace(b"\\\n", rb"\r?\n")
 
 def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
     return f"{n:,} {noun}{'s' * (n != 1)}"

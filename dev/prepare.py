@@ -41,7 +41,7 @@ from dataset import (
     list_shards,
     printable,
 )
-from dev.convert import at_least_1, counted, errors_of_disk
+from dev.convert import counted
 from tokenizer import find_tokenizer, get_tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -78,10 +78,12 @@ def tokenize(data_dir, out, tokenizer_dir=None, keep=()):
     tokenizer, where = find_tokenizer(tokenizer_dir, [data_dir], VOCAB_SIZE)
     print(f"tokenizer: {where}", flush=True)
     encoder = Encoder(tokenizer)
-    with errors_of_disk(out):
+    try:
         for shard in tqdm(shards, "tokenize", unit=" shards", delay=1):
             tokenize_shard(shard, out, encoder, where, keep)
         dataset.write_index(out)
+    except OSError as error:    # it may name no path
+        raise UserError(f"{error}, in {out}; to write elsewhere: --out NEW_FOLDER") from error
 
 def tokenize_shard(shard, out, encoder, where, keep):
     """Write a token shard, unless it exists."""
@@ -311,7 +313,7 @@ def main(argv=None):
     add("--out", type=dataset.local_folder, help="tokenize: new folder for the token shards")
     add("--keep", nargs="+", action="extend", default=[], metavar="NAME",
         help="tokenize: copy these columns, too")
-    add("-n", type=at_least_1, default=5, help="head: number of documents (default: 5)")
+    add("-n", type=dataset.at_least(1), default=5, help="head: number of documents (default: 5)")
     add("--split", default="train", choices=("train", "val"),
         help="head: which split (default: train)")
     flags = parser.parse_intermixed_args(argv)    # FOLDER may come after an option

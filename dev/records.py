@@ -1,14 +1,16 @@
 """
 Records of other tools -> the documents of a shard: text, or chats as a list of messages.
 
-dev/convert.py reads records from files, and calls make_document for each. USES, SYSTEM, KEYS and
-ROLES have the names that are read. Other columns are dropped, and the report says so.
-Other keys of a message are an error, since they may say not to learn it.
+dev/convert.py reads records from files, and calls make_document for each. USES, KEYS and ROLES have
+the names that are read. Other columns are dropped, and the report says so. It is an error if they
+may say what not to learn. So are other keys of a message.
 """
 
 import collections
 import json
 import re
+
+import pyarrow as pa
 
 from dataset import MARK, UserError
 from tokenizer import ALL_ROLES, EMPTY, NANOCHAT, read_messages
@@ -16,17 +18,13 @@ from tokenizer import ALL_ROLES, EMPTY, NANOCHAT, read_messages
 # --------------------------------------------------------------------------------------------------
 # Documents
 
-OTHER_TYPES = (
-    "choose another column with --text_key, write pandas' columns as "
-    "records (df.to_json(NEW, orient='records', lines=True)), or for conversations, add "
-    "--messages_key NAME; for ids of tokens, see dev/recipes/token_files.py")
 OTHER_FORMS = "; to bring it into this form: see Other forms of data in dev/recipes/forms.md"
 
 # What in a text may show damage, or that it holds several documents. Chats are JSON anyway. The
 # special tokens are named as by tiktoken, Hugging Face, Gemma and DeepSeek.
 SIGNS = {
     rb'\A\[?{"(?!role")': "texts that are JSON (if lines of a file are documents, name it .jsonl)",
-    rb"\0": "texts with NUL bytes (damaged?)",
+    rb"\0": "texts with NUL bytes (damaged, or UTF-16?)",
     rb"\xef\xbb\xbf": "texts with a byte order mark (of files that were joined?)",
     rb"<(?:\|\w+\|>|/s>|[be]os>|\w+_of_turn>|\xef\xbd\x9c[^>\s']{1,60}>)":
         "texts that contain {0}, which is plain text here, not a special token (if it separates "
@@ -34,26 +32,22 @@ SIGNS = {
 
 def make_document(record, flags, say):
     """
-    (text as UTF-8, kept values). The text is empty if the document is skipped.
+    (text as UTF-8, a RecordBatch of the values to keep). Skipped documents have an empty text.
     say(what): for the report, such as the document's kind, and what is dropped of it
     """
-    if isinstance(record, Remark):
-        say(record)
-        return b"", {}
-    record = as_dict(record, flags)
-    kept = record.pop(KEPT, None)    # a row of Arrow
-    if not kept:
-        kept = {name: lookup(record, name) for name in flags.keep}
-    lift(record, flags.text_key or flags.messages_key or "")
+    record = as_dict(record)
+    kept = record.pop(KEPT, NONE)
+    if flags.keep and not kept:
+        values = {name: record.get(name) for name in flags.keep}
+        kept = pa.RecordBatch.from_pylist([values])
     for name in flags.ignore_keys:
         record.pop(name, None)
     kind, columns = find_document(record, flags)
     values = [record.pop(column) for column in columns]    # what is read leaves the record
     if kind == "messages":
-        messages = make_messages(values, record, flags, say)
+        messages = make_messages(values, record, flags)
         text = json.dumps(messages, ensure_ascii=False)
-        if not is_learned(record, flags, say):
-            return b"", kept
+        refuse_marks(record, flags)
     else:
         [text] = values
         if text in EMPTY:
@@ -61,10 +55,12 @@ def make_document(record, flags, say):
             return b"", kept
         if not isinstance(text, str):
             raise UserError(
-                f"{columns[0]!r} holds {type(text).__name__}, not a string; {OTHER_TYPES}")
+                f"{columns[0]!r} holds {type(text).__name__}, not a string; choose another column "
+                "with --text_key, or one of conversations with --messages_key; for ids of tokens, "
+                f"see dev/recipes/token_files.py{OTHER_FORMS}")
     text = text.encode()
     for name, value in record.items():
-        if value not in EMPTY and name not in columns_of(flags.keep):
+        if value not in EMPTY and name not in flags.keep:
             say(f"dropped column {name}")
     say(kind)
     for pattern, what in SIGNS.items():
@@ -73,28 +69,20 @@ def make_document(record, flags, say):
             say(what.format(sign[0].decode()))
     return text, kept
 
-def is_learned(record, flags, say):
-    """False if a mark of a conversation says so. UserError if one says anything but yes or no."""
-    for name in WEIGHTS:
-        match weight_of(record.get(name)):
-            case 0:
-                say(f"skipped conversations whose {name} is false")
-                return False
-            case 1:
-                del record[name]
+def refuse_marks(record, flags):
+    """UserError if what is left of a record says not to learn a part of it, or is a part of it."""
     lost = []
-    for name in sorted(record.keys() - columns_of(flags.keep)):
-        value = record[name]
-        if value == "rejected" or (MARK.fullmatch(name) and weight_of(value)):
+    for name, value in sorted(record.items()):
+        is_mark = MARK.fullmatch(name) and value not in (*EMPTY, name in WEIGHTS)
+        if (is_mark or value == "rejected") and name not in flags.keep:
             lost.append(name)
     if lost:
         names = " ".join(lost)
         raise UserError(
-            f"its {names} would be lost (a weight of 0 or 1 in each message says what to learn, "
-            f"and shards hold no tools); to drop it: --ignore_keys {names}{OTHER_FORMS}")
-    return True
+            f"its {names} would be lost (a weight in each message says what to learn); to drop it: "
+            f"--ignore_keys {names}; to leave out such records: --skip_bad{OTHER_FORMS}")
 
-def as_dict(record, flags):
+def as_dict(record):
     """What a reader yields -> {column: value}. A record may also be a list of messages."""
     if isinstance(record, bytes):
         record = load_json(record.decode("utf-8-sig"))
@@ -102,13 +90,11 @@ def as_dict(record, flags):
         case dict():
             return record
         case list():
-            return {flags.messages_key or "messages": record}
+            return {"messages": record}
         case Exception():
             raise record
     raise UserError(
-        f"expected an object such as {{'text': 'Hello'}}; saw {record!r:.200}; of texts: jq -c "
-        "'{text: .}' OLD > NEW.jsonl; of an array of texts: jq -c '.[] | {text: .}' OLD > "
-        "NEW.jsonl; of texts that are JSON: jq -c fromjson OLD > NEW.jsonl")
+        f"expected an object such as {{'text': 'Hello'}}; saw {record!r:.200}{OTHER_FORMS}")
 
 def by_name(table):
     """{"user": "human bob"} -> {"human": "user", "bob": "user"}"""
@@ -117,13 +103,12 @@ def by_name(table):
         for name in names.split()}
 
 # What columns are for: one of "chat" has a conversation, or one of "ask" a question (to which "add"
-# is added) and one of "answer" its answer. "chosen" may also answer a conversation. In this order,
-# a record's columns are looked for.
+# is added) and one of "answer" its answer. In this order, a record's columns are looked for.
 USES = by_name({
     "text": "text",
     "chat": "messages conversations",
     "ask": "prompt question instruction",
-    "answer": "completion response answer output chosen",
+    "answer": "completion response answer output",
     "add": "input context"})
 # Keys of a message. Those for its weight are also columns: whether to learn a conversation.
 KEYS = by_name({
@@ -131,28 +116,23 @@ KEYS = by_name({
     "content": "content value",
     "weight": "weight loss train loss_weight label kto_tag"})
 WEIGHTS = [key for key, use in KEYS.items() if use == "weight"]
-# Beside a conversation, one of these has the system's message. Other columns that dataset.MARK
-# finds say what to learn of it, or add to it: not read, so they are an error.
-SYSTEM = ["system", "system_prompt"]
 
 def columns_to_read(flags):
-    """
-    {column: use}. Under --messages_key, a list of messages is a conversation, but a question under
-    a name such as "prompt". A text is a question.
-    """
+    """{column: use}. Under --messages_key, a list is a conversation, and a text is a question."""
     key = flags.messages_key
     if flags.text_key:
         return {flags.text_key: "text"}
     if not key:
         return USES
-    others = {name: use for name, use in USES.items() if use in ("answer", "add")}
-    others.pop(key, None)
-    return {key: "ask" if USES.get(key) == "ask" else "chat"} | others
+    others = {
+        name: use for name, use in USES.items()
+        if use in ("answer", "add") and name != key}
+    return {key: "chat"} | others
 
 def is_needed(column, flags):
     """Other columns may have values that Python lacks. HALOs' "type" may be "rejected"."""
     is_mark = MARK.fullmatch(column) or column == "type"
-    return (is_mark and not flags.text_key) or column in columns_of(columns_to_read(flags))
+    return is_mark or column in columns_to_read(flags)
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
@@ -160,7 +140,7 @@ def find_document(record, flags):
     text, chat, answers = found["text"], found["chat"], found["answer"]
     for column, use in columns_to_read(flags).items():
         value = record.get(column, NOT_READ)
-        if value is NOT_READ or (chat and column != "chosen"):
+        if value is NOT_READ or chat:
             continue
         if value in EMPTY:
             use = "empty"
@@ -179,39 +159,10 @@ def find_document(record, flags):
     text += found["empty"][:1]
     if text:
         return "text", text[:1]
-    key = flags.text_key or flags.messages_key or "text"
     raise UserError(
-        f"no text or conversation under {key!r} ({record.get(key)!r:.99}); saw "
-        f"{[*record]!r:.300} (in CSV, line 1 has the names, not sep=; a question such as 'prompt' "
-        "needs an answer such as 'completion'); name the key with --text_key (a.b for b in a), or "
-        f"for conversations or questions with --messages_key{OTHER_FORMS}")
-
-def lookup(record, key, missing=None):
-    """record["a"]["b"] for the key 'a.b', unless there is a key 'a.b'. A null in "a" is one."""
-    for name in [key] if key in record else key.split("."):
-        if isinstance(record, dict):
-            record = record.get(name, missing)
-        elif record is not None:
-            return missing
-    return record
-
-def lift(record, key):
-    """
-    If the key is 'a.b', its value becomes record["a.b"]. What is beside b in "a" becomes a column,
-    and is read or dropped like one.
-    """
-    value = lookup(record, key, NOT_READ)
-    if key in record or value is NOT_READ:
-        return
-    *outer, last = key.split(".")
-    for name in outer:
-        record |= record.pop(name, None) or {}
-    record.pop(last, None)
-    record[key] = value
-
-def columns_of(keys):
-    """Of a key 'a.b', the column is 'a.b', 'a' or 'b'."""
-    return {*keys, *".".join(keys).split(".")}
+        f"no text or conversation; looked for {' '.join(columns_to_read(flags))}; saw "
+        f"{[*record]!r:.300} (in CSV, line 1 has the names; a question needs an answer); name the "
+        f"key with --text_key, or of conversations or questions with --messages_key{OTHER_FORMS}")
 
 # --------------------------------------------------------------------------------------------------
 # Conversations
@@ -228,24 +179,17 @@ ROLES = by_name({
     "tool": "observation function"})
 CHAT = re.compile(r"""\s*\[\s*\{.*["'](role|from)["']\s*:""", re.DOTALL)    # written as a text
 
-def make_messages(values, record, flags, say):
+def make_messages(values, record, flags):
     """Messages as shards hold them. What is read of the record, beside the values, leaves it."""
     messages = read_turns(values, flags)
-    for name in SYSTEM:
+    for name in "system", "system_prompt":    # beside the conversation
         if record.get(name) and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": record.pop(name)})
-    try:
-        read_messages(messages, NANOCHAT)
-    except UserError as error:
-        if flags.skip_bad:
-            raise
-        read_messages(messages, NANOCHAT._replace(roles=ALL_ROLES))    # no template has others
-        say("conversations that nanochat's template cannot render; train.py will stop there unless "
-            "its tokenizer uses another template (to leave them out: --skip_bad)", f": {error}")
-    learned = [
-        message["content"] for message in messages
-        if message["role"] == "assistant" and message.get("weight", 1)]
-    if not learned or not all(learned):
+    # No template has other roles. Only with --skip_bad must it be nanochat's.
+    roles = NANOCHAT.roles if flags.skip_bad else ALL_ROLES
+    read = read_messages(messages, NANOCHAT._replace(roles=roles))
+    learned = [parts for _, parts, is_target in read if is_target]
+    if not learned or [("text", "")] in learned:
         raise UserError(
             "expected at least one assistant message to train on, and none that is empty, unless "
             f"its weight is 0; saw {messages!r:.200}")
@@ -257,19 +201,15 @@ def read_turns(values, flags):
     answers = clean("assistant", answer, flags)
     if not asked:
         return answers
-    question, *added = asked
-    if added:
+    question = asked[0]
+    if len(asked) > 1:
         if {*map(type, asked)} != {str}:
             raise UserError(
                 "the columns of a question are joined, so each must hold a string; saw "
                 f"{asked!r:.200}; to leave a column out: --ignore_keys NAME")
         question = "\n\n".join(asked)
     questions = clean("user", question, flags)
-    speaker = answers[0]["role"]
-    turns = answers[speaker == "system":]
-    if questions in (answers[:len(questions)], turns[:len(questions)]):
-        return answers    # `chosen` may be a whole chat
-    if speaker in ("system", questions[-1]["role"]) or questions[-1]["role"] == "assistant":
+    if answers[0]["role"] in ("system", questions[-1]["role"]):
         raise UserError(
             f"{answers!r:.200} does not answer {questions!r:.200}; to leave out one of these "
             "columns: --ignore_keys NAME, or --messages_key of the other")
@@ -285,7 +225,7 @@ def clean(role, content, flags):
             content = load_json(content)
         case str():
             content = {"role": role, "content": content}
-        case [str(first), *_] if first.lstrip().startswith("{"):    # List(Json()) of datasets
+        case [str(), *_]:    # List(Json()) of datasets
             content = [*map(load_json, content)]
         case {"role": list()} | {"from": list()}:    # its Sequence: an object of lists
             turns = zip(*content.values(), strict=True)
@@ -305,21 +245,7 @@ def clean_message(message, flags):
         if value not in EMPTY and key not in flags.ignore_keys]    # parquet has null for no key
     message = {"role": None, "content": ""} | dict_of_pairs(pairs)
     role = str(message["role"]).lower()
-    message["role"] = ROLES.get(role, role)
-    if "weight" in message:
-        message["weight"] = weight_of(message["weight"])
-        if message["weight"] == 1 and message["role"] != "assistant":
-            raise UserError(
-                f"a message of role {role!r} has a weight, but only answers are learned; to drop "
-                f"all weights: --ignore_keys {' '.join(WEIGHTS)}")
-    return message
-
-def weight_of(value):
-    """Of a mark, which may be false, 0, 0.0, true, 1 and their names in CSV. Others stay."""
-    try:
-        return value and json.loads(str(value).lower())
-    except ValueError:
-        return value
+    return message | {"role": ROLES.get(role, role)}
 
 # --------------------------------------------------------------------------------------------------
 # JSON
@@ -336,8 +262,6 @@ def dict_of_pairs(pairs):
         raise UserError(f"a key occurs twice: {pairs!r:.300}; remove one")
     return record
 
-class Remark(str):
-    """In place of a record: what a reader has to say, for the report."""
-
-NOT_READ = ...    # neither null nor text
+NOT_READ = ...    # in place of a value: neither null nor text
 KEPT = "nanoloader.kept"    # a record's key: a row of a table's columns to keep
+NONE = pa.record_batch({})

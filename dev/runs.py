@@ -33,12 +33,12 @@ from dataset import (
     Location,
     Parser,
     UserError,
+    at_least,
     atomic_file,
     errors_in_one_line,
     expand_home,
     list_shards,
 )
-from dev.convert import at_least_1
 from tokenizer import RustBPETokenizer
 from train import (
     load_checkpoint,
@@ -455,7 +455,7 @@ def make_parser():
     command.set_defaults(lines=lambda flags: losses(flags.run, flags.head))
     command.add_argument("run", type=expand_home, metavar="RUN",
                          help="the folder of a run with --ledger")
-    command.add_argument("--head", type=at_least_1, default=10, metavar="N", help="default 10")
+    command.add_argument("--head", type=at_least(1), default=10, metavar="N", help="default 10")
 
     command = commands.add_parser(
         "plot", description=plot.__doc__, epilog="example: python -m dev.runs plot runs/a runs/b")

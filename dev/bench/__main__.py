@@ -12,9 +12,8 @@ import argparse
 import importlib.util
 import sys
 
-from dataset import Parser, errors_in_one_line, find_data
+from dataset import Parser, at_least, errors_in_one_line, find_data
 from dev.bench.measure import PEERS, compare_packings, measure_peers
-from dev.convert import at_least_1
 from tokenizer import find_tokenizer
 
 
@@ -45,15 +44,15 @@ def make_parser():
         add = command.add_argument
         add("--data", metavar="FOLDER", help="default: what train.py takes")
         add("--tokenizer", metavar="DIR", help="default: the one trained on the data")
-        add("--T", type=at_least_1, default=2048, help="tokens in a row (default 2048)")
-        add("--B", type=at_least_1, default=32, help="rows in a batch (default 32)")
+        add("--T", type=at_least(1), default=2048, help="tokens in a row (default 2048)")
+        add("--B", type=at_least(1), default=32, help="rows in a batch (default 32)")
         if name == "peers":
             add("--engine", nargs="+", choices=["tiktoken", "gigatoken"], default=engines[::-1])
             names = [*dict.fromkeys(peer.name for peer in PEERS)]
             add("--loaders", nargs="+", choices=names, default=names)
             add("--seconds", type=float, default=15.0,
                 help="of a turn (default 15): some loaders encode for 2 s, then deliver that")
-            add("--rounds", type=at_least_1, default=3, help="turns of each (default 3)")
+            add("--rounds", type=at_least(1), default=3, help="turns of each (default 3)")
     return parser
 
 if __name__ == "__main__":

@@ -312,7 +312,7 @@ def test_tokenizer_that_did_not_make_the_tokens_is_refused(tmp_path, trained):
         assert line.endswith(f"/tokens needs the tokenizer that made it, {trained}")
 
 @pytest.mark.parametrize("words, line", [
-    ("head -n x", "argument -n: x: expected a whole number"),
+    ("head -n x", "argument -n: invalid number value: 'x'"),
     ("verify nowhere", "nowhere does not exist"), ("", "required: COMMAND"),
     ("stats a --data b", "expected FOLDER or --data FOLDER, not both"),
     ("tokenize a", "tokenize needs a folder for the token shards: --out FOLDER")])
