@@ -110,8 +110,8 @@ def convert(flags):
         list(tqdm(written, "write", len(shards), delay=1))
         dataset.write_index(f"{building}/shards")
         os.rename(f"{building}/shards", out)
-    print(f"{counted(len(files), 'file')} -> {counted(sum(map(len, shards)), 'document')} in "
-          f"{len(shards):,} shards, the last for val ({counted(len(shards[-1]), 'document')}), {out}")
+    print(f"files: {len(files):,} -> {sum(map(len, shards)):,} documents in {len(shards):,} shards "
+          f"of {out}, the last for val ({len(shards[-1]):,})")
 
 def count(report, what, example, n=1):
     report.setdefault(what, [0, example])[0] += n
@@ -328,8 +328,8 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
                     record = dict(zip(names, record, strict=True))
                 else:
                     record = UserError(
-                        f"expected {counted(len(names), 'field')}, other than those of the first "
-                        f"line; saw {record!r:.200}; quote texts that have {delimiter!r} (a .tsv "
+                        f"expected as many fields as in the first line ({len(names)}), but not the "
+                        f"same; saw {record!r:.200}; quote texts that have {delimiter!r} (a .tsv "
                         "has no quotes; if yours has, name it .csv); divide files that were joined")
             yield f"line {number}", record
 
@@ -378,17 +378,20 @@ CUT = rb"""(?sx)
 """
 
 def read_text(path, flags):
-    """The documents between the marks of split_at, in pieces of about cut_bytes, as CUT says."""
+    """
+    The documents between the marks of split_at that are more than white space, in pieces of about
+    cut_bytes, as CUT says.
+    """
     pattern = CUT % {b"SIZE": flags.cut_bytes or 1 << 30}
     with open_stream(path) as stream:
         text = stream.read()
     documents = re.split(flags.split_at, text) if flags.split_at else [text]
     parts = (
-        part[0] for document in documents
-        for part in re.finditer(pattern, document))
+        part[0] for document in documents if not document.isspace()
+        for part in re.finditer(pattern, document.removeprefix(b"\xef\xbb\xbf")))
     for number, part in enumerate(parts):
         try:
-            record = {flags.text_key or "text": part.decode("utf-8-sig")}
+            record = {flags.text_key or "text": part.decode()}
         except UnicodeDecodeError as error:
             record = error
         yield f"text {number}", record
@@ -397,8 +400,6 @@ def read_table(path, flags):
     """Parquet, Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
     data = pa.memory_map(os.fsencode(path)).read_buffer()
     stream = pa.BufferReader(data)
-    # Of files that were joined, Arrow reads one, or the rows of one as those of another.
-    is_joined = re.search(rb"PAR1PAR1\x15|ARROW1ARROW1\0\0", data)
     if data[:4] == b"PAR1":
         file = parquet.ParquetFile(
             stream, page_checksum_verification=True, arrow_extensions_enabled=True)
@@ -407,13 +408,12 @@ def read_table(path, flags):
         batches = ipc.open_file(stream).read_all().to_batches(ROW_GROUP_DOCUMENTS)
     elif data[-8:] == b"\xff\xff\xff\xff\0\0\0\0":    # Arrow reads a stream without its end, too
         batches = ipc.open_stream(stream).read_all().to_batches(ROW_GROUP_DOCUMENTS)
-        is_joined = stream.read(1)
+        if stream.read(1):    # of a file that was joined
+            raise UserError("it is several files, joined into one; use the files themselves")
     else:
         raise ValueError(
             "it is neither parquet nor Arrow (is it a Git LFS pointer?), or its end is missing, or "
             "it is of Feather 1; write or copy it again")
-    if is_joined:
-        raise UserError("it is several files, joined into one; use the files themselves")
     rows = itertools.chain.from_iterable(read_rows(batch, flags) for batch in batches)
     for number, row in enumerate(rows):
         yield f"row {number}", row
@@ -433,8 +433,8 @@ def read_rows(batch, flags):
     except Exception as error:
         if len(batch) == 1:
             return [error]
-        slices = [batch.slice(i, 1) for i in range(len(batch))]
-        return [read_rows(row, flags)[0] for row in slices]
+        half = len(batch) // 2
+        return read_rows(batch[:half], flags) + read_rows(batch[half:], flags)
     return [unread | row | {KEPT: kept.slice(i, 1)} for i, row in enumerate(rows)]
 
 def column_of(batch, name):
@@ -536,7 +536,7 @@ def choose_reader(path, name, as_text):
     if suffix in CODECS:
         _, suffix = os.path.splitext(stem)
     read = READERS.get(
-        suffix, f"of other kinds (expected {SUFFIXES}, also {' '.join(CODECS)} after those of text; "
+        suffix, f"of other kinds (expected {SUFFIXES}, and {' '.join(CODECS)} after those of text; "
         "to read plain text: --as_text '*.SUFFIX'; rename JSON lines to .jsonl; unpack archives)")
     if dataset.SHARD_SUFFIX.search(path):    # also what is packed, which is an error
         read = read_table
@@ -615,18 +615,20 @@ def main(argv=None):
     add("-w", "--num_workers", type=dataset.at_least(1),
         help="processes (default: at most one per core)")
     flags = parser.parse_args(argv)
+    if {"text", "messages", "tokens"} & {*flags.keep}:
+        parser.error("--keep: the names text, messages and tokens are reserved for the documents")
     with errors_in_one_line(
             f"writing to {flags.out}; to write elsewhere: --out NEW_FOLDER; if a convert that was "
             "killed has left the folder, remove it"):
         convert(flags)
 
 def pattern_of_mark(mark):
-    """It has the line ends around a mark. \\n in it also stands for those of Windows."""
-    mark = re.escape(mark.replace("\\n", "\n").encode())
-    return rb"[\r\n]*%b[\r\n]*" % mark.replace(b"\\\n", rb"\r?\n")
-
-def counted(n, noun):    # 1, "file" -> "1 file";  1234, "file" -> "1,234 files"
-    return f"{n:,} {noun}{'s' * (n != 1)}"
+    """It has the line ends around marks. \\n in a mark also stands for those of Windows."""
+    if not mark:
+        raise argparse.ArgumentTypeError("expected a text")
+    mark = mark.replace("\\r", "").replace("\\n", "\n")
+    mark = re.escape(mark.encode()).replace(b"\\\n", rb"\r?\n")
+    return rb"(?:[\r\n]{,99}%b)+[\r\n]*" % mark
 
 if __name__ == "__main__":
     main()

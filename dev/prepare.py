@@ -41,7 +41,6 @@ from dataset import (
     list_shards,
     printable,
 )
-from dev.convert import counted
 from tokenizer import find_tokenizer, get_tokenizer
 
 # --------------------------------------------------------------------------------------------------
@@ -299,6 +298,9 @@ def describe_document(document, shard, tokenizer):
 
 # --------------------------------------------------------------------------------------------------
 # The command
+
+def counted(n, noun):    # 1, "shard" -> "1 shard";  1234, "shard" -> "1,234 shards"
+    return f"{n:,} {noun}{'s' * (n != 1)}"
 
 def main(argv=None):
     parser = Parser("python -m dev.prepare", description=__doc__,

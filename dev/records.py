@@ -47,7 +47,7 @@ def make_document(record, flags, say):
     if kind == "messages":
         messages = make_messages(values, record, flags)
         text = json.dumps(messages, ensure_ascii=False)
-        refuse_marks(record, flags)
+        refuse_marks(record)
     else:
         [text] = values
         if text in EMPTY:
@@ -69,18 +69,19 @@ def make_document(record, flags, say):
             say(what.format(sign[0].decode()))
     return text, kept
 
-def refuse_marks(record, flags):
+def refuse_marks(record):
     """UserError if what is left of a record says not to learn a part of it, or is a part of it."""
     lost = []
     for name, value in sorted(record.items()):
-        is_mark = MARK.fullmatch(name) and value not in (*EMPTY, name in WEIGHTS)
-        if (is_mark or value == "rejected") and name not in flags.keep:
+        harmless = KEYS.get(name) == "weight"    # a weight of true, or another mark of false
+        is_mark = MARK.fullmatch(name) and value not in (*EMPTY, harmless)
+        if is_mark or value == "rejected":
             lost.append(name)
     if lost:
-        names = " ".join(lost)
         raise UserError(
-            f"its {names} would be lost (a weight in each message says what to learn); to drop it: "
-            f"--ignore_keys {names}; to leave out such records: --skip_bad{OTHER_FORMS}")
+            f"its {' '.join(lost)} would be lost (a weight in each message says what to learn); to "
+            f"drop it: --ignore_keys {' '.join(lost)}; to leave out such records: --skip_bad"
+            f"{OTHER_FORMS}")
 
 def as_dict(record):
     """What a reader yields -> {column: value}. A record may also be a list of messages."""
@@ -115,7 +116,6 @@ KEYS = by_name({
     "role": "role from",
     "content": "content value",
     "weight": "weight loss train loss_weight label kto_tag"})
-WEIGHTS = [key for key, use in KEYS.items() if use == "weight"]
 
 def columns_to_read(flags):
     """{column: use}. Under --messages_key, a list is a conversation, and a text is a question."""
@@ -132,7 +132,7 @@ def columns_to_read(flags):
 def is_needed(column, flags):
     """Other columns may have values that Python lacks. HALOs' "type" may be "rejected"."""
     is_mark = MARK.fullmatch(column) or column == "type"
-    return is_mark or column in columns_to_read(flags)
+    return (is_mark and not flags.text_key) or column in columns_to_read(flags)
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
