@@ -184,6 +184,7 @@ ADVICE = {
     UserError: "",    # has its own
     UnicodeDecodeError: NO_UTF8,
     UnicodeEncodeError: NO_UTF8,    # in CSV, byte e9 is shown as \udce9
+    OverflowError: "; expected whole numbers to keep below 2 ** 63; write larger ones as texts",
     "the rest of bad files":
         "; if it is not damaged, and of the kind that its name says (`file OLD` shows it), see "
         "Damaged and foreign files in dev/recipes/forms.md",
@@ -192,7 +193,7 @@ ADVICE = {
         "see Other forms of data in dev/recipes/forms.md; if quotes mean nothing, name it .tsv",
     json.JSONDecodeError:
         "; expected one JSON document per line, or one array in a .json; if the file was cut off, "
-        "copy it again; otherwise, see Other forms of data in dev/recipes/forms.md"}
+        "copy it again; otherwise, see dev/recipes/forms.md"}
 
 def write_run(building, rows):
     keys, hashes, texts, kept = zip(*rows, strict=True)
@@ -309,8 +310,7 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
     csv.field_size_limit(sys.maxsize)
     with open_stream(path) as stream:
         # Bytes that are no UTF-8 become surrogates, which cannot be encoded.
-        lines = io.TextIOWrapper(stream, "utf-8", "surrogateescape", newline="")
-        lines = (line.removeprefix("\ufeff") for line in lines)    # joined files may have several
+        lines = io.TextIOWrapper(stream, "utf-8-sig", "surrogateescape", newline="")
         lines = enumerate(lines, 1)
         not_blank = (line for line in lines if line[1].strip())
         header = next(not_blank, (1, ""))
@@ -324,13 +324,14 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
         names = dict_of_pairs(names)    # raises if a name is there twice
         for number, record in rows:
             if isinstance(record, list):
-                if len(record) == len(names) and {*record} != {*titles}:
+                is_header = {*record} == {*titles} or record[0].startswith("\ufeff")
+                if len(record) == len(names) and not is_header:
                     record = dict(zip(names, record, strict=True))
                 else:
                     record = UserError(
-                        f"expected as many fields as in the first line ({len(names)}), but not the "
-                        f"same; saw {record!r:.200}; quote texts that have {delimiter!r} (a .tsv "
-                        "has no quotes; if yours has, name it .csv); divide files that were joined")
+                        f"expected {len(names)} fields, other than the first line's; saw "
+                        f"{record!r:.200}; quote texts with {delimiter!r} (name such a .tsv .csv); "
+                        "if it ends each line, add it to the first; divide what was joined")
             yield f"line {number}", record
 
 # What in a field may show that a table has other rules (\0 is between fields)
@@ -567,8 +568,8 @@ def workshop(out, n):
         raise UserError("a worker process was killed; if memory ran out, use -w 1") from error
     except pa.ArrowException as error:    # bad values are a record's fault
         raise UserError(
-            f"--keep: {error}; expected values of one type (not polars' lists in Arrow files: "
-            "write parquet)") from error
+            f"--keep: {error}; expected values of one type: jq -c '.NAME |= tostring' OLD > NEW; "
+            "of polars' lists in Arrow files, write parquet") from error
     finally:
         if pool:
             shutil.rmtree(building, ignore_errors=True)    # so that processes end soon
@@ -604,7 +605,7 @@ def main(argv=None):
     add("--as_text", **names, help="read only these files, as plain text: '*.py'")
     add("--split_at", type=pattern_of_mark,
         help="split plain text into documents at each mark, such as '<|endoftext|>'")
-    add("--cut_bytes", type=dataset.at_least(1),
+    add("--cut_bytes", type=dataset.at_least(4),
         help="cut plain text into documents of up to this size, at blank lines (default: 1 GiB)")
     add("--drop_copies", action="store_true",
         help="drop documents whose text occurs before")
@@ -618,8 +619,8 @@ def main(argv=None):
     if {"text", "messages", "tokens"} & {*flags.keep}:
         parser.error("--keep: the names text, messages and tokens are reserved for the documents")
     with errors_in_one_line(
-            f"writing to {flags.out}; to write elsewhere: --out NEW_FOLDER; if a convert that was "
-            "killed has left the folder, remove it"):
+            f"if writing to {flags.out} failed: --out NEW_FOLDER; if a convert that was killed has "
+            "left the folder, remove it"):
         convert(flags)
 
 def pattern_of_mark(mark):

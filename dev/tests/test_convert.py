@@ -444,7 +444,7 @@ def test_out_that_cannot_be_made_is_refused(out):
     """... before files are read. /proc is a mount point."""
     write({"a.jsonl": "{bad", "full/x": ""}, ".")
     line = command("a.jsonl", "--out", out)
-    assert re.search(f"writing to .*{out.strip('.')}; to write elsewhere: --out NEW_FOLDER;", line)
+    assert re.search(f"if writing to .*{out.strip('.')} failed: --out NEW_FOLDER;", line)
     assert sorted(os.listdir()) == ["a.jsonl", "full"]
 
 def test_out_may_be_empty_or_a_link():
@@ -460,7 +460,7 @@ def test_full_disk_is_named(tmp_path):
     words = f"-m dev.convert {tmp_path}/a.txt --cut_bytes 999 --out {tmp_path}/out"
     ended = subprocess.run(["bash", "-c", f"ulimit -f 8; {sys.executable} {words}"], cwd=HERE,
                            text=True, capture_output=True, timeout=300)
-    expected = rf"error: .*writing to {tmp_path}/out; to write elsewhere: --out NEW_FOLDER"
+    expected = rf"error: .*if writing to {tmp_path}/out failed: --out NEW_FOLDER"
     assert re.search(expected, ended.stderr)
     assert os.listdir(tmp_path) == ["a.txt"]
 
