@@ -2,7 +2,7 @@
 Convert text or chats to shards: parquet files that the loader reads.
 
     python -m dev.convert my_folder --out my_shards                   # every file of a known type
-    python -m dev.convert 'my/**/*.jsonl.gz' --text_key content       # lines {"content": ...}
+    python -m dev.convert 'my/**/*.jsonl.gz' --text_key data.content  # {"data": {"content": ...}}
     python -m dev.convert book.txt --cut_bytes 2000                   # documents of up to 2 kB
     python -m dev.convert chats.jsonl --out my_chats                  # messages, prompt and answer
 
@@ -27,6 +27,7 @@ import bz2
 import contextlib
 import csv
 import functools
+import glob
 import gzip
 import hashlib
 import io
@@ -42,9 +43,9 @@ import threading
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pyarrow as pa
+from fsspec.utils import glob_translate
 from pyarrow import feather, ipc, parquet
 from pyarrow.dataset import InMemoryDataset
 from tqdm import tqdm
@@ -52,7 +53,6 @@ from tqdm import tqdm
 import dataset
 from dataset import UserError, cores, errors_in_one_line, printable
 from dev.records import (
-    KEPT,
     NOT_READ,
     by_name,
     dict_of_pairs,
@@ -153,6 +153,8 @@ def rows_of_file(file, flags, total, report):
             say(ODD_LINES)
         try:
             text, kept = make_document(record, flags, say)
+            kept_text = json.dumps(kept, ensure_ascii=False, default=str)
+            size = len(text + kept_text.encode())    # raises for half a surrogate pair
         except Exception as error:    # bad records may raise any
             problem = f": {error}{ADVICE.get(type(error), ADVICE.get(what, ''))}"
             if not flags.skip_bad:
@@ -164,7 +166,7 @@ def rows_of_file(file, flags, total, report):
             words = text.translate(SPACES, b"\r").strip()
             # Val takes the largest hashes: hardly that of a text that is most of all text.
             text_hash = hash_of(words) >> min(20, 20 * len(words) // total)
-            yield len(text) + kept.nbytes, (key, text_hash, text, kept)
+            yield size, (key, text_hash, text, kept)
     if index < 0:
         count(report, "files without documents", path)
     if (flags.split_at or flags.cut_bytes) and (read is not read_text or index == 0):
@@ -184,7 +186,6 @@ ADVICE = {
     UserError: "",    # has its own
     UnicodeDecodeError: NO_UTF8,
     UnicodeEncodeError: NO_UTF8,    # in CSV, byte e9 is shown as \udce9
-    OverflowError: "; expected whole numbers to keep below 2 ** 63; write larger ones as texts",
     "the rest of bad files":
         "; if it is not damaged, and of the kind that its name says (`file OLD` shows it), see "
         "Damaged and foreign files in dev/recipes/forms.md",
@@ -199,10 +200,8 @@ def write_run(building, rows):
     keys, hashes, texts, kept = zip(*rows, strict=True)
     texts = pa.array(texts, pa.large_string())
     columns = {KEY: keys, TEXT_HASH: hashes, DOCUMENT: texts}
-    if kept[0]:    # each row has the types of its values, or of its file's columns
-        kept = [pa.Table.from_batches([row]) for row in kept]
-        kept = pa.concat_tables(kept, promote_options="permissive")
-        columns |= {name: kept[name] for name in kept.column_names}
+    kept = pa.Table.from_pylist(kept)
+    columns |= {name: kept[name] for name in kept.column_names}
     run = pa.table(columns).sort_by(KEY)
     feather.write_feather(run, f"{building}/runs/{min(keys)}", "uncompressed")
 
@@ -422,13 +421,11 @@ def read_table(path, flags):
 def read_rows(batch, flags):
     """
     Its records. A bad value costs its row. Columns that are not needed become NOT_READ: Python may
-    have no type for their values. Those to keep stay Arrow's.
+    have no type for their values.
     """
     unread = dict.fromkeys(batch.schema.names, NOT_READ)
     needed = batch.select([name for name in unread if is_needed(name, flags)])
     try:
-        kept = pa.record_batch({name: column_of(batch, name) for name in flags.keep})
-        kept.validate(full=True)
         rows = needed.to_pylist(maps_as_pydicts="strict")
         rows = decode(rows, pa.list_(pa.struct(needed.schema)))
     except Exception as error:
@@ -436,14 +433,7 @@ def read_rows(batch, flags):
             return [error]
         half = len(batch) // 2
         return read_rows(batch[:half], flags) + read_rows(batch[half:], flags)
-    return [unread | row | {KEPT: kept.slice(i, 1)} for i, row in enumerate(rows)]
-
-def column_of(batch, name):
-    """As plain values: files differ in their categories, and Arrow cannot sort polars' views."""
-    column = batch[name] if name in batch.schema.names else pa.nulls(len(batch))
-    if re.match("dictionary|string_view", str(column.type)):
-        return pa.array(column.to_pylist())
-    return column
+    return [unread | row for row in rows]
 
 def decode(value, kind):
     """
@@ -478,6 +468,7 @@ SUFFIXES = " ".join(READERS)
 ABOUT_DATA = re.compile(
     r".*/((README|LICENSE)\.(md|txt)|(index|config|dataset_(infos?|dict)|state)\.json"
     r"|cache-[^/]*\.arrow)")
+
 def find_files(flags, report):
     """[(path, reader, is it for val?, number), ...], each file once, in the order of paths."""
     names = {}    # of files, below a folder that was named
@@ -497,7 +488,7 @@ def find_files(flags, report):
     is_split = "train" in splits
     if None in splits:    # code and notes are named for other things: train.py, testing.md
         is_split = read_text not in readers.values()
-    use = "test is not read" if is_split else "read like all others"
+    use = "their split; test is not read" if is_split else "read like all others"
     files = []
     for path, split in zip(names, splits, strict=True):
         if split:
@@ -508,19 +499,18 @@ def find_files(flags, report):
 
 def expand(given):
     """
-    {path: its name below what was named} of a file, of all in a folder, or of all files and folders
-    that a glob matches. It is named up to its first folder with a wildcard.
+    {path: its name below a folder that was named} of a file, of all in a folder, or of all files
+    and folders that a glob matches. What was named itself is "".
     """
-    given = folder = os.path.abspath(given)
-    paths = [given]
-    if not os.path.exists(given):
-        folder = re.split(r"[^/]*[*?[]", given)[0]
-        paths = fsspec.filesystem("file").glob(given)    # its ** follows no links, as a shell's
+    before, *after = given.split("**/", 1)
+    paths = [given] if os.path.exists(given) else glob.glob(before or ".")
     files = {}
-    for path in paths:
+    for path in map(os.path.abspath, paths):
         below = dataset.list_local(path, suffix=re.compile(""))
-        found = [f"{path}/{name}" for name, *_ in below]
-        files |= {path: path.removeprefix(folder) for path in found or [path]}
+        files |= {f"{path}/{name}": name for name, *_ in below} or {path: ""}
+    if after:    # Python's glob would follow links to folders above, for ever
+        matches = re.compile(glob_translate(os.path.abspath(given))).match
+        files = {path: name for path, name in files.items() if matches(path)}
     if not files:
         raise UserError(
             f"{given} does not exist or has no files; expected a file, a folder, or a glob in "
@@ -566,10 +556,10 @@ def workshop(out, n):
         yield building, pool.map if pool else map
     except BrokenExecutor as error:
         raise UserError("a worker process was killed; if memory ran out, use -w 1") from error
-    except pa.ArrowException as error:    # bad values are a record's fault
+    except (pa.ArrowException, OverflowError) as error:    # bad values are a record's fault
         raise UserError(
-            f"--keep: {error}; expected values of one type: jq -c '.NAME |= tostring' OLD > NEW; "
-            "of polars' lists in Arrow files, write parquet") from error
+            f"--keep: {error}; expected values of one type, and whole numbers below 2 ** 63; JSON "
+            "can be changed: jq -c '.NAME |= tostring' OLD > NEW.jsonl") from error
     finally:
         if pool:
             shutil.rmtree(building, ignore_errors=True)    # so that processes end soon
@@ -598,7 +588,8 @@ def main(argv=None):
         help=f"files, folders, globs in quotes: {SUFFIXES} (a .tsv has no quotes around texts)")
     add("--out", type=dataset.local_folder, default=dataset.default_data_dir(),
         help="new or empty folder (default: ~/.cache/nanoloader/base_data, where train.py looks)")
-    add("--text_key", help="key or column that holds the text (default: text)")
+    add("--text_key",
+        help="key or column that holds the text (default: text); write a.b for key b inside a")
     add("--messages_key", help="key or column that holds conversations, or their questions "
         "(default: messages, conversations, prompt, question, instruction)")
     add("--keep", **names, help="copy these columns, too")

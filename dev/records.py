@@ -10,8 +10,6 @@ import collections
 import json
 import re
 
-import pyarrow as pa
-
 from dataset import MARK, UserError
 from tokenizer import ALL_ROLES, EMPTY, NANOCHAT, read_messages
 
@@ -32,14 +30,12 @@ SIGNS = {
 
 def make_document(record, flags, say):
     """
-    (text as UTF-8, a RecordBatch of the values to keep). Skipped documents have an empty text.
+    (text as UTF-8, {name: value to keep}). Skipped documents have an empty text.
     say(what): for the report, such as the document's kind, and what is dropped of it
     """
     record = as_dict(record)
-    kept = record.pop(KEPT, NONE)
-    if flags.keep and not kept:
-        values = {name: record.get(name) for name in flags.keep}
-        kept = pa.RecordBatch.from_pylist([values])
+    kept = {name: record.get(name) for name in flags.keep}
+    lift(record, flags.text_key or flags.messages_key or "")
     for name in flags.ignore_keys:
         record.pop(name, None)
     kind, columns = find_document(record, flags)
@@ -118,7 +114,10 @@ KEYS = by_name({
     "weight": "weight loss train loss_weight label kto_tag"})
 
 def columns_to_read(flags):
-    """{column: use}. Under --messages_key, a list is a conversation, and a text is a question."""
+    """
+    {column: use}. Under --messages_key, a list of messages is a conversation, but a question under
+    a name such as "prompt". A text is a question.
+    """
     key = flags.messages_key
     if flags.text_key:
         return {flags.text_key: "text"}
@@ -127,12 +126,15 @@ def columns_to_read(flags):
     others = {
         name: use for name, use in USES.items()
         if use in ("answer", "add") and name != key}
-    return {key: "chat"} | others
+    return {key: "ask" if USES.get(key) == "ask" else "chat"} | others
 
 def is_needed(column, flags):
     """Other columns may have values that Python lacks. HALOs' "type" may be "rejected"."""
     is_mark = MARK.fullmatch(column) or column == "type"
-    return (is_mark and not flags.text_key) or column in columns_to_read(flags)
+    if is_mark and not flags.text_key:
+        return True
+    keys = [*flags.keep, *columns_to_read(flags)]
+    return any(column in (key, key.split(".")[0]) for key in keys)
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
@@ -163,6 +165,21 @@ def find_document(record, flags):
         f"no text or conversation; looked for {' '.join(columns_to_read(flags))}; saw "
         f"{[*record]!r:.300} (in CSV, line 1 has the names; a question needs an answer); name the "
         f"key with --text_key, or of conversations or questions with --messages_key{OTHER_FORMS}")
+
+def lift(record, key):
+    """
+    If the key is 'a.b', its value becomes record["a.b"]. What is beside b in "a" becomes a column,
+    and is read or dropped like one.
+    """
+    *outer, last = key.split(".")
+    inside = {}
+    for name in outer:
+        inside = record.get(name)
+        if key in record or not isinstance(inside, dict):
+            return
+        record |= record.pop(name)
+    if last in inside:
+        record[key] = record.pop(last)
 
 # --------------------------------------------------------------------------------------------------
 # Conversations
@@ -263,5 +280,3 @@ def dict_of_pairs(pairs):
     return record
 
 NOT_READ = ...    # in place of a value: neither null nor text
-KEPT = "nanoloader.kept"    # a record's key: a row of a table's columns to keep
-NONE = pa.record_batch({})

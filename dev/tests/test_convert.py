@@ -355,20 +355,20 @@ def test_splits_in_names_mean_the_same_for_all_forms_of_inputs(output, form):
     assert val == sorted([
         "validation a 3", *(f"validation {i} {k}" for k in range(9) for i in "ab")])
     printed = output()
-    assert "files named for test (test is not read): 2, such as " in printed
+    assert "files named for test (their split; test is not read): 2, such as " in printed
     assert "\n1 of 99 documents repeat the text of another one" in printed
 
 # --------------------------------------------------------------------------------------------------
 # Which columns
 
 def test_kept_columns_stay_beside_their_documents(output):
-    """Other columns are counted."""
+    """A key with dots is a key in a key. Other columns are counted."""
     numbers = {f"{i}": i for i in range(800)}
-    rows = [{"content": text, "n": i, "lang": "de"} for text, i in numbers.items()]
-    rows += {"content": "x", "n": None}, {"content": "y"}
-    table = pa.table({"content": ["z"], "n": [9], "url": ["there"]})
+    rows = [{"data": {"text": text}, "n": i, "lang": "de"} for text, i in numbers.items()]
+    rows += {"data.text": "x", "data": {"n": 0}, "n": None}, {"data": {"text": "y"}}
+    table = pa.table({"data": [{"text": "z", "m": 0}], "n": [9], "url": ["there"]})
     write({"a.jsonl": as_json(*rows), "b.parquet": as_parquet(table)})
-    converted("--text_key content --keep n")
+    converted("--text_key data.text --keep n")
     found = {row["text"]: row["n"] for row in rows_of()}
     assert found == {**numbers, "x": None, "y": None, "z": 9}
     printed = output()
@@ -376,10 +376,12 @@ def test_kept_columns_stay_beside_their_documents(output):
     assert re.search(r"dropped column url: 1, .*, row 0\n", printed)
 
 def test_values_to_keep_may_differ_in_their_types():
-    """Whole and broken numbers, objects with other keys: as Arrow joins them."""
-    write_rows(*({"text": f"{i}", "n": n} for i, n in enumerate([1, 2.5, None])))
+    """Whole and broken numbers, objects with other keys: as Arrow joins them, also of two files."""
+    write({"a.jsonl": as_json({"text": "a", "n": 1}, {"text": "b", "n": 2.5}, {"text": "c"}),
+           "b.jsonl": as_json({"text": "d", "n": 7})})
     converted("--keep n")
-    assert sorted((row["text"], row["n"]) for row in rows_of()) == [("0", 1), ("1", 2.5), ("2", None)]
+    assert {row["text"]: row["n"] for row in rows_of()} == {"a": 1, "b": 2.5, "c": None, "d": 7}
+    shutil.rmtree("in")
     write_rows({"text": "a", "n": {"x": 1}}, {"text": "b", "n": {"y": [2]}})
     converted("--keep n")
     found = {row["text"]: row["n"] for row in rows_of()}
@@ -803,25 +805,37 @@ def test_texts_of_type_binary_are_read():
     write({"a.parquet": table_bytes(messages=turns), "b.jsonl": as_json(TALK + TALK)})
     assert chats() == [TALK, TALK + TALK]
 
-KEPT = {    # values of a column, each of which has this type afterwards, too
-    "uint64": pa.array([1, 2 ** 64 - 1, None], pa.uint64()),
+KEPT = {    # values of a column
+    "uint64": pa.array([1, 2 ** 63 - 1, None], pa.uint64()),
     "int8": pa.array([1, -1, 3], pa.int8()),
-    "float": pa.array([0.5, 0.1, None], pa.float32()),
-    "json": pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[1]", '{"a": 2}', None])),
+    "float": pa.array([0.5, 0.25, None], pa.float32()),
+    "json": pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[1]", "[2, 3]", None])),
     "map": pa.array([[("a", 1)], [], None], pa.map_(pa.string(), pa.int8())),
-    "nanoseconds": pa.array([1, 2, 3], pa.timestamp("ns", "Europe/Paris")),
-    "far": pa.array([10 ** 15, 1, None], pa.timestamp("ms")),
-    "bytes": pa.array([b"\xff", b"", None]),
+    "time": pa.array([1, 2, 3], pa.timestamp("ms", "Europe/Paris")),
+    "bytes": pa.array(["ü".encode(), b"", None]),
     "struct": pa.array([{"n": 1, "m": [1]}, {"n": 2, "m": None}, None])}
 
 @pytest.mark.parametrize("kind", KEPT)
-def test_a_kept_column_has_the_type_of_its_source(kind):
+def test_a_kept_column_has_the_values_of_its_source(kind):
+    """Its type is that of Python's values."""
     values = KEPT[kind]
     write({"a.parquet": table_bytes(text=["0", "1", "2"], x=values)})
     converted("--keep x")
-    found = pa.concat_tables(pq.read_table(shard.path) for shard in all_of()).sort_by("text")["x"]
-    assert found.type == values.type
-    assert found.combine_chunks() == values
+    found = {row["text"]: row["x"] for row in rows_of()}
+    expected = values.to_pylist(maps_as_pydicts="strict")
+    if kind == "json":
+        expected = [[1], [2, 3], None]
+    if kind == "map":
+        expected = [{"a": 1}, {"a": None}, None]
+    if kind == "bytes":
+        expected = ["ü", "", None]
+    assert found == dict(zip("012", expected, strict=True))
+
+def test_values_that_no_column_can_have_are_an_error():
+    write_rows({"text": "a", "n": 2 ** 70}, {"text": "b", "n": 1})
+    assert "--keep: Python int too large to convert to C long; expected" in refused("--keep n")
+    write_rows({"text": "a", "n": 1}, {"text": "b", "n": "a"})
+    assert re.search("--keep: .*; expected values of one type", refused("--keep n --skip_bad"))
 
 def test_the_loader_refuses_chats_with_columns_that_convert_would_read_or_refuse():
     weights = [key for key, use in KEYS.items() if use == "weight"]
@@ -843,12 +857,14 @@ def test_views_and_categories_are_kept_as_strings():
 
 NAMES = {    # what is typed, and of the files below `in`, which are read
     "in": ["_k=1/a", "a", "b/_k=2/c"],
-    "in/*": ["_k=1/a", "a", "b/_k=2/c"],
+    "in/*": ["_a", "_k=1/a", "_raw/a", "a", "b/_k=2/c"],    # as the shell's words do
     "in/**/*": ["_k=1/a", "a", "b/_k=2/c"],
     "in/_raw in/a.jsonl": ["_raw/a", "a"],
     "in/_raw in/b/_raw2": ["_raw/a", "b/_raw2/a"],
     "in/_raw/*.jsonl": ["_raw/a"],
-    "'in/_r*/*.jsonl' in/a.jsonl": ["a"],
+    "'in/_r*/*.jsonl' in/a.jsonl": ["_raw/a", "a"],
+    "'in/_*.jsonl' in/b": ["_a", "b/_k=2/c"],
+    "'in/**.jsonl'": ["_a", "a"],
     "in/_a.jsonl in/.b.jsonl": [".b", "_a"],
     "in/.c in": [".c/a", "_k=1/a", "a", "b/_k=2/c"],
     "in in/_raw": ["_k=1/a", "_raw/a", "a", "b/_k=2/c"],
@@ -866,19 +882,18 @@ def test_what_is_hidden_is_read_if_it_is_named(output, words):
         assert "such as Spark's _temporary (to read them: name their folder): 3, " in output()
 
 def test_links_to_what_is_read_are_not_read_again():
-    """As in a shell, ** follows no links to folders."""
     write({"v2/a.jsonl": texts_as_json("ab"), "v2/b.txt": "c"})
     write({"far/d.jsonl": texts_as_json("d"), "far/e.jsonl": texts_as_json("e")}, ".")
     links = {"latest": "v2", "v2/circle": "..", "other": "../far", "d.jsonl": "../far/d.jsonl"}
     links["data"] = "nowhere"
     for name, target in links.items():
         os.symlink(target, f"in/{name}")
-    for words in "in", "'in/**/*.*'", "in/latest in/v2 far":
+    for words in "in", "'in/**/*.*'", "'in/*/*' far", "in/latest in/v2 far":
         if "latest" in words:
             os.unlink("in/v2/circle")
         shutil.rmtree("out", ignore_errors=True)
         assert command(words, "--out out") is None
-        assert sorted(read_all()) == [*("abcd" if "**" in words else "abcde")]
+        assert sorted(read_all()) == ["a", "b", "c", "d", "e"]
 
 def test_a_broken_link_is_an_unreadable_file(output):
     write_texts("ab")

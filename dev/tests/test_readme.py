@@ -88,7 +88,7 @@ def reader(tmp_path_factory):
     for path in ("my/1.jsonl.gz", "my/nested/2.jsonl.gz"):
         with gzip.open(folder / path, "wt") as file:
             for text in texts:
-                print(json.dumps({"content": f"{path} {text}"}), file=file)
+                print(json.dumps({"data": {"text": f"{path} {text}"}}), file=file)
     with open(folder / "rated.csv", "w", newline="", encoding="utf-8") as file:
         rows = [(text, len(text)) for text in texts]
         csv.writer(file).writerows([("text", "score"), *rows])
