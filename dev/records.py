@@ -76,8 +76,8 @@ def refuse_marks(record):
     if lost:
         raise UserError(
             f"its {' '.join(lost)} would be lost (a weight in each message says what to learn); to "
-            f"drop it: --ignore_keys {' '.join(lost)}; to leave out such records: --skip_bad"
-            f"{OTHER_FORMS}")
+            f"leave out such records: --skip_bad; to drop it: jq -c 'del(.{', .'.join(lost)})' OLD > "
+            f"NEW.jsonl or, from messages as well, --ignore_keys {' '.join(lost)}{OTHER_FORMS}")
 
 def as_dict(record):
     """What a reader yields -> {column: value}. A record may also be a list of messages."""
@@ -105,7 +105,7 @@ USES = by_name({
     "text": "text",
     "chat": "messages conversations",
     "ask": "prompt question instruction",
-    "answer": "completion response answer output",
+    "answer": "completion response answer output chosen",
     "add": "input context"})
 # Keys of a message. Those for its weight are also columns: whether to learn a conversation.
 KEYS = by_name({
