@@ -153,8 +153,9 @@ def rows_of_file(file, flags, total, report):
             say(ODD_LINES)
         try:
             text, kept = make_document(record, flags, say)
-            # Raises for half a surrogate pair
+            # Times, which Python cuts, are kept as texts. Raises for half a surrogate pair
             kept_text = kept and json.dumps(kept, ensure_ascii=False, default=str).encode()
+            kept = kept and json.loads(kept_text)
         except Exception as error:    # bad records may raise any
             problem = f": {error}{ADVICE.get(type(error), ADVICE.get(what, ''))}"
             if not flags.skip_bad:
@@ -313,7 +314,6 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
         lines = enumerate(lines, 1)
         not_blank = (line for line in lines if line[1].strip())
         header = next(not_blank, (1, ""))
-        header[1].encode()    # raises for a surrogate
         delimiter = max(delimiters, key=header[1].count)
         rows = rows_of_csv(itertools.chain([header], lines), delimiter, quoting)
         _, titles = next(rows, (1, []))
@@ -467,7 +467,7 @@ SUFFIXES = " ".join(READERS)
 
 # Not documents; most are Hugging Face's, whose map writes caches
 ABOUT_DATA = re.compile(
-    r".*/((README|LICENSE)\.(md|txt)|(index|config|dataset_(infos?|dict)|state)\.json"
+    r"(?i).*/((README|LICENSE)\.(md|txt)|(index|config|dataset_(infos?|dict)|state)\.json"
     r"|cache-[^/]*\.arrow)")
 
 def find_files(flags, report):
@@ -559,8 +559,8 @@ def workshop(out, n):
         raise UserError("a worker process was killed; if memory ran out, use -w 1") from error
     except (pa.ArrowException, OverflowError) as error:    # bad values are a record's fault
         raise UserError(
-            f"--keep: {error}; expected values of one type, and whole numbers below 2 ** 63; JSON "
-            "can be changed: jq -c '.NAME |= tostring' OLD > NEW.jsonl") from error
+            f"--keep: {error}; expected values of one type, and whole numbers below 2 ** 63; write "
+            "others as texts (older versions of jq round them)") from error
     finally:
         if pool:
             shutil.rmtree(building, ignore_errors=True)    # so that processes end soon

@@ -76,8 +76,8 @@ def refuse_marks(record):
     if lost:
         raise UserError(
             f"its {' '.join(lost)} would be lost (a weight in each message says what to learn); to "
-            f"leave out such records: --skip_bad; to drop it: jq -c 'del(.{', .'.join(lost)})' OLD > "
-            f"NEW.jsonl or, from messages as well, --ignore_keys {' '.join(lost)}{OTHER_FORMS}")
+            f"leave out such records: --skip_bad; to drop it: jq -c 'del(.{', .'.join(lost)})' OLD "
+            f"> NEW.jsonl or, from messages as well, --ignore_keys {' '.join(lost)}{OTHER_FORMS}")
 
 def as_dict(record):
     """What a reader yields -> {column: value}. A record may also be a list of messages."""
@@ -163,8 +163,8 @@ def find_document(record, flags):
         return "text", text[:1]
     raise UserError(
         f"no text or conversation; looked for {' '.join(columns_to_read(flags))}; saw "
-        f"{[*record]!r:.300} (in CSV, line 1 has the names; a question needs an answer); name the "
-        f"key with --text_key, or of conversations or questions with --messages_key{OTHER_FORMS}")
+        f"{[*record]!r:.300} (line 1 of CSV has the names; of UTF-16, they have \\x00); name the key "
+        f"with --text_key, or for a conversation or question with --messages_key{OTHER_FORMS}")
 
 def lift(record, key):
     """
@@ -276,7 +276,7 @@ def dict_of_pairs(pairs):
     """If a key is repeated, Python keeps the last value. Here, it is an error."""
     record = dict(pairs)
     if len(record) < len(pairs):
-        raise UserError(f"a key occurs twice: {pairs!r:.300}; remove one")
+        raise UserError(f"a key occurs twice: {pairs!r:.300}; remove one (a CSV begins with names)")
     return record
 
 NOT_READ = ...    # in place of a value: neither null nor text

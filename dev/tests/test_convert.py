@@ -750,7 +750,7 @@ def test_other_encodings_are_an_error_or_said(output, name, encoding):
         assert "texts with NUL bytes (damaged, or UTF-16?): 1, such as in/a.txt" in output()
     else:
         assert f"in/{name}" in line
-        assert ("expected UTF-8" in line) == (encoding in ("utf-16", "utf-32"))
+        assert "expected UTF-8" in line or "\\x00" in line or "json" in name
 
 SPARK_SED = """sed 's/\\\\"/""/g' OLD > NEW.csv"""
 
@@ -811,13 +811,13 @@ KEPT = {    # values of a column
     "float": pa.array([0.5, 0.25, None], pa.float32()),
     "json": pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[1]", "[2, 3]", None])),
     "map": pa.array([[("a", 1)], [], None], pa.map_(pa.string(), pa.int8())),
-    "time": pa.array([1, 2, 3], pa.timestamp("ms", "Europe/Paris")),
+    "time": pa.array([1, 2, None], pa.timestamp("ms", "UTC")),
     "bytes": pa.array(["ü".encode(), b"", None]),
     "struct": pa.array([{"n": 1, "m": [1]}, {"n": 2, "m": None}, None])}
 
 @pytest.mark.parametrize("kind", KEPT)
 def test_a_kept_column_has_the_values_of_its_source(kind):
-    """Its type is that of Python's values."""
+    """Its type is that of the values as JSON. What JSON lacks is a text."""
     values = KEPT[kind]
     write({"a.parquet": table_bytes(text=["0", "1", "2"], x=values)})
     converted("--keep x")
@@ -827,6 +827,8 @@ def test_a_kept_column_has_the_values_of_its_source(kind):
         expected = [[1], [2, 3], None]
     if kind == "map":
         expected = [{"a": 1}, {"a": None}, None]
+    if kind == "time":
+        expected = [*map(str, expected[:2]), None]
     if kind == "bytes":
         expected = ["ü", "", None]
     assert found == dict(zip("012", expected, strict=True))
