@@ -84,7 +84,7 @@ def convert(flags):
     unreadable files are counted instead.
     """
     out = os.path.realpath(flags.out)    # not the link, its target
-    report = {}    # {what was read, dropped, skipped or ignored: [how often, the first example]}
+    report = {}    # {what was read, dropped, skipped or ignored: [count, first example]}
     files = find_files(flags, report)
     paths = [path for path, *_ in files if os.path.exists(path)]    # a link may be broken
     total = sum(map(os.path.getsize, paths))
@@ -120,7 +120,7 @@ def count(report, what, example, n=1):
 # The shuffle
 
 KEY, TEXT_HASH, DOCUMENT = "nanoloader.key", "nanoloader.hash", "nanoloader.document"    # of a run
-SPACES = bytes.maketrans(b"\n\t", b"  ")    # copies may end lines elsewhere
+SPACES = bytes.maketrans(b"\n\t", b"  ")    # copies may break lines elsewhere
 
 def scatter_files(building, flags, total, files):
     """Write the good documents of some files as sorted runs. Returns a report."""
@@ -153,7 +153,7 @@ def rows_of_file(file, flags, total, report):
             say(ODD_LINES)
         try:
             text, kept = make_document(record, flags, say)
-            # Times, which Python cuts, are kept as texts. Raises for half a surrogate pair
+            # Python would truncate times: they become texts. Raises for half a surrogate pair
             kept_text = kept and json.dumps(kept, ensure_ascii=False, default=str).encode()
             kept = kept and json.loads(kept_text)
         except Exception as error:    # bad records may raise any
@@ -165,7 +165,7 @@ def rows_of_file(file, flags, total, report):
         if text:
             key = hash_of(b"0 %d %d" % (number, index)) + is_val
             words = text.translate(SPACES, b"\r").strip()
-            # Val takes the largest hashes: hardly that of a text that is most of all text.
+            # Val takes the largest hashes. The shift keeps a text that is most of the corpus out.
             text_hash = hash_of(words) >> min(20, 20 * len(words) // total)
             yield len(text) + len(kept_text), (key, text_hash, text, kept)
     if index < 0:
@@ -175,7 +175,7 @@ def rows_of_file(file, flags, total, report):
               "text; --as_text '*.SUFFIX' reads others as such)", path)
 
 def hash_of(data):
-    """63 bits, a signed integer of Arrow. The last one is 0: in a key, 1 means val."""
+    """63 bits, which fit Arrow's int64. The last bit is 0: in a key, 1 means val."""
     digest = hashlib.blake2b(data, digest_size=8).digest()
     return int.from_bytes(digest, "big") // 4 * 2
 
@@ -194,8 +194,8 @@ ADVICE = {
         '; expected quotes around a text, and "" for a quote in it; if backslashes escape quotes, '
         "see Other forms of data in dev/recipes/forms.md; if quotes mean nothing, name it .tsv",
     json.JSONDecodeError:
-        "; expected one JSON document per line, or one array in a .json; if the file was cut off, "
-        "copy it again; otherwise, see dev/recipes/forms.md"}
+        "; expected JSON: a document in each line, one array in a .json, or of a list of texts, a "
+        "message in each; copy a file again that was cut off; or see dev/recipes/forms.md"}
 
 def write_run(building, rows):
     keys, hashes, texts, kept = zip(*rows, strict=True)
@@ -223,7 +223,8 @@ def divide(building, drop_copies):
     if pa.null() in table.schema.types:
         raise UserError("--keep: no document has a value under one of these names (that of a "
                         "folder, as in lang=en, is no column)")
-    n_shards = max(4, round(table[DOCUMENT].nbytes / SHARD_BYTES))    # cores share a small corpus
+    # At least 4, so that cores can share a small corpus
+    n_shards = max(4, round(table[DOCUMENT].nbytes / SHARD_BYTES))
     keys, hashes = table[KEY].to_numpy(), table[TEXT_HASH].to_numpy()
     rows = keys.argsort()
     texts, first, copies = np.unique(
@@ -252,7 +253,7 @@ def gather_shard(building, kind, number, rows):
     table = open_runs(building).drop_columns([KEY, TEXT_HASH])
     # Unlike a table's, its take() copies no other rows.
     documents = InMemoryDataset(table.rename_columns({DOCUMENT: kind}))
-    n_groups = max(16, len(rows) // ROW_GROUP_DOCUMENTS)    # to be read apart
+    n_groups = max(16, len(rows) // ROW_GROUP_DOCUMENTS)    # that readers can share
     groups = filter(len, np.array_split(rows, n_groups))
     dataset.write_shard(
         f"{building}/shards/shard_{number:05d}.parquet", map(documents.take, groups), kind)
@@ -323,8 +324,8 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
         names = dict_of_pairs(names)    # raises if a name is there twice
         for number, record in rows:
             if isinstance(record, list):
-                is_header = {*record} == {*titles} or record[0].startswith("\ufeff")
-                if len(record) == len(names) and not is_header:
+                is_joined = {*record} == {*titles} or record[0].startswith("\ufeff")
+                if len(record) == len(names) and not is_joined:
                     record = dict(zip(names, record, strict=True))
                 else:
                     record = UserError(
@@ -362,7 +363,7 @@ def rows_of_csv(lines, delimiter, quoting):
             return
         except csv.Error as error:
             yield taken[0][0], error
-            again += taken[:0:-1]
+            again += taken[:0:-1]    # all lines but the first, the next one last
             taken.clear()
 
 def read_tsv(path, flags):
@@ -438,8 +439,8 @@ def read_rows(batch, flags):
 
 def decode(value, kind):
     """
-    Values of the type JSON (DuckDB's, and Json() of datasets), and texts that a program wrote as
-    bytes, also inside lists and structs.
+    Parse values of the type JSON (DuckDB's, and Json() of datasets), and decode texts that a
+    program wrote as bytes, also inside lists and structs.
     """
     match kind, value:
         case pa.JsonType(), str():
@@ -479,7 +480,7 @@ def find_files(flags, report):
     for path in sorted(names):
         read = choose_reader(path, names[path], flags.as_text)
         if callable(read):
-            found.setdefault(os.path.realpath(path), (path, read))    # links to others are no files
+            found.setdefault(os.path.realpath(path), (path, read))    # skips links to files
         else:
             count(report, f"ignored files, {read}", path)
     readers = dict(found.values())
@@ -503,13 +504,13 @@ def expand(given):
     {path: its name below a folder that was named} of a file, of all in a folder, or of all files
     and folders that a glob matches. What was named itself is "".
     """
-    before, *after = given.split("**/", 1)
+    before, is_recursive, _ = given.partition("**/")
     paths = [given] if os.path.exists(given) else glob.glob(before or ".")
     files = {}
     for path in map(os.path.abspath, paths):
         below = dataset.list_local(path, suffix=re.compile(""))
         files |= {f"{path}/{name}": name for name, *_ in below} or {path: ""}
-    if after:    # Python's glob would follow links to folders above, for ever
+    if is_recursive:    # Python's glob would follow links to folders above, forever
         matches = re.compile(glob_translate(os.path.abspath(given))).match
         files = {path: name for path, name in files.items() if matches(path)}
     if not files:
@@ -542,7 +543,7 @@ def choose_reader(path, name, as_text):
 @contextlib.contextmanager
 def workshop(out, n):
     """
-    (A hidden folder next to `out`, `map` or that of n processes). At the end, both are gone.
+    Yields (a hidden folder next to `out`, a map over n processes). Removes both at the end.
     OSError if `out` has files.
     """
     if os.path.exists(out):
@@ -557,7 +558,7 @@ def workshop(out, n):
         yield building, pool.map if pool else map
     except BrokenExecutor as error:
         raise UserError("a worker process was killed; if memory ran out, use -w 1") from error
-    except (pa.ArrowException, OverflowError) as error:    # bad values are a record's fault
+    except (pa.ArrowException, OverflowError) as error:    # only values to keep raise these
         raise UserError(
             f"--keep: {error}; expected values of one type, and whole numbers below 2 ** 63; write "
             "others as texts (older versions of jq round them)") from error
@@ -593,14 +594,14 @@ def main(argv=None):
         help="key or column that holds the text (default: text); write a.b for key b inside a")
     add("--messages_key", help="key or column that holds conversations, or their questions "
         "(default: messages, conversations, prompt, question, instruction)")
-    add("--keep", **names, help="copy these columns, too")
+    add("--keep", **names, help="copy these columns, too (dates and decimals as texts)")
     add("--as_text", **names, help="read only these files, as plain text: '*.py'")
     add("--split_at", type=pattern_of_mark,
         help="split plain text into documents at each mark, such as '<|endoftext|>'")
     add("--cut_bytes", type=dataset.at_least(4),
         help="cut plain text into documents of up to this size, at blank lines (default: 1 GiB)")
     add("--drop_copies", action="store_true",
-        help="drop documents whose text occurs before")
+        help="keep one of the documents that have the same text")
     add("--ignore_keys", **names,
         help="drop these keys of messages, such as reasoning_content, and columns of these names")
     add("--skip_bad", action="store_true",
@@ -616,7 +617,7 @@ def main(argv=None):
         convert(flags)
 
 def pattern_of_mark(mark):
-    """It has the line ends around marks. \\n in a mark also stands for those of Windows."""
+    """A pattern of marks and the line ends around them. \\n in a mark also matches \\r\\n."""
     if not mark:
         raise argparse.ArgumentTypeError("expected a text")
     mark = re.escape(mark.replace("\\n", "\n").encode())

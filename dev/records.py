@@ -2,8 +2,8 @@
 Records of other tools -> the documents of a shard: text, or chats as a list of messages.
 
 dev/convert.py reads records from files, and calls make_document for each. USES, KEYS and ROLES have
-the names that are read. Other columns are dropped, and the report says so. It is an error if they
-may say what not to learn. So are other keys of a message.
+the names that are read. Other columns are dropped and reported. Those that may say what not to
+learn are an error, as are other keys of a message.
 """
 
 import collections
@@ -66,16 +66,16 @@ def make_document(record, flags, say):
     return text, kept
 
 def refuse_marks(record):
-    """UserError if what is left of a record says not to learn a part of it, or is a part of it."""
+    """UserError if the rest of a record says what not to learn, or holds a part of the chat."""
     lost = []
     for name, value in sorted(record.items()):
-        harmless = KEYS.get(name) == "weight"    # a weight of true, or another mark of false
-        is_mark = MARK.fullmatch(name) and value not in (*EMPTY, harmless)
+        learns_all = KEYS.get(name) == "weight"    # True is harmless in a weight, False elsewhere
+        is_mark = MARK.fullmatch(name) and value not in (*EMPTY, learns_all)
         if is_mark or value == "rejected":
             lost.append(name)
     if lost:
         raise UserError(
-            f"its {' '.join(lost)} would be lost (a weight in each message says what to learn); to "
+            f"its {' '.join(lost)} would be lost ({[record[name] for name in lost]!r:.99}); to "
             f"leave out such records: --skip_bad; to drop it: jq -c 'del(.{', .'.join(lost)})' OLD "
             f"> NEW.jsonl or, from messages as well, --ignore_keys {' '.join(lost)}{OTHER_FORMS}")
 
@@ -100,7 +100,7 @@ def by_name(table):
         for name in names.split()}
 
 # What columns are for: one of "chat" has a conversation, or one of "ask" a question (to which "add"
-# is added) and one of "answer" its answer. In this order, a record's columns are looked for.
+# is added) and one of "answer" its answer. Columns are looked for in this order.
 USES = by_name({
     "text": "text",
     "chat": "messages conversations",
@@ -129,17 +129,21 @@ def columns_to_read(flags):
     return {key: "ask" if USES.get(key) == "ask" else "chat"} | others
 
 def is_needed(column, flags):
-    """Other columns may have values that Python lacks. HALOs' "type" may be "rejected"."""
+    """
+    Whether to read a column. Others may have types that Python lacks. HALOs' "type" may be
+    "rejected".
+    """
     is_mark = MARK.fullmatch(column) or column == "type"
     if is_mark and not flags.text_key:
         return True
-    keys = [*flags.keep, *columns_to_read(flags)]
-    return any(column in (key, key.split(".")[0]) for key in keys)
+    return any(
+        f"{key}.".startswith(f"{column}.")
+        for key in [*flags.keep, *columns_to_read(flags)])
 
 def find_document(record, flags):
     """(kind, columns) of a document: ('text', ['text']), ('messages', ['prompt', 'response'])"""
     found = collections.defaultdict(list)    # {use: columns with a value}
-    text, chat, answers = found["text"], found["chat"], found["answer"]
+    text, chat, answers = found["text"], found["chat"], found["answer"]    # these lists grow
     for column, use in columns_to_read(flags).items():
         value = record.get(column, NOT_READ)
         if value is NOT_READ or chat:
@@ -151,7 +155,7 @@ def find_document(record, flags):
         found[use].append(column)
     question = chat + found["ask"] + found["add"]
     if chat or (question and answers):
-        for same in text + question[:1], found["ask"], answers:
+        for same in text + question[:1], chat + found["ask"], answers:
             if len(same) > 1:
                 raise UserError(
                     f"it has {same[0]!r} and {same[1]!r}, of which one is read; to read one as "
@@ -163,21 +167,21 @@ def find_document(record, flags):
         return "text", text[:1]
     raise UserError(
         f"no text or conversation; looked for {' '.join(columns_to_read(flags))}; saw "
-        f"{[*record]!r:.300} (line 1 of CSV has the names; of UTF-16, they have \\x00); name the key "
-        f"with --text_key, or for a conversation or question with --messages_key{OTHER_FORMS}")
+        f"{[*record]!r:.300} (a question needs an answer; in CSV, line 1 has the names, and \\x00 "
+        f"if it is UTF-16); name the key: --text_key, or of chats: --messages_key{OTHER_FORMS}")
 
 def lift(record, key):
     """
     If the key is 'a.b', its value becomes record["a.b"]. What is beside b in "a" becomes a column,
     and is read or dropped like one.
     """
-    *outer, last = key.split(".")
-    inside = {}
-    for name in outer:
-        inside = record.get(name)
-        if key in record or not isinstance(inside, dict):
-            return
-        record |= record.pop(name)
+    outer, _, last = key.partition(".")
+    inside = record.get(outer)
+    if key in record or not isinstance(inside, dict):
+        return
+    lift(inside, last)
+    del record[outer]
+    record |= dict_of_pairs([*record.items(), *inside.items()])    # raises if both have a name
     if last in inside:
         record[key] = record.pop(last)
 
@@ -194,15 +198,15 @@ ROLES = by_name({
     "user": "human",
     "assistant": "gpt chatgpt chatbot bot bing model function_call",
     "tool": "observation function"})
-CHAT = re.compile(r"""\s*\[\s*\{.*["'](role|from)["']\s*:""", re.DOTALL)    # written as a text
+CHAT = re.compile(r"""\s*\[\s*\{.*["'](role|from)["']\s*:""", re.DOTALL)    # as a string
 
 def make_messages(values, record, flags):
-    """Messages as shards hold them. What is read of the record, beside the values, leaves it."""
+    """Messages as shards hold them. Removes from the record what it reads."""
     messages = read_turns(values, flags)
     for name in "system", "system_prompt":    # beside the conversation
         if record.get(name) and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": record.pop(name)})
-    # No template has other roles. Only with --skip_bad must it be nanochat's.
+    # ALL_ROLES: some template has them. With --skip_bad, only nanochat's template counts.
     roles = NANOCHAT.roles if flags.skip_bad else ALL_ROLES
     read = read_messages(messages, NANOCHAT._replace(roles=roles))
     learned = [parts for _, parts, is_target in read if is_target]
@@ -260,7 +264,7 @@ def clean_message(message, flags):
     pairs = [
         (KEYS.get(key, key), value) for key, value in message.items()
         if value not in EMPTY and key not in flags.ignore_keys]    # parquet has null for no key
-    message = {"role": None, "content": ""} | dict_of_pairs(pairs)
+    message = {"role": None} | dict_of_pairs(pairs)
     role = str(message["role"]).lower()
     return message | {"role": ROLES.get(role, role)}
 
@@ -273,7 +277,7 @@ def load_json(text):
         text, object_pairs_hook=dict_of_pairs, parse_constant=lambda name: None, strict=False)
 
 def dict_of_pairs(pairs):
-    """If a key is repeated, Python keeps the last value. Here, it is an error."""
+    """Like dict(pairs), but a repeated key is an error."""
     record = dict(pairs)
     if len(record) < len(pairs):
         raise UserError(f"a key occurs twice: {pairs!r:.300}; remove one (a CSV begins with names)")
