@@ -51,7 +51,7 @@ from pyarrow.dataset import InMemoryDataset
 from tqdm import tqdm
 
 import dataset
-from dataset import UserError, cores, errors_in_one_line, printable
+from dataset import UserError, at_least, cores, errors_in_one_line, printable
 from dev.records import (
     NOT_READ,
     by_name,
@@ -153,9 +153,6 @@ def rows_of_file(file, flags, total, report):
             say(ODD_LINES)
         try:
             text, kept = make_document(record, flags, say)
-            # Python would truncate times: they become texts. Raises for half a surrogate pair
-            kept_text = kept and json.dumps(kept, ensure_ascii=False, default=str).encode()
-            kept = kept and json.loads(kept_text)
         except Exception as error:    # bad records may raise any
             problem = f": {error}{ADVICE.get(type(error), ADVICE.get(what, ''))}"
             if not flags.skip_bad:
@@ -167,7 +164,7 @@ def rows_of_file(file, flags, total, report):
             words = text.translate(SPACES, b"\r").strip()
             # Val takes the largest hashes. The shift keeps a text that is most of the corpus out.
             text_hash = hash_of(words) >> min(20, 20 * len(words) // total)
-            yield len(text) + len(kept_text), (key, text_hash, text, kept)
+            yield len(text) + len(str(kept)), (key, text_hash, text, kept)
     if index < 0:
         count(report, "files without documents", path)
     if (flags.split_at or flags.cut_bytes) and (read is not read_text or index == 0):
@@ -199,17 +196,18 @@ ADVICE = {
 
 def write_run(building, rows):
     keys, hashes, texts, kept = zip(*rows, strict=True)
-    texts = pa.array(texts, pa.large_string())
-    columns = {KEY: keys, TEXT_HASH: hashes, DOCUMENT: texts}
-    kept = pa.Table.from_pylist(kept)
-    columns |= {name: kept[name] for name in kept.column_names}
-    run = pa.table(columns).sort_by(KEY)
-    feather.write_feather(run, f"{building}/runs/{min(keys)}", "uncompressed")
+    columns = {
+        KEY: keys, TEXT_HASH: hashes,
+        DOCUMENT: pa.array(texts, pa.large_string())}
+    columns |= {name: [values[name] for values in kept] for name in kept[0]}
+    feather.write_feather(
+        pa.table(columns).sort_by(KEY), f"{building}/runs/{min(keys)}", "uncompressed")
 
 def open_runs(building):
     """All runs as one memory-mapped table."""
-    runs = sorted(Path(building, "runs").iterdir())
-    tables = [feather.read_table(run, memory_map=True) for run in runs]
+    tables = [
+        feather.read_table(run, memory_map=True)
+        for run in sorted(Path(building, "runs").iterdir())]
     return pa.concat_tables(tables, promote_options="permissive")
 
 def divide(building, drop_copies):
@@ -329,9 +327,9 @@ def read_csv(path, flags, delimiters=",\t;|", quoting=csv.QUOTE_MINIMAL):
                     record = dict(zip(names, record, strict=True))
                 else:
                     record = UserError(
-                        f"expected {len(names)} fields, other than the first line's; saw "
+                        f"expected {len(names)} fields, not the names of line 1 again; saw "
                         f"{record!r:.200}; quote texts with {delimiter!r} (name such a .tsv .csv); "
-                        "if it ends each line, add it to the first; divide what was joined")
+                        "if it ends each line, add it to the first; divide files that were joined")
             yield f"line {number}", record
 
 # What in a field may show that a table has other rules: \0 is around each field. re is fast if each
@@ -402,6 +400,8 @@ def read_table(path, flags):
     """Parquet, Feather and Arrow files, and the streams that Hugging Face's save_to_disk writes."""
     data = pa.memory_map(os.fsencode(path)).read_buffer()
     stream = pa.BufferReader(data)
+    # Of joined files, Arrow reads one, or the rows of one as those of another
+    is_joined = re.search(rb"PAR1PAR1\x15|ARROW1ARROW1\0\0", data)
     if data[:4] == b"PAR1":
         file = parquet.ParquetFile(
             stream, page_checksum_verification=True, arrow_extensions_enabled=True)
@@ -410,13 +410,14 @@ def read_table(path, flags):
         batches = ipc.open_file(stream).read_all().to_batches(ROW_GROUP_DOCUMENTS)
     elif data[-8:] == b"\xff\xff\xff\xff\0\0\0\0":    # Arrow reads a stream without its end, too
         batches = ipc.open_stream(stream).read_all().to_batches(ROW_GROUP_DOCUMENTS)
-        if stream.read(1):    # of a file that was joined
-            raise UserError("it is several files, joined into one; use the files themselves")
+        is_joined = stream.read(1)
     else:
         raise ValueError(
             "it is neither parquet nor Arrow (is it a Git LFS pointer?), or its end is missing, or "
             "it is of Feather 1; write or copy it again")
-    rows = itertools.chain.from_iterable(read_rows(batch, flags) for batch in batches)
+    if is_joined:
+        raise UserError("it is several files, joined into one; use the files themselves")
+    rows = (row for batch in batches for row in read_rows(batch, flags))
     for number, row in enumerate(rows):
         yield f"row {number}", row
 
@@ -598,7 +599,7 @@ def main(argv=None):
     add("--as_text", **names, help="read only these files, as plain text: '*.py'")
     add("--split_at", type=pattern_of_mark,
         help="split plain text into documents at each mark, such as '<|endoftext|>'")
-    add("--cut_bytes", type=dataset.at_least(4),
+    add("--cut_bytes", type=at_least(4),
         help="cut plain text into documents of up to this size, at blank lines (default: 1 GiB)")
     add("--drop_copies", action="store_true",
         help="keep one of the documents that have the same text")
@@ -606,7 +607,7 @@ def main(argv=None):
         help="drop these keys of messages, such as reasoning_content, and columns of these names")
     add("--skip_bad", action="store_true",
         help="skip and count bad documents and unreadable files, instead of stopping at the first")
-    add("-w", "--num_workers", type=dataset.at_least(1),
+    add("-w", "--num_workers", type=at_least(1),
         help="processes (default: at most one per core)")
     flags = parser.parse_args(argv)
     if {"text", "messages", "tokens"} & {*flags.keep}:

@@ -35,6 +35,9 @@ def make_document(record, flags, say):
     """
     record = as_dict(record)
     kept = {name: record.get(name) for name in flags.keep}
+    # Python would truncate times: they become texts. Raises for half a surrogate pair
+    kept = kept and json.loads(
+        json.dumps(kept, ensure_ascii=False, default=str).encode())
     lift(record, flags.text_key or flags.messages_key or "")
     for name in flags.ignore_keys:
         record.pop(name, None)

@@ -729,7 +729,9 @@ JOINED = [    # what `cat` makes of several files, and the error
     ("a.arrow", STREAM + b"other" + STREAM, "unreadable"),
     ("a.arrow", STREAM[:-8] + STREAM, "unreadable"),
     ("a.arrow", STREAM + as_feather("a"), "unreadable"),
-    ("a.feather", as_feather("a", "b") + STREAM, "unreadable")]
+    ("a.feather", as_feather("a", "b") * 2, "several files, joined into one; use the"),
+    ("a.feather", as_feather("a", "b") + STREAM, "unreadable"),
+    ("a.parquet", as_parquet(as_table("ab")) * 2, "several files, joined into one")]
 
 @pytest.mark.parametrize("name, data, expected", JOINED)
 def test_a_joined_file_is_an_error(name, data, expected):
@@ -832,6 +834,13 @@ def test_a_kept_column_has_the_values_of_its_source(kind):
     if kind == "bytes":
         expected = ["ü", "", None]
     assert found == dict(zip("012", expected, strict=True))
+
+def test_a_chat_that_is_skipped_for_its_kept_value_is_no_document(output):
+    """One such chat among texts stopped a whole convert."""
+    write({"c.jsonl": '{"prompt": "Hi", "answer": "Hello", "n": "half \\ud83d"}'})
+    write_rows({"text": "a", "n": "x"}, {"text": "b", "n": "y"})
+    assert converted("--keep n --skip_bad") == ["a", "b"]
+    assert "messages: " not in output()
 
 def test_values_that_no_column_can_have_are_an_error():
     write_rows({"text": "a", "n": 2 ** 70}, {"text": "b", "n": 1})
